@@ -1,0 +1,340 @@
+"""Step buffers: every tensor that a decode step reads or writes, allocated once, at a fixed address.
+
+A slot is declared with its shape, its dtype and what its pad tail holds. Slots that the host writes when the batch
+changes belong to a staging block: one block of host memory (pinned where there is a GPU) that mirrors one block of
+device memory, so that any number of slots travel in one `.copy_()`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LIVE_ROWS = "live_rows"
+_ALIGNMENT_BYTES = 256
+_HOST_FOREIGN_DTYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
+
+
+class FrozenError(RuntimeError):
+    """Something would have allocated or moved a tensor that captured graphs point at."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of the step.
+
+    Args:
+        name: the attribute under which the step sees it.
+        shape: sizes; `"batch"` stands for the rows of the bucket, `"batch+1"` for one more (cumulative lengths).
+        dtype: of the tensor.
+        pad: what the rows past the live batch hold.
+        staged: the staging block that the host writes this slot through; None for slots that only the device writes,
+            and for those that the caller fills himself.
+    """
+
+    name: str
+    shape: tuple[int | str, ...]
+    dtype: torch.dtype
+    pad: float | int | bool = 0
+    staged: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"a slot's name must be an identifier, got {self.name!r}")
+        if self.staged is not None and self.dtype in _HOST_FOREIGN_DTYPES:
+            raise ValueError(f"slot {self.name!r}: {self.dtype} cannot be staged, NumPy has no such type")
+        for size in self.shape:
+            if size not in ("batch", "batch+1") and not (isinstance(size, int) and size >= 1):
+                raise ValueError(f"slot {self.name!r}: a size must be >= 1, 'batch' or 'batch+1', got {size!r}")
+        if sum(isinstance(size, str) for size in self.shape) > 1:
+            raise ValueError(f"slot {self.name!r}: only one dimension can follow the batch, got {self.shape!r}")
+
+    @property
+    def batch_dim(self) -> int | None:
+        """The dimension that follows the batch, or None."""
+        return next((i for i, size in enumerate(self.shape) if isinstance(size, str)), None)
+
+    def rows(self, batch_size: int) -> int:
+        """Return how many entries of the batch dimension belong to `batch_size` rows."""
+        dim = self.batch_dim
+        return batch_size + 1 if dim is not None and self.shape[dim] == "batch+1" else batch_size
+
+    def sizes(self, batch_size: int) -> tuple[int, ...]:
+        """Return the shape with the batch filled in."""
+        return tuple(self.rows(batch_size) if isinstance(size, str) else size for size in self.shape)
+
+
+class Batch:
+    """The buffers narrowed to the rows of one bucket: what a step function is given.
+
+    Each slot is an attribute: a view of the slot's first `size` rows, at the slot's own address.
+    """
+
+    def __init__(self, size: int, tensors: dict[str, Tensor]) -> None:
+        self.size = size
+        self.__dict__.update(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no slot {name!r}; declared are {sorted(set(self.__dict__) - {'size'})}")
+
+
+class _StagingBlock:
+    """A host block and the device block that it is copied to, with one view a slot into each."""
+
+    def __init__(self, slots: list[Slot], max_batch_size: int, device: torch.device) -> None:
+        offsets: list[int] = []
+        end = 0
+        for slot in slots:
+            offsets.append(end)
+            size_bytes = math.prod(slot.sizes(max_batch_size)) * slot.dtype.itemsize
+            end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.slots = slots
+        self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.device = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.host_views = {
+            s.name: self._view(self.host, s, o, max_batch_size) for s, o in zip(slots, offsets, strict=True)
+        }
+        self.device_views = {
+            s.name: self._view(self.device, s, o, max_batch_size) for s, o in zip(slots, offsets, strict=True)
+        }
+        self.arrays = {name: view.numpy() for name, view in self.host_views.items()}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    @staticmethod
+    def _view(block: Tensor, slot: Slot, offset: int, max_batch_size: int) -> Tensor:
+        sizes = slot.sizes(max_batch_size)
+        size_bytes = math.prod(sizes) * slot.dtype.itemsize
+        return block[offset : offset + size_bytes].view(slot.dtype).view(sizes)
+
+    def wait(self) -> None:
+        """Wait until the last copy has read the host block; on a CPU there is nothing to wait for."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def upload(self) -> None:
+        self.device.copy_(self.host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+class StepBuffers:
+    """All tensors of a decode step at one fixed capacity.
+
+    Every slot is an attribute holding the whole tensor. `live_rows`, int32 [1], is always there: the number of rows
+    that are live, which kernels read on the device; rows past it are padding.
+
+    Args:
+        slots: the declarations; names must be unique.
+        max_batch_size: the capacity in rows.
+        device: None means CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: a name is used twice, or the capacity is less than 1.
+    """
+
+    def __init__(self, slots: Iterable[Slot], *, max_batch_size: int, device: torch.device | str | None = None) -> None:
+        if max_batch_size < 1:
+            raise ValueError(f"max_batch_size must be >= 1, got {max_batch_size}")
+        self.max_batch_size = max_batch_size
+        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        declared = list(slots)
+        blocks = [slot.staged for slot in declared if slot.staged is not None]
+        live = Slot(LIVE_ROWS, (1,), torch.int32, staged=blocks[0] if blocks else None)
+        self.slots: dict[str, Slot] = {}
+        for slot in [live, *declared]:
+            if slot.name in self.slots or slot.name in _RESERVED_NAMES:
+                raise ValueError(f"slot {slot.name!r} is declared twice, or the name is reserved")
+            self.slots[slot.name] = slot
+        self.frozen = False
+        self._blocks: dict[str, _StagingBlock] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._batches: dict[int, Batch] = {}
+        self._live_rows = 0
+        self._allocate()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
+
+    def _allocate(self) -> None:
+        for name in dict.fromkeys(slot.staged for slot in self.slots.values() if slot.staged is not None):
+            members = [slot for slot in self.slots.values() if slot.staged == name]
+            self._blocks[name] = _StagingBlock(members, self.max_batch_size, self.device)
+            self._tensors.update(self._blocks[name].device_views)
+        for slot in self.slots.values():
+            if slot.staged is None:
+                self._tensors[slot.name] = torch.empty(
+                    slot.sizes(self.max_batch_size), dtype=slot.dtype, device=self.device
+                )
+            else:
+                self._blocks[slot.staged].host_views[slot.name].fill_(slot.pad)
+            self._tensors[slot.name].fill_(slot.pad)
+
+    def __getattr__(self, name: str) -> Any:
+        tensors = self.__dict__.get("_tensors", {})
+        if name in tensors:
+            return tensors[name]
+        raise AttributeError(f"no slot {name!r}; declared are {sorted(tensors)}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.__dict__.get("_tensors", {}):
+            raise AttributeError(
+                f"slot {name!r} has a fixed address that graphs point at: write into it with "
+                f"buffers.{name}.copy_(...), do not rebind it"
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every slot and adopted tensor by name."""
+        return dict(self._tensors)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of device memory that the slots take, without adopted tensors."""
+        return sum(self._tensors[name].nbytes for name in self.slots)
+
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """Declare a tensor that somebody else allocated (a KV cache layer, a workspace) as part of the step.
+
+        Raises:
+            FrozenError: the buffers are frozen.
+            ValueError: the name is taken, or the tensor is on another device.
+        """
+        if self.frozen:
+            raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
+        if name in self._tensors or not name.isidentifier() or name in _RESERVED_NAMES:
+            raise ValueError(f"{name!r} is taken, reserved or no identifier")
+        if tensor.device.type != self.device.type:
+            raise ValueError(f"{name!r} is on {tensor.device}, the buffers are on {self.device}")
+        self._tensors[name] = tensor
+        self._addresses[name] = tensor.data_ptr()
+        self._batches.clear()
+
+    def narrow(self, batch_size: int) -> Batch:
+        """Return the views of the first `batch_size` rows, at the same addresses.
+
+        Raises:
+            ValueError: `batch_size` is outside 1..max_batch_size.
+        """
+        if not 1 <= batch_size <= self.max_batch_size:
+            raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
+        if batch_size not in self._batches:
+            views = dict(self._tensors)
+            for name, slot in self.slots.items():
+                dim = slot.batch_dim
+                if dim is not None:
+                    views[name] = self._tensors[name].narrow(dim, 0, slot.rows(batch_size))
+            self._batches[batch_size] = Batch(batch_size, views)
+        return self._batches[batch_size]
+
+    def staging(self, block: str) -> dict[str, np.ndarray]:
+        """Return the host arrays of a staging block, ready to be written; `upload` sends them.
+
+        Waits, where it must, for the last upload of this block to have read them.
+
+        Raises:
+            ValueError: there is no such block.
+        """
+        if block not in self._blocks:
+            raise ValueError(f"no staging block {block!r}; there are {sorted(self._blocks)}")
+        self._blocks[block].wait()
+        return self._blocks[block].arrays
+
+    def upload(self, block: str, live_rows: int) -> None:
+        """Move a staging block to the device in one copy, with the tails past `live_rows` set to their pads.
+
+        The block of the first staged slot carries `live_rows` too.
+
+        Raises:
+            ValueError: `live_rows` is outside 0..max_batch_size, or there is no such block.
+        """
+        if not 0 <= live_rows <= self.max_batch_size:
+            raise ValueError(f"live_rows must be in 0..max_batch_size={self.max_batch_size}, got {live_rows!r}")
+        arrays = self.staging(block)
+        for slot in self._blocks[block].slots:
+            dim = slot.batch_dim
+            if dim is not None:
+                arrays[slot.name][(slice(None),) * dim + (slice(slot.rows(live_rows), None),)] = slot.pad
+        if LIVE_ROWS in arrays:
+            arrays[LIVE_ROWS][0] = live_rows
+            self._live_rows = live_rows
+        self._blocks[block].upload()
+
+    def set_live_rows(self, live_rows: int) -> None:
+        """Make the first `live_rows` rows live and fill the tails of all others with their pads.
+
+        Does nothing when that many rows are live already: a steady step costs the host nothing.
+        """
+        if live_rows == self._live_rows:
+            return
+        self.pad(live_rows)
+        self._tensors[LIVE_ROWS].fill_(live_rows)
+        self._live_rows = live_rows
+
+    def pad(self, live_rows: int) -> None:
+        """Fill every slot's tail past `live_rows` with its pad."""
+        for slot in self.slots.values():
+            tail = self._tail(slot, live_rows)
+            if tail is not None:
+                tail.fill_(slot.pad)
+
+    def poison(self, live_rows: int) -> None:
+        """Fill every slot's tail past `live_rows` with hostile values: NaN, and the largest and smallest integers.
+
+        For tests of the padding law: a step must give the same bits for the live rows whatever stands in the tails.
+        """
+        for slot in self.slots.values():
+            tail = self._tail(slot, live_rows)
+            if tail is None or not tail.numel():
+                continue
+            if slot.dtype.is_floating_point:
+                tail.fill_(float("nan"))
+            elif slot.dtype == torch.bool:
+                tail.fill_(True)
+            else:
+                limits = torch.iinfo(slot.dtype)
+                values = torch.full(tail.shape, limits.max, dtype=slot.dtype)
+                values.view(-1)[::2] = limits.min
+                tail.copy_(values)
+
+    def _tail(self, slot: Slot, live_rows: int) -> Tensor | None:
+        dim = slot.batch_dim
+        if dim is None:
+            return None
+        start = slot.rows(live_rows)
+        tensor = self._tensors[slot.name]
+        return tensor.narrow(dim, start, tensor.shape[dim] - start)
+
+    def freeze(self) -> None:
+        """From now on, refuse whatever would allocate or move a tensor of the step."""
+        self.verify_addresses()
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """Allow changes again; graphs captured before are invalid and must be captured again."""
+        self.frozen = False
+
+    def verify_addresses(self) -> None:
+        """Check that every tensor is still where it was allocated.
+
+        Raises:
+            FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
+        """
+        for name, tensor in self._tensors.items():
+            if tensor.data_ptr() != self._addresses[name]:
+                raise FrozenError(
+                    f"slot {name!r} was moved after it was allocated: graphs still point at its old memory"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"StepBuffers({len(self._tensors)} tensors, max_batch_size={self.max_batch_size}, "
+            f"{self.size_bytes / 2**20:.1f} MiB of slots on {self.device})"
+        )
+
+
+_RESERVED_NAMES = frozenset(dir(StepBuffers)) | {"max_batch_size", "device", "slots", "frozen", "size"}

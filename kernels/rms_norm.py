@@ -1,0 +1,106 @@
+"""RMSNorm, alone and behind a residual add (Zhang and Sennrich, 2019, equation 4).
+
+`y = x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension, in fp32. With the residual:
+`residual += x` first, and the norm of the sum.
+"""
+
+import torch
+from torch import Tensor
+
+from .optional_triton import tl, triton
+from .registration import operator
+
+
+# One program normalises one row: it reads the row (twice with a residual) and the weight, and writes the row
+# (twice with a residual): (2 or 4) * hidden * itemsize bytes, plus the weight, which stays in L2.
+@triton.jit
+def _rms_norm_kernel(out, residual, x, weight, hidden, eps, x_stride, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        values += tl.load(residual + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values.to(residual.dtype.element_ty)
+        tl.store(residual + row * hidden + columns, values, mask=inside)
+        values = values.to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+
+
+def _launch(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+    hidden = x.shape[-1]
+    block = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(x.numel() // hidden,)](
+        out,
+        residual,
+        x,
+        weight,
+        hidden,
+        eps,
+        x.stride(-2) if x.dim() > 1 else hidden,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+def rms_norm_triton(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Launch the kernel without a residual; see `rms_norm`."""
+    _launch(out, None, x, weight, eps)
+
+
+def add_rms_norm_triton(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Launch the kernel with a residual; see `add_rms_norm`."""
+    _launch(out, residual, x, weight, eps)
+
+
+def rms_norm_torch(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Normalise with torch operators; see `rms_norm`."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    out.copy_(wide.mul(scale).mul_(weight))
+
+
+def add_rms_norm_torch(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Add and normalise with torch operators; see `add_rms_norm`."""
+    residual.add_(x)
+    rms_norm_torch(out, residual, weight, eps)
+
+
+_rms_norm = operator(
+    "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
+    torch_version=rms_norm_torch,
+    triton_version=rms_norm_triton,
+)
+_add_rms_norm = operator(
+    "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
+    torch_version=add_rms_norm_torch,
+    triton_version=add_rms_norm_triton,
+)
+
+
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Write RMSNorm of `x` into `out`.
+
+    Args:
+        out: [rows, hidden], contiguous, any float dtype.
+        x: [rows, hidden], rows may be strided.
+        weight: [hidden].
+        eps: added to the mean square.
+    """
+    _rms_norm(out, x, weight, eps)
+
+
+def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+    """Add `x` to `residual` in place, and write RMSNorm of the sum into `out`.
+
+    Args:
+        out: [rows, hidden], contiguous.
+        residual: [rows, hidden], contiguous; the sum is rounded to its dtype before it is normalised.
+        x: [rows, hidden], rows may be strided.
+        weight: [hidden].
+        eps: added to the mean square.
+    """
+    _add_rms_norm(out, residual, x, weight, eps)
