@@ -200,6 +200,8 @@ class StepBuffers:
     def adopt(self, name: str, tensor: Tensor) -> None:
         """Declare a tensor that somebody else allocated (a KV cache layer, a workspace) as part of the step.
 
+        It is on the buffers' device, or in pinned host memory that the step copies to.
+
         Raises:
             FrozenError: the buffers are frozen.
             ValueError: the name is taken, or the tensor is on another device.
@@ -208,7 +210,7 @@ class StepBuffers:
             raise FrozenError(f"cannot adopt {name!r}: the buffers are frozen")
         if name in self._tensors or not name.isidentifier() or name in _RESERVED_NAMES:
             raise ValueError(f"{name!r} is taken, reserved or no identifier")
-        if tensor.device.type != self.device.type:
+        if tensor.device.type != self.device.type and not tensor.is_pinned():
             raise ValueError(f"{name!r} is on {tensor.device}, the buffers are on {self.device}")
         self._tensors[name] = tensor
         self._addresses[name] = tensor.data_ptr()
