@@ -36,7 +36,7 @@ def _block_sums_kernel(
             line = logits + row.to(tl.int64) * logits_stride
             values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
             largest = tl.max(values, axis=0)
-            shifted = tl.where(values > float("-inf"), values - largest, float("-inf"))
+            shifted = values - tl.maximum(largest, -3.0e38)  # a block of -inf sums to 0, not to NaN
             place = row * tl.num_programs(1) + block
             tl.store(block_max + place, largest)
             tl.store(block_sum + place, tl.sum(tl.exp(shifted), axis=0))

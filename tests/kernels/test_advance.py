@@ -1,0 +1,178 @@
+"""The step that advances itself: what it changes, what it leaves, and many steps with no host between them."""
+
+import pytest
+import torch
+from sampling_rows import logprob_outputs, make_hostile, neutral_slots, set_row
+
+from graphdecode.kernels.advance import AdvanceState, advance, advance_torch, advance_triton
+from graphdecode.kernels.sample import sample
+from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
+
+RING_LENGTH = 4
+RING_ROWS = 6
+VOCAB = 32
+
+
+def new_state(rows: int, with_logprobs: bool = False) -> AdvanceState:
+    rings = (None, None, None)
+    if with_logprobs:
+        rings = (
+            torch.zeros(RING_LENGTH, RING_ROWS),
+            torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS),
+            torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS, dtype=torch.int32),
+        )
+    return AdvanceState(
+        torch.arange(rows) + 100,
+        torch.arange(rows, dtype=torch.int32) * 10,
+        torch.zeros(rows, dtype=torch.int32),
+        torch.tensor([6]),
+        torch.tensor([-1], dtype=torch.int32),
+        torch.full((RING_LENGTH, RING_ROWS), 77),
+        torch.zeros(rows, VOCAB, dtype=torch.int32),
+        *rings,
+    )
+
+
+@pytest.fixture(params=["torch", "triton"])
+def step(request, device):
+    """Advance by one of the two versions, in place."""
+
+    def run(state, sampled, slots, live=None, logprobs=(None, None, None)):
+        live_rows = torch.tensor([len(sampled) if live is None else live], dtype=torch.int32)
+        read = (slots.sampling_flags, slots.stop_ids, slots.min_position, slots.last_position)
+        arguments = (*state, torch.as_tensor(sampled), *logprobs, live_rows, *read)
+        if request.param == "torch":
+            advance_torch(*arguments)
+            return
+        there = [t if t is None else t.to(device) for t in arguments]
+        advance_triton(*there)
+        for mine, theirs in zip(state, there, strict=False):
+            if mine is not None:
+                mine.copy_(theirs)
+
+    return run
+
+
+def test_a_running_row_moves_on(step):
+    state = new_state(3)
+    step(state, [5, 6, 7], neutral_slots(3))
+    assert state.tokens.tolist() == [5, 6, 7]
+    assert state.pre_step_seqlens.tolist() == [1, 11, 21]
+    assert state.finished.tolist() == [0, 0, 0]
+    assert state.running.tolist() == [3]
+    assert state.step_index.tolist() == [7]
+    assert state.ring_tokens[6 % RING_LENGTH].tolist() == [5, 6, 7, -1, -1, -1]
+    assert (state.ring_tokens[[0, 1, 3]] == 77).all()
+
+
+def test_a_row_finishes_by_stop_id_or_by_position_and_does_not_advance(step):
+    state, slots = new_state(4), neutral_slots(4)
+    set_row(slots, 0, stops=(9, 4))
+    set_row(slots, 1, stops=(9, 4))
+    slots.last_position[2] = 21
+    slots.last_position[3] = 32
+    step(state, [4, 5, 6, 7], slots)
+    assert state.finished.tolist() == [1, 0, 1, 0]
+    assert state.tokens.tolist() == [100, 5, 102, 7]
+    assert state.pre_step_seqlens.tolist() == [0, 11, 20, 31]
+    assert state.running.tolist() == [2]
+    assert state.ring_tokens[2].tolist() == [4, 5, 6, 7, -1, -1]
+
+
+def test_finished_rows_stay_as_they_are(step):
+    state = new_state(3)
+    state.finished[1] = 1
+    step(state, [5, 6, 7], neutral_slots(3))
+    assert state.tokens.tolist() == [5, 101, 7]
+    assert state.pre_step_seqlens.tolist() == [1, 10, 21]
+    assert state.finished.tolist() == [0, 1, 0]
+    assert state.ring_tokens[2].tolist() == [5, -1, 7, -1, -1, -1]
+    assert state.running.tolist() == [2]
+
+
+def test_a_stop_id_below_the_minimum_position_is_not_obeyed(step):
+    state, slots = new_state(2), neutral_slots(2)
+    set_row(slots, 0, stops=(4,), min_position=2)
+    set_row(slots, 1, stops=(4,), min_position=11)
+    step(state, [4, 4], slots)  # the new tokens stand at 1 and 11
+    assert state.finished.tolist() == [0, 1]
+
+
+def test_tokens_are_counted_for_rows_with_penalties_alone(step):
+    state, slots = new_state(3), neutral_slots(3)
+    set_row(slots, 0, presence_penalty=0.5)
+    set_row(slots, 1, frequency_penalty=0.5)
+    state.token_counts[1, 6] = PROMPT_BIT | 3
+    state.finished[0] = 0
+    step(state, [5, 6, 7], slots)
+    expected = torch.zeros(3, VOCAB, dtype=torch.int32)
+    expected[0, 5] = 1
+    expected[1, 6] = PROMPT_BIT | 4
+    assert torch.equal(state.token_counts, expected)
+
+
+def test_logprobs_go_to_the_ring_for_rows_that_want_them(step):
+    state, slots = new_state(3, with_logprobs=True), neutral_slots(3)
+    set_row(slots, 1, num_logprobs=3)
+    set_row(slots, 2, num_logprobs=3)
+    state.finished[2] = 1
+    outputs = logprob_outputs(3)
+    outputs.top_logprobs.copy_(torch.rand(3, MAX_LOGPROBS))
+    step(state, [5, 6, 7], slots, logprobs=outputs)
+    assert state.ring_logprob[2].tolist() == [0, 7, 0, 0, 0, 0]
+    assert torch.equal(state.ring_top_logprobs[2, 1], outputs.top_logprobs[1])
+    assert torch.equal(state.ring_top_ids[2, 1], outputs.top_ids[1])
+    assert state.ring_top_logprobs.count_nonzero() == MAX_LOGPROBS
+    assert state.ring_top_ids.count_nonzero() == MAX_LOGPROBS
+
+
+def test_dead_rows_with_hostile_slots_change_nothing(step):
+    """Law: padding is inert."""
+    calm, hostile = new_state(4), new_state(4)
+    slots = neutral_slots(4)
+    step(calm, [5, 6, 1, 1], slots, live=2)
+    make_hostile(slots, 2)
+    for tensor in (hostile.tokens, hostile.pre_step_seqlens, hostile.token_counts):
+        tensor[2:] = torch.iinfo(tensor.dtype).max
+    step(hostile, [5, 6, 2**62, -(2**62)], slots, live=2)
+    for name in ("tokens", "pre_step_seqlens", "finished", "token_counts"):
+        assert torch.equal(getattr(hostile, name)[:2], getattr(calm, name)[:2]), name
+    assert (hostile.tokens[2:] == torch.iinfo(torch.int64).max).all()
+    assert (hostile.token_counts[2:] == torch.iinfo(torch.int32).max).all()
+    assert torch.equal(hostile.ring_tokens, calm.ring_tokens)
+    assert hostile.running.tolist() == [2]
+
+
+def test_many_steps_need_no_host(device):
+    """A toy model whose next token is the fed one plus one: rows stop by id, by position, or run on."""
+    rows, steps = 3, 9
+    state = new_state(rows)._replace(ring_tokens=torch.zeros(16, RING_ROWS, dtype=torch.int64))
+    state.tokens.copy_(torch.tensor([2, 10, 20]))
+    slots = neutral_slots(rows)
+    set_row(slots, 0, stops=(6,))
+    slots.last_position[1] = 13  # fed at 10 to begin with: 11, 12, 13 are sampled
+    state = AdvanceState(*(t if t is None else t.to(device) for t in state))
+    slots = type(slots)(*(t.to(device) for t in slots))
+    live = torch.tensor([rows], dtype=torch.int32, device=device)
+    sampled = torch.zeros(rows, dtype=torch.int64, device=device)
+    for _ in range(steps):
+        logits = torch.nn.functional.one_hot(state.tokens + 1, VOCAB).float()
+        sample(sampled, logits, state.pre_step_seqlens, live, slots, state.token_counts)
+        advance(state, sampled, live, slots)
+    ring = state.ring_tokens.cpu()[6:15]
+    assert ring[:, 0].tolist() == [3, 4, 5, 6] + [-1] * 5
+    assert ring[:, 1].tolist() == [11, 12, 13] + [-1] * 6
+    assert ring[:, 2].tolist() == list(range(21, 30))
+    assert state.running.item() == 1
+    assert state.pre_step_seqlens.tolist() == [3, 12, 29]
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_the_operator_passes_opcheck(device, with_logprobs):
+    state, slots = new_state(2, with_logprobs), neutral_slots(2)
+    outputs = logprob_outputs(2) if with_logprobs else (None, None, None)
+    live = torch.tensor([2], dtype=torch.int32)
+    read = (slots.sampling_flags, slots.stop_ids, slots.min_position, slots.last_position)
+    arguments = (*state, torch.tensor([5, 6]), *outputs, live, *read)
+    there = tuple(t if t is None else t.to(device) for t in arguments)
+    torch.library.opcheck(torch.ops.graphdecode.advance.default, there)

@@ -1,0 +1,50 @@
+import pytest
+import torch
+
+from graphdecode.kernels.embedding import embedding, embedding_torch, embedding_triton
+
+HOSTILE_IDS = [2**62, -(2**62), -1, 11]
+
+
+@pytest.fixture(params=["torch", "triton"])
+def gather(request, device):
+    version, where = (embedding_torch, "cpu") if request.param == "torch" else (embedding_triton, device)
+
+    def run(tokens, weight, live):
+        out = torch.full((len(tokens), weight.shape[1]), torch.nan, dtype=weight.dtype, device=where)
+        live_tokens = torch.tensor([live], dtype=torch.int32, device=where)
+        version(out, torch.tensor(tokens, device=where), weight.to(where), live_tokens)
+        return out.cpu()
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("hidden", [1, 96, 2500])
+def test_rows_are_gathered_exactly(gather, dtype, hidden):
+    weight = torch.randn(11, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens = [3, 0, 10, 3]
+    assert torch.equal(gather(tokens, weight, 4), weight[tokens])
+
+
+@pytest.mark.parametrize("live", [0, 1, 2])
+def test_dead_tokens_read_row_0_whatever_they_hold(gather, live):
+    """Law: padding is inert."""
+    weight = torch.randn(11, 20, generator=torch.Generator().manual_seed(2))
+    tokens = [7, 10][:live] + HOSTILE_IDS
+    out = gather(tokens, weight, live)
+    assert torch.equal(out[:live], weight[tokens[:live]])
+    assert torch.equal(out[live:], weight[0].expand(len(HOSTILE_IDS), -1))
+
+
+def test_weight_rows_may_be_strided(gather):
+    weight = torch.randn(11, 40)[:, :20]
+    assert torch.equal(gather([4, 9], weight, 2), weight[[4, 9]])
+
+
+def test_the_operator_passes_opcheck(device):
+    arguments = (torch.zeros(3, 8), torch.tensor([1, 2, 3]), torch.randn(5, 8), torch.tensor([2], dtype=torch.int32))
+    there = tuple(t.to(device) for t in arguments)
+    torch.library.opcheck(torch.ops.graphdecode.embedding.default, there)
+    embedding(*there)
+    assert torch.equal(there[0][1], there[2][2])

@@ -1,0 +1,201 @@
+"""Linear layers: every path against float64, for any number of rows, and the choice between the paths."""
+
+import pytest
+import torch
+
+from graphdecode.kernels.linear import (
+    LinearTuner,
+    int8_linear,
+    linear,
+    packed_linear,
+    prepare_linear,
+    quantise_int8,
+)
+
+ROWS = [1, 2, 3, 8, 17, 200, 512]
+cpu_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+
+
+def inputs(rows, dtype, with_bias, out_features=96, in_features=80):
+    generator = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    weight = (torch.randn(out_features, in_features, generator=generator) / 9).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
+    return x, weight, bias
+
+
+def check(out, x, weight, bias):
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    scale = 3e-6 if x.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(out.double(), expected, rtol=scale, atol=2 * scale)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_plain_product_is_right(rows, dtype, with_bias, device):
+    x, weight, bias = (None if t is None else t.to(device) for t in inputs(rows, dtype, with_bias))
+    out = torch.full((rows, 96), torch.nan, dtype=dtype, device=device)
+    linear(out, x, weight, bias)
+    check(out.cpu(), x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
+
+
+@cpu_only
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("packed_for", [1, 8])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_packed_weight_is_right_for_any_number_of_rows(rows, packed_for, dtype, with_bias):
+    x, weight, bias = inputs(rows, dtype, with_bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, packed_for)
+    out = torch.full((rows, 96), torch.nan, dtype=dtype)
+    packed_linear(out, x, packed, bias)
+    check(out, x, weight, bias)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", ROWS)
+def test_an_int8_product_is_that_of_the_dequantised_weight(rows, dtype, with_bias, device):
+    x, weight, bias = inputs(rows, dtype, with_bias)
+    qweight, scales = quantise_int8(weight)
+    out = torch.full((rows, 96), torch.nan, dtype=dtype, device=device)
+    int8_linear(out, *(None if t is None else t.to(device) for t in (x, qweight, scales, bias)))
+    expected = x.double() @ (qweight.double() * scales.double()[:, None]).T + (0 if bias is None else bias.double())
+    tolerance = 3e-6 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_off_by_half_a_step_at_most(dtype):
+    weight = torch.randn(64, 50, generator=torch.Generator().manual_seed(1)).to(dtype)
+    weight[3] = 0
+    weight[4, 7] = 100
+    qweight, scales = quantise_int8(weight)
+    error = (qweight.double() * scales.double()[:, None] - weight.double()).abs()
+    # The scale itself is rounded to the dtype, which moves the ends of the range.
+    slack = 127 * torch.finfo(dtype).eps
+    assert (error <= (0.5 + slack) * scales.double()[:, None]).all()
+    assert (qweight[3] == 0).all()
+
+
+@cpu_only
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [2, 8])
+def test_a_hostile_row_changes_no_other(rows, dtype):
+    """Law: padding is inert."""
+    x, weight, _ = inputs(rows, dtype, False)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    qweight, scales = quantise_int8(weight)
+    for product, *operands in ((linear, weight), (packed_linear, packed), (int8_linear, qweight, scales)):
+        calm, hostile = torch.zeros(rows, 96, dtype=dtype), torch.zeros(rows, 96, dtype=dtype)
+        product(calm, x, *operands)
+        poisoned = x.clone()
+        poisoned[-1] = torch.nan
+        product(hostile, poisoned, *operands)
+        assert torch.equal(calm[:-1], hostile[:-1]), product.__name__
+
+
+class FixedTuner(LinearTuner):
+    """A tuner that found one path to be the fastest."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def choose(self, weight, packed, bias, batch_sizes):
+        return self._path
+
+
+@cpu_only
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize(
+    ("path", "quantize", "keep_plain"), [("plain", None, False), ("packed", None, False), ("packed", None, True)]
+)
+def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_bias):
+    x, weight, bias = inputs(5, torch.float32, with_bias)
+    prepared = prepare_linear(weight, bias, tuner=FixedTuner(path), quantize=quantize, keep_plain=keep_plain)
+    assert prepared.path == path
+    assert (prepared.weight is None) == (path == "packed" and not keep_plain)
+    assert prepared.nbytes == 96 * 80 * 4 + (96 * 4 if with_bias else 0)
+    assert len(prepared.tensors) == 1 + with_bias + keep_plain
+    out = torch.zeros(5, 96)
+    prepared.apply(out, x)
+    check(out, x, weight, bias)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_prepare_quantises_where_asked(with_bias, device):
+    x, weight, bias = inputs(5, torch.float32, with_bias)
+    there = [None if t is None else t.to(device) for t in (x, weight, bias)]
+    prepared = prepare_linear(there[1], there[2], tuner=LinearTuner(), quantize="int8")
+    assert (prepared.path, prepared.weight) == ("int8", None)
+    assert prepared.nbytes == 96 * 80 + 96 * 4 * (1 + with_bias)
+    out = torch.zeros(5, 96, device=device)
+    prepared.apply(out, there[0])
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert (out.cpu().double() - expected).norm() < 0.02 * expected.norm()
+
+
+@cpu_only
+@pytest.mark.parametrize("model_bytes", [0, 2**30])
+def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch):
+    _, weight, _ = inputs(1, torch.float32, False)
+    tuner = LinearTuner(model_bytes)
+    measured = []
+    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: measured.append(product) or float(len(measured)))
+    for _ in range(3):
+        assert prepare_linear(weight, tuner=tuner, batch_sizes=(1, 4)).path == "plain"  # the first timed is faster
+    assert len(measured) == 4
+    prepare_linear(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
+    assert len(measured) == 8
+    assert set(tuner.choices.values()) == {"plain"}
+
+
+@cpu_only
+def test_the_tuner_takes_the_faster_path(monkeypatch):
+    _, weight, _ = inputs(1, torch.float32, False)
+    for seconds, winner in (
+        ({"linear": 2.0, "packed_linear": 1.0}, "packed"),
+        ({"linear": 1.0, "packed_linear": 2.0}, "plain"),
+    ):
+        tuner = LinearTuner()
+        monkeypatch.setattr(
+            tuner,
+            "_best_seconds",
+            lambda product, *_, seconds=seconds: seconds[product.name().split("::")[1].split(".")[0]],
+        )
+        assert prepare_linear(weight, tuner=tuner).path == winner
+
+
+@cpu_only
+def test_a_real_measurement_gives_a_right_layer():
+    x, weight, bias = inputs(3, torch.float32, True)
+    tuner = LinearTuner(model_bytes=2**30)
+    prepared = prepare_linear(weight, bias, tuner=tuner)
+    assert prepared.path == next(iter(tuner.choices.values()))
+    out = torch.zeros(3, 96)
+    prepared.apply(out, x)
+    check(out, x, weight, bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"batch_sizes": ()}, "batch_sizes is ()"),
+        ({"batch_sizes": (0, 8)}, "batch_sizes is (0, 8)"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared literally
+        prepare_linear(torch.zeros(2, 2), tuner=LinearTuner(), **options)
+    assert message in str(caught.value)
+
+
+def test_the_operators_pass_opcheck(device):
+    x, weight, bias = (t.to(device) for t in inputs(2, torch.float32, True))
+    out = torch.zeros(2, 96, device=device)
+    torch.library.opcheck(torch.ops.graphdecode.linear.default, (out, x, weight, bias))
+    qweight, scales = quantise_int8(weight)
+    torch.library.opcheck(torch.ops.graphdecode.int8_linear.default, (out, x, qweight, scales, bias))

@@ -1,0 +1,77 @@
+import pytest
+import torch
+from sampling_rows import logprob_outputs
+
+from graphdecode.kernels.logprobs import token_logprobs_torch, token_logprobs_triton
+from graphdecode.kernels.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS
+
+
+@pytest.fixture(params=["torch", "triton"])
+def compute(request, device):
+    """Log-probabilities by one of the two versions; a vocabulary of more than 16 ids takes several blocks."""
+
+    def run(logits, sampled, flags, live=None):
+        rows = logits.shape[0]
+        live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32)
+        where = device if request.param == "triton" else "cpu"
+        given = [t.to(where) for t in (logits, sampled, live_rows, torch.tensor(flags, dtype=torch.int32))]
+        outputs = [t.to(where) for t in logprob_outputs(rows)]
+        if request.param == "triton":
+            token_logprobs_triton(*outputs, *given, block=16)
+        else:
+            token_logprobs_torch(*outputs, *given)
+        return [t.cpu() for t in outputs]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_they_are_the_log_softmax_of_the_raw_logits(compute, dtype):
+    logits = (torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
+    sampled = torch.tensor([0, 49, 17])
+    chosen, top, ids = compute(logits, sampled, [FLAG_LOGPROBS] * 3)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(chosen.double(), expected[torch.arange(3), sampled], rtol=1e-5, atol=1e-5)
+    values, _ = expected.sort(descending=True, stable=True)
+    torch.testing.assert_close(top.double(), values[:, :MAX_LOGPROBS], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.gather(1, ids.long()), values[:, :MAX_LOGPROBS])
+    assert all(len(set(row)) == MAX_LOGPROBS for row in ids.tolist())
+
+
+def test_only_rows_that_want_them_are_written(compute):
+    logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(2))
+    logits[3] = torch.nan
+    outputs = compute(logits, torch.tensor([1, 2, 3, 2**40]), [0, FLAG_LOGPROBS, FLAG_SAMPLE, -1], live=3)
+    for output, untouched in zip(outputs, logprob_outputs(4), strict=True):
+        assert torch.equal(output[[0, 2, 3]], untouched[[0, 2, 3]])
+        assert not torch.equal(output[1], untouched[1])
+
+
+def test_ties_go_to_the_lower_id(compute):
+    logits = torch.zeros(1, 60)
+    logits[0, [50, 3, 33, 18]] = 2.0
+    _, _, ids = compute(logits, torch.tensor([0]), [FLAG_LOGPROBS])
+    others = [token for token in range(60) if token not in (3, 18, 33, 50)]
+    assert ids[0].tolist() == [3, 18, 33, 50] + others[:16]
+
+
+def test_the_tail_is_marked_where_fewer_tokens_are_possible(compute):
+    small = torch.randn(1, 12, generator=torch.Generator().manual_seed(3))
+    _, top, ids = compute(small, torch.tensor([4]), [FLAG_LOGPROBS])
+    assert sorted(ids[0, :12].tolist()) == list(range(12))
+    assert (top[0, 12:] == -torch.inf).all()
+    assert (ids[0, 12:] == -1).all()
+    masked = torch.full((1, 40), -torch.inf)
+    masked[0, [35, 2]] = torch.tensor([1.0, 0.0])
+    chosen, top, ids = compute(masked, torch.tensor([35]), [FLAG_LOGPROBS])
+    assert ids[0].tolist() == [35, 2] + [-1] * 18
+    assert (top[0, 2:] == -torch.inf).all()
+    torch.testing.assert_close(chosen[0].item(), masked[0].log_softmax(-1)[35].item())
+
+
+def test_the_operator_passes_opcheck(device):
+    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
+    flags = torch.tensor([FLAG_LOGPROBS, 0], dtype=torch.int32)
+    live = torch.tensor([2], dtype=torch.int32)
+    arguments = (*logprob_outputs(2), logits, torch.tensor([3, 4]), live, flags)
+    torch.library.opcheck(torch.ops.graphdecode.token_logprobs.default, tuple(t.to(device) for t in arguments))

@@ -1,0 +1,94 @@
+import pytest
+import torch
+
+from graphdecode.kernels.rms_norm import (
+    add_rms_norm,
+    add_rms_norm_torch,
+    add_rms_norm_triton,
+    rms_norm,
+    rms_norm_torch,
+    rms_norm_triton,
+)
+
+# The interpreter truncates where it stores bf16: one unit in the last place more than rounding.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+EPS = 1e-5
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.pow(2).sum(-1, keepdim=True) / x.shape[-1] + EPS).sqrt() * weight.double()
+
+
+@pytest.fixture(params=["torch", "triton"])
+def version(request, device):
+    """(rms_norm, add_rms_norm, where) of one of the two versions."""
+    if request.param == "torch":
+        return rms_norm_torch, add_rms_norm_torch, "cpu"
+    return rms_norm_triton, add_rms_norm_triton, device
+
+
+def inputs(rows, hidden, dtype, where):
+    generator = torch.Generator().manual_seed(rows * 1000 + hidden)
+    x, residual = torch.randn(2, rows, hidden, generator=generator) * 3
+    weight = torch.randn(hidden, generator=generator)
+    return [t.to(dtype).to(where) for t in (x, residual, weight)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("hidden", [1, 100, 1024])
+def test_the_norm_is_the_formula(version, dtype, hidden):
+    norm, _, where = version
+    x, _, weight = inputs(3, hidden, dtype, where)
+    out = torch.full_like(x, torch.nan)
+    norm(out, x, weight, EPS)
+    torch.testing.assert_close(out.double(), reference(x, weight), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_residual_holds_the_sum_and_the_norm_is_of_it(version, dtype):
+    _, add_norm, where = version
+    x, residual, weight = inputs(3, 100, dtype, where)
+    total = x.double() + residual.double()
+    out = torch.full_like(x, torch.nan)
+    add_norm(out, residual, x, weight, EPS)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(residual.double(), total, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(out.double(), reference(residual, weight), rtol=tolerance, atol=tolerance)
+
+
+def test_rows_of_the_input_may_be_strided(version):
+    norm, _, where = version
+    wide, _, weight = inputs(4, 60, torch.float32, where)
+    out = torch.zeros(4, 20, device=where)
+    norm(out, wide[:, 10:30], weight[:20].contiguous(), EPS)
+    torch.testing.assert_close(out.double(), reference(wide[:, 10:30], weight[:20]), rtol=1e-5, atol=1e-5)
+
+
+def test_a_hostile_row_changes_no_other(version):
+    """Law: padding is inert."""
+    norm, _, where = version
+    x, _, weight = inputs(4, 64, torch.float32, where)
+    calm, hostile = torch.zeros_like(x), torch.zeros_like(x)
+    norm(calm, x, weight, EPS)
+    x[2] = torch.nan
+    norm(hostile, x, weight, EPS)
+    assert torch.equal(calm[[0, 1, 3]], hostile[[0, 1, 3]])
+
+
+def test_a_row_of_zeros_gives_zeros(version):
+    norm, _, where = version
+    out = torch.full((1, 16), torch.nan, device=where)
+    norm(out, torch.zeros(1, 16, device=where), torch.ones(16, device=where), EPS)
+    assert (out == 0).all()
+
+
+def test_the_operators_pass_opcheck(device):
+    x, residual, weight = inputs(2, 16, torch.float32, device)
+    out = torch.zeros_like(x)
+    torch.library.opcheck(torch.ops.graphdecode.rms_norm.default, (out, x, weight, EPS))
+    torch.library.opcheck(torch.ops.graphdecode.add_rms_norm.default, (out, residual, x, weight, EPS))
+    rms_norm(out, x, weight, EPS)
+    torch.testing.assert_close(out.double(), reference(x, weight), rtol=1e-5, atol=1e-5)
+    add_rms_norm(out, residual, x, weight, EPS)
+    torch.testing.assert_close(out.double(), reference(residual, weight), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,344 @@
+"""Sampling: the same draw in any company, the right distribution, and every filter at its edges."""
+
+import math
+
+import pytest
+import torch
+from sampling_rows import make_hostile, neutral_slots, random_rows, set_row
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+
+from graphdecode.kernels.philox import uniform_bits
+from graphdecode.kernels.sample import sample, sample_torch, sample_triton
+from graphdecode.kernels.sampling_slots import PROMPT_BIT, SamplingSlots
+
+BLOCK = 16
+
+
+@pytest.fixture(params=["torch", "triton"])
+def draw(request, device):
+    """Sample with one of the two versions; a vocabulary of more than 16 ids takes several blocks."""
+
+    def run(logits, slots, positions=None, counts=None, live=None):
+        rows = logits.shape[0]
+        positions = torch.zeros(rows, dtype=torch.int32) if positions is None else positions
+        live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32)
+        where = device if request.param == "triton" else "cpu"
+        given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots[:13], counts)]
+        sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
+        if request.param == "triton":
+            sample_triton(sampled, *given, block=BLOCK)
+        else:
+            sample_torch(sampled, *given)
+        return sampled.cpu()
+
+    return run
+
+
+def kept_probabilities(logits, temperature, top_k=0, top_p=1.0, min_p=0.0):
+    """What the filters leave of one row, float64, by sorting; the definitions as they are written."""
+    wide = logits.double() / temperature
+    keep = torch.ones_like(wide, dtype=torch.bool)
+    if 0 < top_k < len(wide):
+        keep &= wide >= wide.sort(descending=True).values[top_k - 1]
+    p = torch.where(keep, wide, -torch.inf).softmax(-1)
+    if top_p < 1:
+        best = p.sort(descending=True).values
+        enough = int((best.cumsum(0) < top_p - 1e-12).sum())
+        keep &= p >= best[min(enough, len(best) - 1)]
+    keep &= p >= min_p * p.max()
+    p = torch.where(keep, p, 0.0)
+    return p / p.sum()
+
+
+def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(draw):
+    logits = torch.zeros(4, 50)
+    logits[0, 31] = 2.0
+    logits[1, [18, 7, 44]] = 3.0
+    logits[2] = -torch.inf
+    logits[3] = -torch.inf
+    logits[3, 49] = -5.0
+    assert draw(logits, neutral_slots(4)).tolist() == [31, 7, 0, 49]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_triton_and_torch_choose_the_same_tokens(seed, dtype, device):
+    rows, vocab = 8, 45
+    logits, positions, slots, counts = random_rows(rows, vocab, seed)
+    logits, live = logits.to(dtype), torch.tensor([rows - 1], dtype=torch.int32)
+    given = (logits, positions, live, *slots[:13], counts)
+    by_torch = torch.zeros(rows, dtype=torch.int64)
+    sample_torch(by_torch, *given)
+    by_triton = torch.zeros(rows, dtype=torch.int64, device=device)
+    sample_triton(by_triton, *(tensor.to(device) for tensor in given), block=BLOCK)
+    assert by_torch.tolist() == by_triton.tolist(), f"seed {seed}"
+    assert by_torch[-1] == 1
+
+
+def test_a_draw_inverts_the_cumulative_distribution_at_the_philox_number(draw):
+    rows, vocab = 24, 37
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(3)) * 2
+    positions = torch.arange(rows, dtype=torch.int32) * 3
+    slots = neutral_slots(rows)
+    filters = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.5, "min_p": 0.1}]
+    expected = []
+    for row in range(rows):
+        wish = filters[row % len(filters)]
+        set_row(slots, row, temperature=0.9, seed=row * 1001, **wish)
+        p = kept_probabilities(logits[row], 0.9, **wish)
+        u = uniform_bits(row * 1001, int(positions[row]) + 1) / 2**24
+        cumulative = p.cumsum(0)
+        assert (cumulative - u).abs().min() > 1e-6, "the case is too close to a border to tell"
+        expected.append(int((cumulative > u).nonzero()[0]))
+    assert draw(logits, slots, positions).tolist() == expected
+
+
+def test_the_same_seed_position_and_logits_give_the_same_token_in_every_row_bucket_and_company(draw):
+    """Law: a sampled token depends on (seed, position, logits) and nothing else."""
+    vocab = 45
+    mine, my_positions, my_slots, my_counts = random_rows(5, vocab, 11)
+    alone = [
+        draw(
+            mine[r : r + 1],
+            SamplingSlots(*(slot[r : r + 1] for slot in my_slots)),
+            my_positions[r : r + 1],
+            my_counts[r : r + 1],
+        ).item()
+        for r in range(5)
+    ]
+    for bucket, offset in ((5, 0), (6, 1), (8, 3)):
+        logits, positions, slots, counts = random_rows(bucket, vocab, 100 + bucket)
+        place = [(r + offset) % bucket for r in range(5)]
+        for target, source in zip(
+            (logits, positions, counts, *slots), (mine, my_positions, my_counts, *my_slots), strict=True
+        ):
+            target[place] = source
+        sampled = draw(logits, slots, positions, counts)
+        assert sampled[place].tolist() == alone, f"bucket {bucket}, offset {offset}"
+
+
+def test_dead_rows_with_hostile_slots_change_nothing(draw):
+    """Law: padding is inert."""
+    logits, positions, slots, counts = random_rows(6, 45, 5)
+    calm = draw(logits, slots, positions, counts, live=4)
+    make_hostile(slots, 4)
+    logits[4:] = torch.nan
+    positions[4:] = 2**31 - 1
+    counts[4:] = -1
+    hostile = draw(logits, slots, positions, counts, live=4)
+    assert hostile.tolist() == calm.tolist()
+    assert hostile[4:].tolist() == [1, 1]
+
+
+def test_no_live_row_is_fine(draw):
+    assert draw(torch.full((2, 20), torch.nan), neutral_slots(2), live=0).tolist() == [1, 1]
+
+
+SAMPLERS = {
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 1.8},
+    "top_k": {"temperature": 1.0, "top_k": 6},
+    "top_p": {"temperature": 1.0, "top_p": 0.8},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "all": {"temperature": 1.2, "top_k": 12, "top_p": 0.9, "min_p": 0.03},
+}
+
+
+def chi_square_p_value(wish: dict[str, float], draws: int, by_position: bool) -> float:
+    vocab = 30
+    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(8)) * 1.5
+    slots = neutral_slots(draws)
+    for name, value in wish.items():
+        getattr(slots, name)[:] = value
+    slots.sampling_flags[:] = 1
+    numbers = torch.arange(draws)
+    if not by_position:
+        slots.seed[:] = numbers * 7919
+    positions = numbers.int() if by_position else torch.zeros(draws, dtype=torch.int32)
+    sampled = torch.zeros(draws, dtype=torch.int64)
+    sample(sampled, logits.repeat(draws, 1), positions, torch.tensor([draws], dtype=torch.int32), slots)
+    p = kept_probabilities(logits, **wish)
+    counts = torch.bincount(sampled, minlength=vocab).double()
+    assert counts[p == 0].sum() == 0, "a token was drawn that the filters drop"
+    expected = p[p > 0] * draws
+    statistic = ((counts[p > 0] - expected) ** 2 / expected).sum()
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return torch.special.gammaincc(freedom, statistic / 2).item()
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_draws_follow_the_distribution(name, by_position):
+    assert chi_square_p_value(SAMPLERS[name], 3000, by_position) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_100k_draws_follow_the_distribution(name):
+    assert chi_square_p_value(SAMPLERS[name], 100_000, True) > 1e-4
+
+
+def test_seeds_reproduce_and_differ(draw):
+    rows = 16
+    logits = torch.zeros(rows, 40)
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=1.0, seed=row // 2)
+    first = draw(logits, slots)
+    assert first[::2].tolist() == first[1::2].tolist()
+    assert len(set(first.tolist())) > 4
+    assert draw(logits, slots).tolist() == first.tolist()
+    moved = draw(logits, slots, torch.ones(rows, dtype=torch.int32))
+    assert moved.tolist() != first.tolist()
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"top_k": 1}, {"top_p": 1e-9}, {"top_p": 0.0}, {"min_p": 1.0}, {"temperature": 1e-6}],
+    ids=["top_k 1", "top_p tiny", "top_p 0", "min_p 1", "temperature tiny"],
+)
+def test_a_filter_at_its_end_is_greedy(draw, wish):
+    rows = 8
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(2))
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, seed=row, **{"temperature": 1.0, **wish})
+    assert draw(logits, slots).tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("wish", [{"top_k": 40}, {"top_k": 10**6}, {"top_k": -3}, {"top_p": 1.0}, {"min_p": 0.0}])
+def test_a_filter_that_is_off_changes_nothing(draw, wish):
+    rows = 8
+    logits = torch.randn(rows, 40, generator=torch.Generator().manual_seed(4))
+    plain, filtered = neutral_slots(rows), neutral_slots(rows)
+    for row in range(rows):
+        set_row(plain, row, temperature=1.5, seed=row)
+        set_row(filtered, row, temperature=1.5, seed=row, **wish)
+    assert draw(logits, filtered).tolist() == draw(logits, plain).tolist()
+
+
+def test_one_possible_token_is_always_drawn(draw):
+    logits = torch.full((3, 40), -torch.inf)
+    logits[:, 33] = torch.tensor([-1e4, 0.0, 3e38])
+    slots = neutral_slots(3)
+    for row in range(3):
+        set_row(slots, row, temperature=1.0, seed=row, top_p=0.9, top_k=(0, 1, 5)[row], min_p=0.5)
+    assert draw(logits, slots).tolist() == [33, 33, 33]
+
+
+def test_tokens_as_large_as_the_kth_are_kept(draw):
+    rows = 64
+    logits = torch.full((rows, 40), -3.0)
+    logits[:, [2, 20, 38]] = 1.0
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=1.0, seed=row, **({"top_k": 2} if row % 2 else {"top_p": 0.3}))
+    sampled = draw(logits, slots)
+    assert set(sampled[::2].tolist()) == set(sampled[1::2].tolist()) == {2, 20, 38}
+
+
+def test_top_p_counts_what_top_k_left(draw):
+    """0.6, 0.3 and 0.1 of three tokens kept out of many: the two likeliest hold 0.9."""
+    rows = 48
+    logits = torch.full((rows, 40), math.log(0.02))
+    for token, p in ((30, 0.6), (3, 0.3), (17, 0.1)):
+        logits[:, token] = math.log(p)
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=1.0, seed=row, top_k=3, top_p=0.85)
+    assert set(draw(logits, slots).tolist()) == {3, 30}
+
+
+def test_bias_can_force_and_forbid(draw):
+    logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(6))
+    best = int(logits[1].argmax())
+    slots = neutral_slots(2)
+    set_row(slots, 0, biases={17: 100.0})
+    set_row(slots, 1, biases={best: -100.0})
+    logits_without = logits[1].clone()
+    logits_without[best] = -torch.inf
+    assert draw(logits, slots).tolist() == [17, int(logits_without.argmax())]
+
+
+def test_stop_ids_are_masked_below_the_minimum_position_alone(draw):
+    rows = 4
+    logits = torch.zeros(rows, 40)
+    logits[:, 39], logits[:, 5] = 9.0, 3.0
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, stops=(39,), min_position=10, temperature=(0.0, 1e-3)[row % 2])
+    fed = torch.tensor([8, 8, 9, 9], dtype=torch.int32)  # the new tokens stand at 9, 9, 10, 10
+    assert draw(logits, slots, fed).tolist() == [5, 5, 39, 39]
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_repetition_penalty_is_that_of_transformers(draw, penalty):
+    rows, vocab = 12, 40
+    generator = torch.Generator().manual_seed(9)
+    logits = torch.randn(rows, vocab, generator=generator)
+    ids = torch.randint(0, vocab, (rows, 15), generator=generator)
+    ids[:, 0] = logits.argmax(-1)
+    counts = torch.zeros(rows, vocab, dtype=torch.int32)
+    for row in range(rows):
+        counts[row, ids[row, :8]] |= PROMPT_BIT
+        for token in ids[row, 8:].tolist():
+            counts[row, token] += 1
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, repetition_penalty=penalty, temperature=(0.0, 0.8)[row % 2], seed=row)
+    processed = RepetitionPenaltyLogitsProcessor(penalty=penalty)(ids, logits.clone())
+    plain = neutral_slots(rows)
+    for row in range(rows):
+        set_row(plain, row, temperature=(0.0, 0.8)[row % 2], seed=row)
+    assert draw(logits, slots, counts=counts).tolist() == draw(processed, plain).tolist()
+    assert draw(logits, plain, counts=counts).tolist() != draw(processed, plain).tolist()
+
+
+def test_top_k_keeps_what_transformers_keeps(draw):
+    rows, vocab = 12, 40
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(10))
+    warped = TopKLogitsWarper(top_k=4)(None, logits.clone())
+    slots, plain = neutral_slots(rows), neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=1.0, seed=row, top_k=4)
+        set_row(plain, row, temperature=1.0, seed=row)
+    assert draw(logits, slots).tolist() == draw(warped, plain).tolist()
+
+
+def test_presence_and_frequency_count_the_output_and_not_the_prompt(draw):
+    logits = torch.zeros(4, 40)
+    logits[:, 8], logits[:, 21], logits[:, 35] = 3.0, 2.0, 1.0
+    counts = torch.zeros(4, 40, dtype=torch.int32)
+    counts[:, 8] = torch.tensor([PROMPT_BIT, PROMPT_BIT | 1, 3, 1])
+    counts[:, 21] = torch.tensor([0, 0, 1, 2])
+    slots = neutral_slots(4)
+    set_row(slots, 0, presence_penalty=5.0)  # only in the prompt: 3 stays
+    set_row(slots, 1, presence_penalty=1.5)  # 3 - 1.5 < 2
+    set_row(slots, 2, frequency_penalty=0.75)  # 3 - 2.25 and 2 - 0.75: 21 leads
+    set_row(slots, 3, frequency_penalty=0.6, presence_penalty=1.6)  # 0.8, -0.8 and 1: 35 leads
+    assert draw(logits, slots, counts=counts).tolist() == [8, 21, 21, 35]
+    assert draw(logits, slots, counts=None).tolist() == [8, 8, 8, 8]
+
+
+def test_a_large_vocabulary_takes_the_same_path_as_a_sort():
+    """More candidates than the shortcut looks at: a flat nucleus of thousands of tokens."""
+    rows, vocab = 6, 6000
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(12)) * 0.5
+    slots = neutral_slots(rows)
+    expected = []
+    wishes = [{"top_p": 0.9}, {"top_k": 2000}, {"top_k": 3000, "top_p": 0.7}]
+    for row in range(rows):
+        set_row(slots, row, temperature=1.0, seed=row, **wishes[row % 3])
+        p = kept_probabilities(logits[row], 1.0, **wishes[row % 3])
+        expected.append(int((p.cumsum(0) > uniform_bits(row, 1) / 2**24).nonzero()[0]))
+    sampled = torch.zeros(rows, dtype=torch.int64)
+    sample(sampled, logits, torch.zeros(rows, dtype=torch.int32), torch.tensor([rows], dtype=torch.int32), slots)
+    assert sampled.tolist() == expected
+
+
+def test_the_operator_passes_opcheck(device):
+    logits, positions, slots, counts = random_rows(3, 20, 1)
+    live = torch.tensor([3], dtype=torch.int32)
+    sampled = torch.zeros(3, dtype=torch.int64)
+    arguments = (sampled, logits, positions, live, *slots[:13], counts)
+    torch.library.opcheck(torch.ops.graphdecode.sample.default, tuple(t.to(device) for t in arguments))
