@@ -193,6 +193,11 @@ class StepBuffers:
         return dict(self._tensors)
 
     @property
+    def live_row_count(self) -> int:
+        """How many rows the host made live; a copy of `live_rows` that costs no synchronisation."""
+        return self._live_rows
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of device memory that the slots take, without adopted tensors."""
         return sum(self._tensors[name].nbytes for name in self.slots)

@@ -12,6 +12,7 @@ import torch
 
 NAMESPACE = "graphdecode"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
+_CPU_VERSIONS: dict[Any, Callable[..., Any]] = {}  # filled while the operators' files are imported, and then read
 
 
 def _writes_only(*_arguments: Any, **_options: Any) -> None:
@@ -41,4 +42,14 @@ def operator(
         _LIBRARY.impl(name, torch_version, key)
     _LIBRARY.impl(name, triton_version or torch_version, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    return getattr(getattr(torch.ops, NAMESPACE), name).default
+    registered = getattr(getattr(torch.ops, NAMESPACE), name).default
+    _CPU_VERSIONS[registered] = torch_version
+    return registered
+
+
+def cpu_version(registered: Any) -> Callable[..., Any] | None:
+    """Return the function that an operator runs on CPU tensors; None if it is not one of ours.
+
+    A recorded step calls it without the dispatcher in between, which would cost more than some of the operators.
+    """
+    return _CPU_VERSIONS.get(registered)
