@@ -1,0 +1,5 @@
+"""`python -m graphdecode`."""
+
+from graphdecode.cli import main
+
+main()

@@ -1,0 +1,179 @@
+"""The page ledger: which pages each sequence has. Host bookkeeping alone; every method is all or nothing."""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+from .errors import CacheFullError
+from .pool import PagePool
+from .prefix import PrefixIndex
+
+
+class PageLedger:
+    """The pages of every sequence, in order, over one pool and, where prefixes are shared, one index.
+
+    A page that a sequence may still write to, its partial last page and those past it, has that sequence as its only
+    owner, and is not in the index. Full pages may have many owners.
+
+    Args:
+        total_num_pages: pages in the pool.
+        page_size: tokens in a page.
+        prefix_caching: whether full pages can be found again by their tokens.
+    """
+
+    def __init__(self, total_num_pages: int, page_size: int, *, prefix_caching: bool) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be >= 1, got {page_size!r}")
+        self.pool = PagePool(total_num_pages)
+        self.page_size = page_size
+        self.prefixes = PrefixIndex(page_size) if prefix_caching else None
+        self.pages: dict[Hashable, list[int]] = {}
+        self._digests: dict[Hashable, list[bytes]] = {}  # of the leading full pages whose tokens are known
+
+    @property
+    def available(self) -> int:
+        """Pages that can be had: free ones, and parked ones that would be evicted."""
+        return self.pool.free + self.pool.parked
+
+    def pages_for(self, length: int) -> int:
+        """Return how many pages hold `length` tokens."""
+        return -(-length // self.page_size)
+
+    def clear(self) -> None:
+        """Give back everything, and forget all prefixes."""
+        self.pool = PagePool(self.pool.total)
+        if self.prefixes is not None:
+            self.prefixes = PrefixIndex(self.page_size)
+        self.pages.clear()
+        self._digests.clear()
+
+    def open(self, sequence_id: Hashable, token_ids: Sequence[int] | None = None) -> int:
+        """Enter a sequence, with the pages of its longest known prefix; return the tokens in them.
+
+        At least one token is always left to compute: what comes after the prompt is predicted from it.
+        """
+        pages: list[int] = []
+        digests: list[bytes] = []
+        if token_ids is not None and self.prefixes is not None:
+            pages, digests = self.prefixes.find(token_ids, max(len(token_ids) - 1, 0) // self.page_size)
+            self.pool.share(pages)
+        self.pages[sequence_id] = pages
+        self._digests[sequence_id] = digests
+        return len(pages) * self.page_size
+
+    def close(self, sequence_id: Hashable) -> None:
+        """Give back a sequence's pages; those in the index are parked."""
+        self._give_back(self.pages.pop(sequence_id))
+        del self._digests[sequence_id]
+
+    def grow(self, sequence_id: Hashable, length: int) -> bool:
+        """Make sure that a sequence has pages for `length` tokens; return whether it got any.
+
+        Raises:
+            CacheFullError: there are not enough pages.
+        """
+        missing = self.pages_for(length) - len(self.pages[sequence_id])
+        if missing <= 0:
+            return False
+        self.pages[sequence_id].extend(self._take(missing))
+        return True
+
+    def exchange(self, leaving: Iterable[Hashable], lengths: Iterable[tuple[Hashable, int]]) -> None:
+        """Close some sequences, open those that are not known, and make pages for everybody's length, or do nothing.
+
+        Raises:
+            CacheFullError: there are not enough pages, even with those of the leaving ones.
+        """
+        leaving = list(leaving)
+        needs = [(i, n - len(self.pages.get(i, ()))) for i, length in lengths if (n := self.pages_for(length)) >= 0]
+        needed = sum(max(missing, 0) for _, missing in needs)
+        if needed > self.available:
+            given = Counter(page for i in leaving for page in self.pages[i])
+            freed = sum(times == self.pool.count(page) for page, times in given.items())
+            if needed > self.available + freed:
+                raise CacheFullError(
+                    f"{needed} more pages are needed, {self.available + freed} of {self.pool.total} are available"
+                )
+        for i in leaving:
+            self.close(i)
+        for i, missing in needs:
+            if i not in self.pages:
+                self.open(i)
+            if missing > 0:
+                self.pages[i].extend(self._take(missing))
+
+    def publish(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
+        """Make the full pages of the first `length` tokens findable; their keys and values have been computed."""
+        if self.prefixes is None:
+            return
+        digests = self._digests[sequence_id]
+        start, stop = len(digests), length // self.page_size
+        if start >= stop:
+            return
+        pages = self.pages[sequence_id]
+        parent = digests[-1] if digests else b""
+        for page, digest in zip(
+            pages[start:stop], self.prefixes.digests(token_ids, start, stop, parent), strict=True
+        ):
+            self.prefixes.put(digest, page)
+            digests.append(digest)
+
+    def fork(self, parent: Hashable, child: Hashable, length: int) -> tuple[int, int] | None:
+        """Enter `child` with the parent's full pages, shared, and a page for a copy of the partial one.
+
+        Returns:
+            (source page, destination page) of the copy to make, or None.
+
+        Raises:
+            CacheFullError: there is no page for the partial one.
+        """
+        full, partial = divmod(length, self.page_size)
+        tail = self._take(1) if partial else []
+        pages = self.pages[parent][:full]
+        self.pool.share(pages)
+        self.pages[child] = pages + tail
+        self._digests[child] = self._digests[parent][:full]
+        return (self.pages[parent][full], tail[0]) if partial else None
+
+    def truncate(self, sequence_id: Hashable, length: int) -> tuple[int, int] | None:
+        """Give back the pages past `length` tokens.
+
+        A last page that becomes partial will be written to: it is copied if others own it too, and else taken out of
+        the index.
+
+        Returns:
+            (source page, destination page) of the copy to make, or None.
+
+        Raises:
+            CacheFullError: there is no page for the copy.
+        """
+        pages = self.pages[sequence_id]
+        keep = self.pages_for(length)
+        tail = pages[keep:]
+        partial = bool(length % self.page_size)
+        must_copy = partial and self.pool.count(pages[keep - 1]) > 1
+        if must_copy and not self.available and not any(self.pool.count(page) == 1 for page in tail):
+            raise CacheFullError("no page is free for a copy of the shared page that becomes partial")
+        self._give_back(tail)
+        del pages[keep:]
+        del self._digests[sequence_id][length // self.page_size :]
+        if not partial:
+            return None
+        if not must_copy:
+            if self.prefixes is not None:
+                self.prefixes.forget(pages[-1])
+            return None
+        source = pages[-1]
+        pages[-1] = self._take(1)[0]
+        self._give_back([source])
+        return source, pages[-1]
+
+    def _give_back(self, pages: list[int]) -> None:
+        self.pool.give_back(pages, park=self.prefixes if self.prefixes is not None else ())
+
+    def _take(self, n: int) -> list[int]:
+        if n > self.available:
+            raise CacheFullError(f"{n} more pages are needed, {self.available} of {self.pool.total} are available")
+        if n > self.pool.free and self.prefixes is not None:
+            for page in self.pool.reclaim(n - self.pool.free):
+                self.prefixes.forget(page)
+        return self.pool.take(n)

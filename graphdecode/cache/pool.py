@@ -1,0 +1,145 @@
+"""The page pool: which page is free, and how many owners each of the others has."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Container, Iterable, Sequence
+
+from .errors import CacheFullError
+
+
+class PagePool:
+    """Reference counts of pages 0..total_num_pages-1; taking and giving back a page is O(1).
+
+    A page is free, used (one owner or more), or parked: without an owner, but with contents that somebody may ask
+    for again. Parked pages leave by `share` (used again) or by `reclaim` (free), least recently parked first.
+
+    Args:
+        total_num_pages: how many pages there are, >= 1.
+    """
+
+    def __init__(self, total_num_pages: int) -> None:
+        if total_num_pages < 1:
+            raise ValueError(f"total_num_pages must be >= 1, got {total_num_pages!r}")
+        self.total = total_num_pages
+        self._counts = [0] * total_num_pages
+        self._free = list(range(total_num_pages - 1, -1, -1))  # a stack; ascending runs come off it
+        self._parked: OrderedDict[int, None] = OrderedDict()
+        self._shared = 0
+
+    @property
+    def free(self) -> int:
+        """Pages that `take` can hand out."""
+        return len(self._free)
+
+    @property
+    def parked(self) -> int:
+        """Pages without an owner whose contents are kept."""
+        return len(self._parked)
+
+    @property
+    def used(self) -> int:
+        """Pages with one owner or more."""
+        return self.total - len(self._free) - len(self._parked)
+
+    @property
+    def shared(self) -> int:
+        """Pages with two owners or more."""
+        return self._shared
+
+    def count(self, page: int) -> int:
+        """Return how many owners a page has.
+
+        Raises:
+            ValueError: there is no such page.
+        """
+        self._check(page)
+        return self._counts[page]
+
+    def take(self, n: int) -> list[int]:
+        """Take `n` free pages, each with one owner now.
+
+        Raises:
+            CacheFullError: fewer than `n` pages are free.
+            ValueError: `n` is negative.
+        """
+        if n < 0:
+            raise ValueError(f"the number of pages to take must be >= 0, got {n}")
+        if n > len(self._free):
+            raise CacheFullError(f"{n} pages are needed, {len(self._free)} of {self.total} are free")
+        if n == 0:
+            return []
+        pages = self._free[: -n - 1 : -1]
+        del self._free[-n:]
+        for page in pages:
+            self._counts[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[int]) -> None:
+        """Add one owner to each of these pages, used or parked.
+
+        Raises:
+            ValueError: a page is free or does not exist; nothing has changed.
+        """
+        pages = list(pages)
+        for page in pages:
+            self._check(page)
+            if not self._counts[page] and page not in self._parked:
+                raise ValueError(f"page {page} is free and cannot be shared")
+        for page in pages:
+            self._parked.pop(page, None)
+            self._counts[page] += 1
+            self._shared += self._counts[page] == 2
+
+    def give_back(self, pages: Sequence[int], park: Container[int] = ()) -> None:
+        """Take one owner from each of these pages; those without any are free, or parked where `park` names them.
+
+        The last page counts as the least recently used: a reader of prefixes needs the first ones most.
+
+        Raises:
+            ValueError: a page does not exist or is given back more often than it is owned; nothing has changed.
+        """
+        for page, times in Counter(pages).items():
+            self._check(page)
+            if times > self._counts[page]:
+                raise ValueError(f"page {page} is given back {times} times and has {self._counts[page]} owners")
+        for page in reversed(pages):
+            self._counts[page] -= 1
+            self._shared -= self._counts[page] == 1
+            if self._counts[page]:
+                continue
+            if page in park:
+                self._parked[page] = None
+            else:
+                self._free.append(page)
+
+    def reclaim(self, n: int) -> list[int]:
+        """Free the `n` least recently parked pages, and return them.
+
+        Raises:
+            CacheFullError: fewer than `n` pages are parked; nothing has changed.
+        """
+        if n > len(self._parked):
+            raise CacheFullError(f"{n} pages are needed, {len(self._parked)} are parked")
+        pages = [self._parked.popitem(last=False)[0] for _ in range(n)]
+        self._free.extend(pages)
+        return pages
+
+    def unpark(self, page: int) -> None:
+        """Free one parked page.
+
+        Raises:
+            ValueError: it is not parked.
+        """
+        if page not in self._parked:
+            raise ValueError(f"page {page!r} is not parked")
+        del self._parked[page]
+        self._free.append(page)
+
+    def _check(self, page: int) -> None:
+        if not 0 <= page < self.total:
+            raise ValueError(f"page must be in 0..{self.total - 1}, got {page!r}")
+
+    def __repr__(self) -> str:
+        return (
+            f"PagePool({self.total} pages: {self.used} used, {self.shared} of them shared, "
+            f"{self.parked} parked, {self.free} free)"
+        )

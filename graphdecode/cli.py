@@ -1,0 +1,197 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from graphdecode.config import BucketConfig
+from graphdecode.engine import LLM, RequestOutput, SamplingParams
+from graphdecode.engine.capacity import plan_capacity
+from graphdecode.engine.summary import RunSummary
+from graphdecode.models import ModelConfig, resolve_model_path
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="A CUDA-graph-first decode runtime: capture once per bucket, replay every token.",
+)
+STDERR = Console(stderr=True)
+ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging Face repository id, or demo.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")]
+
+
+@app.callback()
+def _root(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback for errors.")] = False,
+) -> None:
+    context.obj = {"debug": debug}
+
+
+@app.command()
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
+    model: ModelOption = "demo",
+    config: ConfigOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
+) -> None:
+    """Generate text: answers go to stdout as they come, all else to stderr."""
+    texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+    )
+    with LLM(
+        model,
+        config=config,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        prefix_cache=not no_prefix_cache,
+        quantize=quantize,
+        progress=True,
+    ) as llm:
+        summary = RunSummary(llm)
+        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+    refused = [output for output in outputs if output.error is not None]
+    for output in refused:
+        STDERR.print(f"error: {output.prompt!r}: {output.error}", style="red", highlight=False, soft_wrap=True)
+    if refused:
+        raise typer.Exit(2)
+
+
+def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:
+    unknown = [argument for argument in arguments if argument != "-"]
+    if unknown:
+        raise ValueError(f"prompts are given with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
+    texts = list(options)
+    if file is not None:
+        try:
+            texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {file}: {error}") from error
+    if arguments:
+        texts += [line for line in sys.stdin.read().splitlines() if line]
+    if not texts:
+        raise ValueError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
+    return texts
+
+
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """Stream the answers in the order of their prompts; all of them are computed side by side."""
+    streams = [llm.stream(text, params, refuse="return") for text in texts]
+    hidden = len(texts) == 1 or sys.stdout.isatty()
+    with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
+        for text, stream in zip(texts, streams, strict=True):
+            if len(texts) > 1:
+                print(f">>> {text}")
+            for piece in stream:
+                print(piece, end="", flush=True)
+            print(flush=True)
+            bar.update()
+    return [stream.request for stream in streams]
+
+
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params)
+    for output in outputs:
+        record = asdict(output)
+        record["metrics"]["time_to_first_token"] = output.metrics.time_to_first_token
+        print(json.dumps(record, ensure_ascii=False))
+    return outputs
+
+
+class _FileByDefault(typer.core.TyperGroup):
+    """A command group whose first word may be a file instead of a command: it is shown then."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            args = ["show", *args]
+        return super().parse_args(ctx, args)
+
+
+buckets = typer.Typer(cls=_FileByDefault, no_args_is_help=True, help="Show a bucket configuration file, or tune one.")
+app.add_typer(buckets, name="buckets")
+
+
+@buckets.command()
+def show(
+    file: Annotated[Path, typer.Argument(help="A bucket configuration file (TOML).")],
+    model: ModelOption = "demo",
+) -> None:
+    """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
+    config = BucketConfig.load(file)
+    console = Console()
+    console.print(_bucket_table(config))
+    batch_size, share = config.ladder.worst_padding()
+    console.print(f"worst padding: batch size {batch_size} wastes {100 * share:.0f}% of its bucket's rows")
+    console.print(_memory_table(config, model))
+
+
+def _bucket_table(config: BucketConfig) -> Table:
+    table = Table("bucket", "batch sizes", "worst padding", title=f"{len(config.ladder)} buckets")
+    below = 0
+    for bucket in config.ladder:
+        first = below + 1
+        sizes = str(bucket) if first == bucket else f"{first}-{bucket}"
+        table.add_row(str(bucket), sizes, f"{100 * (bucket - first) / bucket:.0f}%")
+        below = bucket
+    return table
+
+
+def _memory_table(config: BucketConfig, model: str) -> Table:
+    path = resolve_model_path(model)
+    settings = ModelConfig.load(path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    capacity = plan_capacity(config, settings, settings.dtype, device)
+    weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    cache = capacity.page_bytes * (capacity.total_num_pages + 1)
+    rows = capacity.pages_per_row * config.max_batch_size
+    table = Table("what", "MiB", "of what", title=f"memory for {model} in {settings.dtype} on {device.type}")
+    table.add_row("weights", f"{weights / 2**20:.1f}", "the checkpoint's files")
+    table.add_row(
+        "key-value cache",
+        f"{cache / 2**20:.1f}",
+        f"{capacity.total_num_pages} pages of {config.page_size} tokens, {capacity.page_bytes / 2**10:.1f} KiB each, "
+        f"{100 * min(capacity.total_num_pages / rows, 1.0):.0f}% of {config.max_batch_size} rows at full length",
+    )
+    return table
+
+
+def main() -> None:
+    """Run the command line; an error is one line and exit code 2, with `--debug` a traceback."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+    except Exception as error:
+        if "--debug" in sys.argv:
+            raise
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        STDERR.print(f"error: {message}", style="red", highlight=False, soft_wrap=True)
+        sys.exit(2)

@@ -1,0 +1,64 @@
+"""What a configuration means for a model: how long sequences can be, and how many pages there are."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from graphdecode.config import BucketConfig
+from graphdecode.models import ModelConfig
+
+_ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """The sizes that follow from a configuration, a model and the memory that is free.
+
+    Attributes:
+        max_sequence_length: tokens of one sequence, prompt and answer.
+        pages_per_row: pages that such a sequence takes.
+        total_num_pages: of the pool, without its trash page.
+        page_bytes: of one page in all layers, keys and values.
+        token_limit: tokens that one sequence can have when it owns the whole pool.
+    """
+
+    max_sequence_length: int
+    pages_per_row: int
+    total_num_pages: int
+    page_bytes: int
+    token_limit: int
+
+
+def plan_capacity(config: BucketConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Capacity:
+    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free on the device now.
+
+    `"auto"` never takes more pages than all rows at full length need.
+
+    Raises:
+        ValueError: not even one page fits.
+    """
+    max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
+    pages_per_row = -(-max_sequence_length // config.page_size)
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.itemsize
+    page_bytes = token_bytes * config.page_size
+    total = config.total_num_pages
+    if isinstance(total, str):
+        affordable = int(free_bytes(device) * config.memory_fraction) // page_bytes - 1
+        if affordable < 1:
+            raise ValueError(f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes")
+        total = min(affordable, config.max_batch_size * pages_per_row)
+    token_limit = min(max_sequence_length, total * config.page_size)
+    return Capacity(max_sequence_length, pages_per_row, total, page_bytes, token_limit)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that is free on a device, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return _ASSUMED_FREE_BYTES

@@ -1,0 +1,77 @@
+"""From tokens to text, piece by piece: never half a character, never a stop string or the beginning of one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """The text of one answer as its tokens come.
+
+    A piece is handed out once no later token can change it: bytes of an unfinished UTF-8 character wait, and so does
+    text that may turn out to be the beginning of a stop string.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`.
+        stop_strings: texts before which the answer is cut.
+        skip_special_tokens: leave special tokens out.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stop_strings = stop_strings
+        self._longest_stop = max(map(len, stop_strings), default=0)
+        self._text = ""
+        self._handed_out = 0
+        self._ids: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """All text so far that is complete."""
+        return self._text
+
+    def push(self, token_id: int) -> str | None:
+        """Take the next token; return the stop string that it completed, if any."""
+        self._ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id)
+        if not piece:
+            return None
+        return self._append(piece)
+
+    def _append(self, piece: str) -> str | None:
+        # a stop string that ends in the new piece begins at most so far before it
+        start = max(len(self._text) - self._longest_stop + 1, 0)
+        self._text += piece
+        hits = [(at, stop) for stop in self._stop_strings if (at := self._text.find(stop, start)) >= 0]
+        if not hits:
+            return None
+        at, stop = min(hits)
+        self._text = self._text[:at]
+        return stop
+
+    def finish(self) -> str | None:
+        """Take over what was held back for lack of its last bytes; return a stop string that shows up in it."""
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+        if len(whole) > len(self._text) and whole.startswith(self._text):
+            return self._append(whole[len(self._text) :])
+        return None
+
+    def take(self, final: bool = False) -> str:
+        """Return the text that was not handed out yet and is safe to show; `final` hands out all of it."""
+        end = len(self._text) if final else len(self._text) - self._held_back()
+        piece = self._text[self._handed_out : end]
+        self._handed_out = max(end, self._handed_out)
+        return piece
+
+    def _held_back(self) -> int:
+        longest = 0
+        for stop in self._stop_strings:
+            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
+                if self._text.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

@@ -1,0 +1,320 @@
+"""`LLM`: prompts in, answers out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from graphdecode.cache import PagedKVCacheManager
+from graphdecode.config import BucketConfig
+from graphdecode.engine.capacity import plan_capacity
+from graphdecode.engine.detokenizer import Detokenizer
+from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.engine.loop import EngineLoop, EngineStats
+from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from graphdecode.engine.runner import Runner
+from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.stream import Stream
+from graphdecode.graphs import GraphManager
+from graphdecode.kernels.sampling_slots import MAX_STOP_IDS
+from graphdecode.models import Decoder, load_model, load_tokenizer, resolve_model_path
+
+Prompt = str | SequenceOf[int]
+
+PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
+
+
+class LLM:
+    """A model that generates text through captured graphs.
+
+    Args:
+        model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
+        config: capacity, buckets and capture; a `BucketConfig`, or the path of a bucket configuration file.
+        device: `"auto"` means CUDA where there is one, else the CPU.
+        dtype: of weights and cache; `"auto"` takes the checkpoint's where the device can compute in it.
+        seed: of the requests that bring none.
+        prefix_cache: reuse the pages of prompts that begin alike.
+        quantize: `"int8"` for 8-bit weights on a CPU.
+        progress: show bars on standard error while loading and capturing.
+
+    Raises:
+        ValueError: the model, the configuration, the device or the dtype cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: BucketConfig | str | Path | None = None,
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        seed: int = 0,
+        prefix_cache: bool = True,
+        quantize: str | None = None,
+        progress: bool = False,
+    ) -> None:
+        if config is None or isinstance(config, BucketConfig):
+            self.config = config or BucketConfig()
+        else:
+            self.config = BucketConfig.load(config)
+        self.device = _resolve_device(device)
+        path = resolve_model_path(model)
+        self.tokenizer: Any = load_tokenizer(path)
+        self.model: Decoder = load_model(
+            path,
+            device=self.device,
+            dtype=dtype,
+            max_sequence_length=self.config.max_sequence_length,
+            batch_sizes=self.config.ladder.sizes,
+            quantize=quantize,
+            progress=progress,
+        )
+        self.capacity = plan_capacity(self.config, self.model.config, self.model.dtype, self.device)
+        cache = self._make_cache(prefix_cache)
+        budget = PREFILL_TOKENS[self.device.type]
+        self._runner = Runner(self.model, cache, self.config, prefill_budget=budget)
+        scheduler = Scheduler(cache, max_batch_size=self.config.max_batch_size, prefill_budget=budget)
+        self._loop = EngineLoop(scheduler, self._runner, self.tokenizer.backend_tokenizer)
+        self._seed = seed
+        self._request_ids = itertools.count()
+        self._sequence_ids = itertools.count()
+        self._closed = False
+        self.capture_report = self.graphs.capture(progress=progress)
+        self._runner.buffers.freeze()
+
+    def _make_cache(self, prefix_cache: bool) -> PagedKVCacheManager:
+        return PagedKVCacheManager(
+            max_batch_size=self.config.max_batch_size,
+            max_sequence_length=self.capacity.pages_per_row * self.config.page_size,
+            total_num_pages=self.capacity.total_num_pages,
+            page_size=self.config.page_size,
+            num_heads_kv=self.model.config.num_key_value_heads,
+            head_dim_k=self.model.config.head_dim,
+            dtype=self.model.dtype,
+            device=self.device,
+            prefix_caching=prefix_cache,
+        )
+
+    @property
+    def graphs(self) -> GraphManager:
+        """The captured graphs of the decode step, one a bucket."""
+        return self._runner.graphs
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        return self._loop.stats
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence gave its pages back for others and was recomputed."""
+        return self._loop.scheduler.num_preemptions
+
+    @property
+    def cache(self) -> PagedKVCacheManager:
+        """The key-value cache, whose pool can be asked for free and used pages."""
+        return self._loop.scheduler.cache
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer some prompts, batched continuously.
+
+        Args:
+            prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids.
+            sampling_params: for all prompts, or one for each; None means the defaults.
+            use_tqdm: show a progress bar on standard error where that is a terminal.
+
+        Returns:
+            One output for each prompt, in their order. A prompt that can never fit comes back with `error` set and
+            `finish_reason` "refused", and the others are answered.
+
+        Raises:
+            ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.
+        """
+        self._check_open()
+        items = _as_prompts(prompts)
+        params = _as_params(sampling_params, len(items))
+        encoded = [self._encode(prompt) for prompt in items]
+        groups = [self._submit(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
+        sequences = [sequence for _, group in groups for sequence in group]
+        bar = tqdm(
+            total=len(sequences), desc="generating", unit="answer", leave=False, disable=None if use_tqdm else True
+        )
+        began = self.stats.finished_answers
+        try:
+            for sequence in sequences:
+                while not sequence.finished:
+                    self._step()
+                    bar.update(min(self.stats.finished_answers - began, len(sequences)) - bar.n)
+        except BaseException:
+            self._abort(sequences)
+            raise
+        finally:
+            bar.close()
+        return [request for request, _ in groups]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise") -> Stream:
+        """Answer one prompt, piece by piece; pieces never split a character or show part of a stop string.
+
+        The request joins the batch at once. Several streams may be read in turn: they run side by side.
+
+        Args:
+            prompt: a text or a list of token ids.
+            sampling_params: with `n` 1.
+            refuse: what to do with a prompt that can never fit: `"raise"`, or `"return"` an empty stream whose
+                `request.error` says why.
+
+        Raises:
+            ValueError: what was given is no prompt or can never fit, or `n` is not 1.
+        """
+        self._check_open()
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise ValueError(f"a stream has one answer: n must be 1, got {params.n}")
+        request, sequences = self._submit(prompt, self._encode(prompt), params)
+        if request.error is not None and refuse == "raise":
+            raise ValueError(request.error)
+        return Stream(request, sequences[0] if sequences else None, self._step, self._loop.abort)
+
+    def close(self) -> None:
+        """Release graphs and buffers; the engine cannot be used afterwards."""
+        if not self._closed:
+            self._closed = True
+            self._loop.abort_all()
+            self._runner.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM was closed")
+
+    def _step(self) -> None:
+        with DeferredInterrupt():
+            self._loop.step()
+
+    def _abort(self, sequences: SequenceOf[Sequence]) -> None:
+        for sequence in sequences:
+            self._loop.abort(sequence)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer(prompt).input_ids
+            if not ids and self.tokenizer.bos_token_id is not None:
+                ids = [self.tokenizer.bos_token_id]
+            return list(ids)
+        vocab_size = self.model.config.vocab_size
+        ids = [int(token) for token in prompt]
+        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        if wrong:
+            raise ValueError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
+        return ids
+
+    def _refusal(self, ids: list[int], params: SamplingParams) -> str | None:
+        if not ids:
+            return "the prompt is empty, and the model has no beginning-of-sequence token to start from"
+        if len(ids) >= self.capacity.token_limit:
+            return (
+                f"the prompt has {len(ids)} tokens; with one token to generate, at most "
+                f"{self.capacity.token_limit - 1} fit (max_sequence_length {self.capacity.max_sequence_length}, "
+                f"{self.capacity.total_num_pages} pages of {self.config.page_size} tokens)"
+            )
+        stop_ids = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else self.model.config.eos_token_ids)}
+        if len(stop_ids) > MAX_STOP_IDS:
+            return (
+                f"at most {MAX_STOP_IDS} tokens can end an answer, the model's and stop_token_ids are {len(stop_ids)}"
+            )
+        too_large = [i for i in (params.logit_bias or {}) if i >= self.model.config.vocab_size]
+        if too_large:
+            return f"logit_bias names tokens {too_large}, the vocabulary ends at {self.model.config.vocab_size - 1}"
+        return None
+
+    def _submit(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> tuple[RequestOutput, list[Sequence]]:
+        request_id = next(self._request_ids)
+        outputs = [CompletionOutput(index) for index in range(params.n)]
+        text = prompt if isinstance(prompt, str) else None
+        request = RequestOutput(request_id, text, ids, outputs, RequestMetrics(time.perf_counter()))
+        request.error = self._refusal(ids, params)
+        if request.error is not None:
+            for output in outputs:
+                output.finish_reason = "refused"
+            return request, []
+        seed = _mix(self._seed, request_id) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                sequence_id=next(self._sequence_ids),
+                token_ids=list(ids),
+                params=params,
+                detokenizer=Detokenizer(
+                    self.tokenizer.backend_tokenizer, params.stop_strings, params.skip_special_tokens
+                ),
+                seed=seed if output.index == 0 else _mix(seed, output.index),
+                max_length=min(len(ids) + params.max_tokens, self.capacity.token_limit),
+                eos_token_ids=self.model.config.eos_token_ids,
+                output=output,
+                request=request,
+            )
+            for output in outputs
+        ]
+        for sequence in sequences:
+            self._loop.add(sequence)
+        return request, sequences
+
+
+def _mix(seed: int, index: int) -> int:
+    """Derive a seed from another, as a signed 64-bit integer: a Weyl step of SplitMix64 (Steele et al., 2014)."""
+    mixed = (seed + (index + 1) * _GOLDEN_GAMMA) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed
+
+
+def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items: list[Any] = list(prompts)
+    if items and all(isinstance(item, int) for item in items):
+        return [items]
+    for item in items:
+        if not isinstance(item, str) and not (
+            isinstance(item, SequenceOf) and all(isinstance(token, int) for token in item)
+        ):
+            raise ValueError(f"a prompt is a text or a list of token ids, got {item!r}")
+    return items
+
+
+def _as_params(params: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
+    return list(params)
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from error
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+    if resolved.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is cuda, but torch finds no CUDA device here")
+    return resolved

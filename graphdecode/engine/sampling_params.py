@@ -1,0 +1,122 @@
+"""What a request asks of sampling and of stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphdecode.kernels.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling and stopping of one request; the names and defaults are vLLM's.
+
+    Args:
+        n: how many independent answers to give.
+        temperature: 0 means greedy; else the logits are divided by it.
+        top_k: sample among the k most likely tokens; 0 or -1 means all.
+        top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
+        min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
+        seed: makes the answer reproducible, whatever else runs beside it; None takes one from the engine's seed and
+            the order of requests.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; > 0, 1 is off.
+        presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
+        frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
+        logit_bias: token id -> value added to its logit; at most 64 entries.
+        stop: text that ends the answer, which is cut before it.
+        stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
+        ignore_eos: go on after the model's end-of-sequence token.
+        max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well.
+        min_tokens: end-of-sequence and stop tokens are masked until this many tokens are there.
+        logprobs: return the log-probabilities of this many most likely tokens, 0..20, and of the sampled one.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a value outside its range, with the name, the value and the range.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    stop_strings: tuple[str, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._check("n", _is_integer(self.n) and self.n >= 1, "an integer >= 1")
+        self._check("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
+        self._check("top_k", _is_integer(self.top_k) and -1 <= self.top_k < 2**31, "an integer >= -1")
+        self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
+        self._check("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
+        self._check(
+            "seed",
+            self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**63),
+            "None or a 64-bit integer",
+        )
+        self._check(
+            "repetition_penalty", _is_number(self.repetition_penalty) and self.repetition_penalty > 0, "a number > 0"
+        )
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            self._check(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
+        self._check("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
+        self._check(
+            "min_tokens",
+            _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+            f"an integer in 0..max_tokens={self.max_tokens}",
+        )
+        self._check(
+            "logprobs",
+            self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
+            f"None or an integer in 0..{MAX_LOGPROBS}",
+        )
+        bias = self.logit_bias or {}
+        self._check(
+            "logit_bias",
+            len(bias) <= MAX_BIASES and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
+            f"at most {MAX_BIASES} token ids >= 0 with finite values",
+        )
+        stop_ids = self.stop_token_ids or ()
+        # one place is kept for the model's own end-of-sequence token; an engine checks it against the model's others
+        self._check(
+            "stop_token_ids",
+            len(stop_ids) < MAX_STOP_IDS and all(_is_integer(k) and k >= 0 for k in stop_ids),
+            f"at most {MAX_STOP_IDS - 1} token ids >= 0",
+        )
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self._check(
+            "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
+        )
+        object.__setattr__(self, "stop_strings", strings)
+
+    def _check(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether the counts of a row's tokens matter to its sampling."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

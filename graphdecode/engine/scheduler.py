@@ -1,0 +1,182 @@
+"""Who runs: rows and pages, first come first served; the youngest gives way when pages run out."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from graphdecode.cache import CacheFullError, PagedKVCacheManager
+from graphdecode.engine.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of a sequence's tokens to prefill: `token_ids[start:end]`."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Scheduler:
+    """Holds every sequence from its arrival to its end.
+
+    A sequence waits, then is admitted (it gets a row and pages for all tokens it has), prefilled in chunks, and
+    decoded. `decoding` is in row order: row i of a decode step is its i-th sequence.
+
+    Args:
+        cache: gives and takes pages.
+        max_batch_size: rows, shared by the sequences being prefilled and decoded.
+        prefill_budget: tokens that one engine step prefills at most, so that decoding never waits long.
+    """
+
+    def __init__(self, cache: PagedKVCacheManager, *, max_batch_size: int, prefill_budget: int) -> None:
+        self.cache = cache
+        self.max_batch_size = max_batch_size
+        self.prefill_budget = prefill_budget
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self.decoding: list[Sequence] = []
+        self.num_preemptions = 0
+        self._admitted: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is not finished."""
+        return bool(self.waiting or self._admitted)
+
+    def add(self, sequence: Sequence) -> None:
+        """Let a sequence wait for its turn."""
+        self.waiting.append(sequence)
+
+    def next_chunks(self) -> list[Chunk]:
+        """Choose what to prefill now, at most `prefill_budget` tokens, admitting sequences as rows and pages allow."""
+        chunks: list[Chunk] = []
+        budget = self.prefill_budget
+        for sequence in self.prefilling:
+            budget -= self._take_chunk(sequence, budget, chunks)
+        while self.waiting and budget > 0 and len(self._admitted) < self.max_batch_size:
+            candidate = self.waiting[0]
+            if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
+                break
+            self.waiting.popleft()
+            budget -= self._take_chunk(candidate, budget, chunks)
+        return chunks
+
+    def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        start = sequence.cached_length
+        end = min(len(sequence.token_ids) - 1, start + budget)
+        if end <= start:
+            return 0
+        chunks.append(Chunk(sequence, start, end))
+        return end - start
+
+    def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[Chunk]) -> bool:
+        """Whether the candidate had better wait a step, because a chunk of this step writes its first page."""
+        if not self.cache.prefix_caching:
+            return False
+        page = self.cache.page_size
+        head = candidate.token_ids[:page]
+        return len(candidate.token_ids) > page and any(
+            chunk.start < page <= chunk.end and chunk.sequence.token_ids[:page] == head for chunk in chunks
+        )
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its pages, or leave everything as it was and return False."""
+        length = len(sequence.token_ids)
+        cached = self.cache.add(sequence.sequence_id, sequence.token_ids)
+        # one page stays free for each running sequence: whoever enters must not push out who is at work
+        spare = len(self._admitted)
+        try:
+            self.cache.reserve(sequence.sequence_id, length)
+            if self.cache.available_pages < spare and self._admitted:
+                raise CacheFullError("no spare pages")
+        except CacheFullError:
+            self.cache.free_sequence(sequence.sequence_id)
+            return False
+        sequence.cached_length = cached
+        sequence.published_length = cached
+        metrics = sequence.request.metrics
+        if not sequence.output.token_ids:
+            metrics.num_cached_tokens = max(metrics.num_cached_tokens, cached)
+        self._admitted.append(sequence)
+        self.prefilling.append(sequence)
+        return True
+
+    def prefilled(self, chunks: list[Chunk]) -> bool:
+        """Take note that chunks were computed; return True if sequences joined `decoding`."""
+        for chunk in chunks:
+            chunk.sequence.cached_length = chunk.end
+            self.publish(chunk.sequence)
+        ready = [sequence for sequence in self.prefilling if sequence.prefilled]
+        if ready:
+            self.decoding.extend(ready)
+            self.prefilling = [sequence for sequence in self.prefilling if not sequence.prefilled]
+        return bool(ready)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Tell the cache how far a sequence is; its full pages become prefixes that others can find."""
+        length = sequence.cached_length
+        self.cache.commit(sequence.sequence_id, length, sequence.token_ids[:length])
+        sequence.published_length = length
+
+    def reserve(self, tokens_ahead: int) -> bool:
+        """Make sure that each decoding sequence has pages for the tokens that it will cache in the next steps.
+
+        Where pages are plentiful, a page more is taken for everyone as soon as one sequence needs one, so that the
+        page table changes once in a page's length and not in nearly every step.
+
+        Returns:
+            Whether the pages of any sequence changed.
+
+        Raises:
+            CacheFullError: there are not enough pages; some sequences may have got theirs.
+        """
+        changed = [self._reserve(sequence, tokens_ahead) for sequence in self.decoding]
+        if any(changed) and self.cache.available_pages >= 2 * len(self.decoding):
+            for sequence in self.decoding:
+                self._reserve(sequence, tokens_ahead + self.cache.page_size)
+        return any(changed)
+
+    def make_room(self, tokens_ahead: int) -> None:
+        """Preempt the youngest sequences until the others have pages for their next tokens.
+
+        Nothing may be under way: a preempted sequence is recomputed from the tokens that the host knows.
+        """
+        for sequence in list(self.decoding):
+            while sequence in self.decoding:
+                try:
+                    self._reserve(sequence, tokens_ahead)
+                    break
+                except CacheFullError:
+                    self._preempt_youngest()
+
+    def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
+        length = min(sequence.cached_length + tokens_ahead, sequence.max_length)
+        return self.cache.reserve(sequence.sequence_id, length)
+
+    def _preempt_youngest(self) -> None:
+        """Take the pages of the sequence that was admitted last; it waits, first in line, to be recomputed."""
+        youngest = self._admitted[-1]
+        self._release(youngest)
+        youngest.cached_length = 0
+        youngest.request.metrics.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(youngest)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence wherever it stands, and give back what it holds."""
+        if sequence in self._admitted:
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        if sequence.cached_length > sequence.published_length:
+            self.publish(sequence)
+        self.cache.free_sequence(sequence.sequence_id)
+        self._admitted.remove(sequence)
+        if sequence in self.decoding:
+            self.decoding.remove(sequence)
+        if sequence in self.prefilling:
+            self.prefilling.remove(sequence)

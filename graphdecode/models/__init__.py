@@ -1,0 +1,18 @@
+"""Decoders written as a step over fixed memory, and the loading of checkpoints."""
+
+from graphdecode.models.checkpoint import CheckpointError
+from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.decoder import Decoder
+from graphdecode.models.load import load_model
+from graphdecode.models.source import ModelSourceError, load_tokenizer, resolve_model_path
+
+__all__ = [
+    "CheckpointError",
+    "Decoder",
+    "ModelConfig",
+    "ModelSourceError",
+    "UnsupportedModelError",
+    "load_model",
+    "load_tokenizer",
+    "resolve_model_path",
+]

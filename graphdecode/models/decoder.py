@@ -1,0 +1,220 @@
+"""The decoder, written as a step over fixed memory: decode and prefill share one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention import PagedDecodeAttention, extend_attention
+from graphdecode.buffers import Batch
+from graphdecode.kernels.act_mul import act_mul
+from graphdecode.kernels.embedding import embedding
+from graphdecode.kernels.linear import LinearWeight
+from graphdecode.kernels.rms_norm import add_rms_norm, rms_norm
+from graphdecode.kernels.rope_append import rope_append
+from graphdecode.models.config import ModelConfig
+
+LayerCache = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The weights of one layer; QKV and gate-up are fused."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: LinearWeight  # [(heads + 2 kv_heads) * head_dim, hidden]
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None  # [head_dim]
+    o: LinearWeight  # [hidden, heads * head_dim]
+    post_norm: Tensor  # [hidden]
+    gate_up: LinearWeight  # [2 * intermediate, hidden]
+    down: LinearWeight  # [hidden, intermediate]
+
+    @property
+    def linears(self) -> tuple[LinearWeight, ...]:
+        """All products of the layer."""
+        return (self.qkv, self.o, self.gate_up, self.down)
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """Where the tokens of a pass belong."""
+
+    rows: Tensor  # int32 [t]
+    positions: Tensor  # int32 [t]
+    live: Tensor  # int32 [1]
+    page_table: Tensor  # int32 [b, pages of a row]
+
+
+class Decoder:
+    """A decoder-only transformer: RMSNorm, rotary grouped-query attention, gated MLP.
+
+    Args:
+        config: shapes and options.
+        embedding_weight: [vocab, hidden].
+        layers: the weights of each layer.
+        final_norm: [hidden].
+        lm_head: [vocab, hidden].
+        cos_sin: float32 [positions, 2, head_dim / 2].
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding_weight: Tensor,
+        layers: list[LayerWeights],
+        final_norm: Tensor,
+        lm_head: LinearWeight,
+        cos_sin: Tensor,
+    ) -> None:
+        self.config = config
+        self.dtype = embedding_weight.dtype
+        self.device = embedding_weight.device
+        self._embedding = embedding_weight
+        self._layers = layers
+        self._final_norm = final_norm
+        self._lm_head = lm_head
+        self._cos_sin = cos_sin
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, each with a cache of its own."""
+        return len(self._layers)
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Every tensor that a step only reads."""
+        tensors = [self._embedding, self._final_norm, self._cos_sin, *self._lm_head.tensors]
+        for layer in self._layers:
+            tensors += [layer.input_norm, layer.post_norm]
+            tensors += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+            tensors += [tensor for linear in layer.linears for tensor in linear.tensors]
+        return tensors
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads, whatever the batch: all but the embedding's unused rows."""
+        norms = self._final_norm.nbytes + sum(
+            layer.input_norm.nbytes + layer.post_norm.nbytes for layer in self._layers
+        )
+        linears = sum(linear.nbytes for layer in self._layers for linear in layer.linears)
+        return self._lm_head.nbytes + linears + norms
+
+    def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+        """Run one decode step: feed each row's token, append its keys and values, and return the logits.
+
+        Args:
+            batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
+                page_table int32 [b, pages], live_rows int32 [1].
+            caches: keys and values of each layer.
+            attention: its workspaces are planned here, once for all layers.
+
+        Returns:
+            Logits [b, vocab], of the model's dtype; those of padding rows are meaningless.
+        """
+        attention.plan(batch.pre_step_seqlens, batch.live_rows)
+        tokens = _Tokens(batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
+            attention.run(out, q, keys, values, batch.page_table, window_left=window)
+
+        hidden, residual = self._run_layers(batch.tokens, tokens, caches, attend)
+        add_rms_norm(hidden, residual, hidden, self._final_norm, self.config.rms_norm_eps)
+        logits = self._empty(hidden.shape[0], self.config.vocab_size)
+        self._lm_head.apply(logits, hidden)
+        return logits
+
+    def prefill(
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        page_table: Tensor,
+        caches: list[LayerCache],
+    ) -> None:
+        """Append the keys and values of many tokens; no logits, for a prompt's last token is fed to a decode step.
+
+        Args:
+            token_ids: int64 [t], the rows' tokens one after another.
+            rows: int32 [t], the row of each token.
+            positions: int32 [t].
+            live: int32 [1], t.
+            cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
+            cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
+            page_table: int32 [b, pages].
+            caches: keys and values of each layer.
+        """
+        tokens = _Tokens(rows, positions, live, page_table)
+
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
+            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, window_left=window)
+
+        with torch.no_grad():
+            self._run_layers(token_ids, tokens, caches, attend)
+
+    def _run_layers(
+        self, token_ids: Tensor, tokens: _Tokens, caches: list[LayerCache], attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """Return the last layer's output and the residual that it is still to be added to."""
+        residual = self._empty(token_ids.shape[0], self.config.hidden_size)
+        embedding(residual, token_ids, self._embedding, tokens.live)
+        hidden = torch.empty_like(residual)
+        eps = self.config.rms_norm_eps
+        for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
+            if index == 0:
+                rms_norm(hidden, residual, layer.input_norm, eps)
+            else:
+                add_rms_norm(hidden, residual, hidden, layer.input_norm, eps)
+            self._run_layer(layer, hidden, residual, tokens, cache, attend, self.config.windows[index])
+        return hidden, residual
+
+    def _run_layer(
+        self,
+        layer: LayerWeights,
+        hidden: Tensor,
+        residual: Tensor,
+        tokens: _Tokens,
+        cache: LayerCache,
+        attend: Attend,
+        window: int,
+    ) -> None:
+        """Turn the normed input in `hidden` into the layer's output, and bring the residual up to the MLP's input."""
+        config = self.config
+        count = hidden.shape[0]
+        keys, values = cache
+        qkv = self._empty(count, layer.qkv.out_features)
+        layer.qkv.apply(qkv, hidden)
+        q = torch.empty((count, config.num_attention_heads, config.head_dim), dtype=self.dtype, device=self.device)
+        rope_append(
+            q,
+            keys,
+            values,
+            qkv,
+            tokens.rows,
+            tokens.positions,
+            tokens.live,
+            tokens.page_table,
+            self._cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            config.rms_norm_eps,
+        )
+        attended = torch.empty_like(q)
+        attend(attended, q, keys, values, window)
+        layer.o.apply(hidden, attended.view(count, -1))
+        add_rms_norm(hidden, residual, hidden, layer.post_norm, config.rms_norm_eps)
+        gate_up = self._empty(count, layer.gate_up.out_features)
+        layer.gate_up.apply(gate_up, hidden)
+        activated = self._empty(count, config.intermediate_size)
+        act_mul(activated, gate_up, config.activation)
+        layer.down.apply(hidden, activated)
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty((rows, columns), dtype=self.dtype, device=self.device)

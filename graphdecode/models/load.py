@@ -1,0 +1,177 @@
+"""From a checkpoint to a decoder: each tensor straight to its place, no second copy of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from graphdecode.kernels.linear import LinearTuner, LinearWeight, prepare_linear
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.decoder import Decoder, LayerWeights
+from graphdecode.models.rope import cos_sin_table
+from graphdecode.models.shapes import PREFIX, RandomWeights, shape_config
+from graphdecode.models.source import resolve_model_path
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class _Weights(Protocol):
+    def check(self, expected: dict[str, tuple[int, ...]], optional: set[str]) -> None: ...
+
+    def read(self, *names: str) -> Tensor: ...
+
+
+def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU has no fast unit for it.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    if dtype == "auto":
+        slow = device.type == "cpu" and not (checkpoint == torch.bfloat16 and _cpu_has_bf16())
+        return torch.float32 if slow else checkpoint
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {dtype!r}")
+    return _DTYPES[dtype]
+
+
+def _cpu_has_bf16() -> bool:
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def load_model(
+    model: str | Path,
+    *,
+    device: torch.device | str,
+    dtype: str | torch.dtype = "auto",
+    max_sequence_length: int | None = None,
+    batch_sizes: tuple[int, ...] = (1, 8),
+    quantize: str | None = None,
+    progress: bool = False,
+) -> Decoder:
+    """Load a decoder.
+
+    Args:
+        model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"` with random
+            weights.
+        device: where the weights go.
+        dtype: of weights and activations; see `resolve_dtype`.
+        max_sequence_length: positions to make rotary angles for; None means all that the model has.
+        batch_sizes: of the decode steps, for the choice of linear paths on a CPU.
+        quantize: None, or `"int8"` for 8-bit weights on a CPU.
+        progress: show a bar on standard error.
+
+    Raises:
+        ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
+    """
+    device = torch.device(device)
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize must be None or 'int8', got {quantize!r}")
+    if quantize is not None and device.type != "cpu":
+        raise ValueError(f"quantize={quantize!r} works on a CPU alone, the device is {device.type}")
+    weights: _Weights
+    if str(model).startswith(PREFIX):
+        config = shape_config(str(model))
+        chosen = resolve_dtype(dtype, config.dtype, device)
+        weights = RandomWeights(device, chosen)
+    else:
+        folder = resolve_model_path(model)
+        config = ModelConfig.load(folder)
+        chosen = resolve_dtype(dtype, config.dtype, device)
+        weights = Checkpoint(folder, device, chosen)
+    optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    weights.check(_expected_shapes(config), optional)
+    positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
+    return _Loader(config, weights, batch_sizes, quantize).load(positions, device, progress)
+
+
+def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, ff = config.hidden_size, config.intermediate_size
+    q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in range(config.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{prefix}{name}.weight"] = (hidden,)
+        products = {
+            "self_attn.q_proj": (q, hidden, config.qkv_bias),
+            "self_attn.k_proj": (kv, hidden, config.qkv_bias),
+            "self_attn.v_proj": (kv, hidden, config.qkv_bias),
+            "self_attn.o_proj": (hidden, q, config.o_bias),
+            "mlp.gate_proj": (ff, hidden, config.mlp_bias),
+            "mlp.up_proj": (ff, hidden, config.mlp_bias),
+            "mlp.down_proj": (hidden, ff, config.mlp_bias),
+        }
+        for name, (rows, columns, has_bias) in products.items():
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+class _Loader:
+    def __init__(
+        self, config: ModelConfig, weights: _Weights, batch_sizes: tuple[int, ...], quantize: str | None
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._shapes = _expected_shapes(config)
+        # the smallest and the largest bucket stand for all; timing every one would take longer than loading
+        self._batch_sizes = tuple(sorted({min(batch_sizes), max(batch_sizes)}))
+        self._quantize = quantize
+        elements = sum(shape[0] * shape[1] for shape in self._shapes.values() if len(shape) == 2)
+        self._tuner = LinearTuner(elements * config.dtype.itemsize)
+
+    def load(self, positions: int, device: torch.device, progress: bool) -> Decoder:
+        config = self._config
+        embedding_weight = self._weights.read("model.embed_tokens.weight")
+        layers = [
+            self._layer(f"model.layers.{index}.")
+            for index in tqdm(
+                range(config.num_hidden_layers), desc="loading", unit="layer", disable=not progress, leave=False
+            )
+        ]
+        return Decoder(
+            config,
+            embedding_weight,
+            layers,
+            self._weights.read("model.norm.weight"),
+            self._prepare(embedding_weight, None) if config.tie_word_embeddings else self._linear("", "lm_head"),
+            cos_sin_table(config.rope, config.head_dim, positions, device),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        qk_norm = self._config.qk_norm
+        return LayerWeights(
+            input_norm=self._weights.read(f"{prefix}input_layernorm.weight"),
+            qkv=self._linear(prefix, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            q_norm=self._weights.read(f"{prefix}self_attn.q_norm.weight") if qk_norm else None,
+            k_norm=self._weights.read(f"{prefix}self_attn.k_norm.weight") if qk_norm else None,
+            o=self._linear(prefix, "self_attn.o_proj"),
+            post_norm=self._weights.read(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._linear(prefix, "mlp.gate_proj", "mlp.up_proj"),
+            down=self._linear(prefix, "mlp.down_proj"),
+        )
+
+    def _linear(self, prefix: str, *names: str) -> LinearWeight:
+        weight = self._weights.read(*(f"{prefix}{name}.weight" for name in names))
+        biases = [f"{prefix}{name}.bias" for name in names]
+        return self._prepare(weight, self._weights.read(*biases) if biases[0] in self._shapes else None)
+
+    def _prepare(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
+        return prepare_linear(weight, bias, tuner=self._tuner, batch_sizes=self._batch_sizes, quantize=self._quantize)

@@ -1,0 +1,134 @@
+"""Rotary embedding (Su et al., 2021): the angles of each position, and the ways to stretch them to longer contexts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+class UnsupportedRopeError(ValueError):
+    """A rope type that this runtime does not know; the message lists those that it does."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """A rotary embedding.
+
+    Attributes:
+        rope_type: one of `ROPE_TYPES`.
+        theta: base of the frequencies.
+        factor: by how much the context is stretched.
+        original_max_positions: context that the model was first trained for.
+        low_freq_factor: llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully.
+        high_freq_factor: llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone.
+        beta_fast: yarn: channels that turn more often than this over the original context are left alone.
+        beta_slow: yarn: channels that turn less often than this are stretched fully.
+        attention_factor: yarn: scales cosines and sines.
+        truncate: yarn: round the borders between these channels.
+    """
+
+    rope_type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    truncate: bool = True
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any], max_positions: int) -> RopeConfig:
+        """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+
+        Raises:
+            UnsupportedRopeError: the type is unknown, or the channels are rotated in part.
+        """
+        scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+        rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
+        if rope_type not in ROPE_TYPES:
+            raise UnsupportedRopeError(
+                f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+            )
+        partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
+        if partial != 1.0:
+            raise UnsupportedRopeError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+        factor = float(scaling.get("factor") or 1.0)
+        return cls(
+            rope_type=rope_type,
+            theta=float(scaling.get("rope_theta") or settings.get("rope_theta") or 10000.0),
+            factor=factor,
+            original_max_positions=scaling.get("original_max_position_embeddings") or max_positions,
+            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
+            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
+            beta_fast=float(scaling.get("beta_fast") or 32.0),
+            beta_slow=float(scaling.get("beta_slow") or 1.0),
+            attention_factor=_yarn_attention_factor(scaling, factor) if rope_type == "yarn" else 1.0,
+            truncate=scaling.get("truncate", True),
+        )
+
+
+def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
+    """Return the temperature of YaRN (Peng et al., 2023, equation 22), or what the checkpoint says instead."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
+    return _temperature(factor, 1.0)
+
+
+def _temperature(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
+    """Return the angle that each pair of channels turns by per position, float32 [head_dim / 2]."""
+    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope.rope_type == "linear":
+        return plain / rope.factor
+    if rope.rope_type == "llama3":
+        return _llama3(rope, plain)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, plain, head_dim)
+    return plain
+
+
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    """Stretch long wavelengths, keep short ones, and blend in between (Llama 3.1's scheme)."""
+    context = rope.original_max_positions
+    wavelengths = 2 * math.pi / plain
+    blend = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - blend) * plain / rope.factor + blend * plain
+    scaled = torch.where(wavelengths > context / rope.low_freq_factor, plain / rope.factor, blended)
+    return torch.where(wavelengths < context / rope.high_freq_factor, plain, scaled)
+
+
+def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
+    """Interpolate slow channels, keep fast ones, ramp in between (Peng et al., 2023, section 3.2)."""
+
+    def channel_turning(times: float) -> float:
+        return head_dim * math.log(rope.original_max_positions / (times * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = channel_turning(rope.beta_fast), channel_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp needs a width
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
+    return plain / rope.factor * ramp + plain * (1 - ramp)
+
+
+def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
+    """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]."""
+    frequencies = inverse_frequencies(rope, head_dim)
+    angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
+    return torch.stack([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor).to(device)

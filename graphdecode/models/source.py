@@ -1,0 +1,60 @@
+"""Where a model comes from: a folder, the demo that ships with the package, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoTokenizer
+
+_DEMO = Path(__file__).parent / "demo"
+_HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+
+
+class ModelSourceError(ValueError):
+    """No model can be had under the name that was given."""
+
+
+def resolve_model_path(model: str | Path) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        model: a folder, `"demo"`, or a Hugging Face repository id, which is fetched with a progress bar.
+
+    Raises:
+        ModelSourceError: there is no such folder, and no such repository within reach.
+    """
+    path = Path(model)
+    if path.is_dir():
+        return path
+    if str(model) == "demo":
+        return _DEMO
+    name = str(model)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
+        raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
+    try:
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+    except RepositoryNotFoundError as error:
+        raise ModelSourceError(f"model {name!r} is neither a folder nor a repository on the hub") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ModelSourceError(
+            f"model {name!r} is no folder, and it could not be fetched from the hub: is there a network? ({error})"
+        ) from error
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Return the folder's tokenizer.
+
+    Raises:
+        ModelSourceError: there is none, or it is not one that transformers can read.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelSourceError(f"{folder} holds no tokenizer that can be read: {error}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
+    return tokenizer

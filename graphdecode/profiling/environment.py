@@ -1,0 +1,68 @@
+"""What a measurement ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+
+
+def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
+    """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads."""
+    device = torch.device(device)
+    facts: dict[str, str | int | float] = {
+        "device": device.type,
+        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count() or 0,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "commit": _commit(),
+    }
+    if device.type == "cuda":
+        facts |= _gpu_facts()
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _run(*command: str) -> str:
+    if shutil.which(command[0]) is None:
+        return ""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return result.stdout.strip() if result.returncode == 0 else ""
+
+
+def _commit() -> str:
+    commit = _run("git", "rev-parse", "--short=12", "HEAD")
+    changed = _run("git", "status", "--porcelain", "--untracked-files=no")
+    return (commit + "+changes" if changed else commit) or "unknown"
+
+
+def _gpu_facts() -> dict[str, str]:
+    answer = _run("nvidia-smi", f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader")
+    values = [value.strip() for value in answer.splitlines()[0].split(",")] if answer else []
+    return {f"gpu_{field.replace('.', '_')}": value for field, value in zip(_GPU_FIELDS, values, strict=False)}

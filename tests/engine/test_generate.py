@@ -1,0 +1,271 @@
+"""Generation: what a request asks for is what it gets, alone and in company."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.models.demo_tasks import TASKS, sample
+
+MakeLLM = Callable[..., LLM]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
+
+
+def task_prompts(count: int, seed: int) -> list[str]:
+    rng = random.Random(seed)
+    return [sample(rng.choice(TASKS), rng)[0] for _ in range(count)]
+
+
+def random_prompts(count: int, longest: int, seed: int) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(97, 123) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def tokens(outputs: list) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def assert_nothing_held(llm: LLM) -> None:
+    assert llm.cache.pool.used == 0
+    assert not llm.cache.sequences
+
+
+def test_the_demo_model_answers(llm: LLM) -> None:
+    outputs = llm.generate(["417+385=", "rev oceanic="], GREEDY)
+    assert [output.outputs[0].text.strip() for output in outputs] == ["802", "cinaeco"]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop"}
+    assert [output.prompt for output in outputs] == ["417+385=", "rev oceanic="]
+
+
+def test_one_text_is_one_prompt_and_so_are_token_ids(llm: LLM) -> None:
+    ids = llm.tokenizer("12+30=").input_ids
+    assert llm.generate("12+30=", GREEDY)[0].outputs[0].text == "42"
+    assert llm.generate(ids, GREEDY)[0].outputs[0].text == "42"
+    assert llm.generate([ids], GREEDY)[0].prompt is None
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([], GREEDY) == []
+
+
+def test_the_company_changes_nothing(make_llm: MakeLLM) -> None:
+    prompts = random_prompts(12, 40, seed=1)
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    alone, together = make_llm(max_batch_size=1), make_llm(max_batch_size=8)
+    assert tokens(together.generate(prompts, params)) == [tokens(alone.generate([p], params))[0] for p in prompts]
+    assert_nothing_held(together)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_running_out_of_pages_preempts_and_changes_no_answer(make_llm: MakeLLM, prefix_cache: bool) -> None:
+    prompts = random_prompts(10, 30, seed=2)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    roomy = make_llm(max_batch_size=8)
+    tight = make_llm(max_batch_size=8, page_size=4, total_num_pages=24, prefix_cache=prefix_cache)
+    assert tokens(tight.generate(prompts, params)) == tokens(roomy.generate(prompts, params))
+    assert tight.num_preemptions > 0
+    assert roomy.num_preemptions == 0
+    assert_nothing_held(tight)
+
+
+def test_sampled_answers_depend_on_the_seed_alone(make_llm: MakeLLM) -> None:
+    prompts = random_prompts(9, 20, seed=3)
+    params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=12) for i in range(9)]
+    wide, narrow = make_llm(max_batch_size=8), make_llm(max_batch_size=2, page_size=4, total_num_pages=14)
+    first = tokens(wide.generate(prompts, params))
+    backwards = tokens(narrow.generate(prompts[::-1], params[::-1]))
+    assert first == backwards[::-1]
+    others = [SamplingParams(temperature=0.8, top_p=0.95, seed=i + 100, max_tokens=12) for i in range(9)]
+    assert tokens(wide.generate(prompts, others)) != first
+
+
+def test_requests_without_a_seed_follow_the_engines(make_llm: MakeLLM) -> None:
+    params = SamplingParams(temperature=1.5, max_tokens=20, ignore_eos=True)
+    first, again, other = (make_llm(seed=seed).generate("abc", params)[0].outputs[0] for seed in (1, 1, 2))
+    assert first.token_ids == again.token_ids != other.token_ids
+
+
+def test_n_answers_differ_and_are_numbered(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1.5, seed=3, max_tokens=12, ignore_eos=True)
+    outputs = llm.generate("rev abcdef=", params)[0].outputs
+    assert [output.index for output in outputs] == [0, 1, 2, 3]
+    assert len({tuple(output.token_ids) for output in outputs}) > 1
+
+
+@pytest.mark.parametrize("steps_per_launch", [1, 3, 8])
+def test_several_steps_a_launch_change_no_answer(make_llm: MakeLLM, llm: LLM, steps_per_launch: int) -> None:
+    prompts = task_prompts(9, seed=4)
+    params = [SamplingParams(temperature=0.0, max_tokens=3 + i, stop=["a", "1"][i % 2]) for i in range(9)]
+    loop = make_llm(steps_per_launch=steps_per_launch)
+    expected, given = llm.generate(prompts, params), loop.generate(prompts, params)
+    assert [o.outputs[0] for o in given] == [o.outputs[0] for o in expected]
+    assert_nothing_held(loop)
+
+
+def test_streams_read_in_turn_give_what_generate_gives(llm: LLM) -> None:
+    prompts = task_prompts(6, seed=5)
+    expected = [output.outputs[0].text for output in llm.generate(prompts, GREEDY)]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    pieces = [list(stream) for stream in streams]
+    assert ["".join(p) for p in pieces] == expected
+    assert any(len(p) > 1 for p in pieces)
+    assert_nothing_held(llm)
+
+
+def test_leaving_a_stream_early_frees_its_row(llm: LLM) -> None:
+    with llm.stream("rev abcdefgh=", GREEDY) as stream:
+        next(stream)
+    assert stream.request.outputs[0].finish_reason == "abort"
+    assert_nothing_held(llm)
+
+
+def test_max_tokens_and_the_capacity_end_an_answer(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_sequence_length=32)
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    output = llm.generate([[97] * 10], params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (5, "length")
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    output = llm.generate([[97] * 10], params)[0].outputs[0]
+    assert (len(output.token_ids), output.finish_reason) == (22, "length")
+
+
+def test_an_answer_may_fill_the_whole_pool(make_llm: MakeLLM) -> None:
+    llm = make_llm(page_size=4, total_num_pages=5)
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    outputs = llm.generate([[97] * 7, [98] * 3], params)
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [13, 17]
+    assert_nothing_held(llm)
+
+
+def test_a_prompt_that_never_fits_is_refused_while_the_others_go_on(llm: LLM) -> None:
+    outputs = llm.generate([[97] * 128, llm.tokenizer("12+30=").input_ids, []], GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["refused", "stop", "refused"]
+    assert "128 tokens" in (outputs[0].error or "")
+    assert "at most 127" in (outputs[0].error or "")
+    assert "empty" in (outputs[2].error or "")
+    assert outputs[1].outputs[0].text == "42"
+    with pytest.raises(ValueError, match="128 tokens"):
+        llm.stream([97] * 128, GREEDY)
+
+
+@pytest.mark.parametrize("prompts", [3, [1.5], [["a"]], [[1, -1]], [[10**6]]])
+def test_what_is_no_prompt_is_refused_before_anything_runs(llm: LLM, prompts: object) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        llm.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert_nothing_held(llm)
+    assert not llm.stats.batch_sizes[0]
+
+
+def test_the_numbers_of_prompts_and_params_must_agree(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling_params"):
+        llm.generate(["a", "b"], [GREEDY])
+
+
+def test_a_stop_string_cuts_the_text_and_is_named(llm: LLM) -> None:
+    full = llm.generate("rev abcdefgh=", GREEDY)[0].outputs[0].text
+    output = llm.generate("rev abcdefgh=", SamplingParams(temperature=0.0, max_tokens=16, stop=full[3:5]))[0].outputs[0]
+    assert (output.text, output.finish_reason, output.stop_reason) == (full[:3], "stop", full[3:5])
+
+
+def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(llm: LLM) -> None:
+    full = llm.generate("rev abcdefgh=", GREEDY)[0].outputs[0]
+    stop = full.token_ids[2]
+    params = SamplingParams(temperature=0.0, max_tokens=16, stop_token_ids=[stop])
+    output = llm.generate("rev abcdefgh=", params)[0].outputs[0]
+    assert (output.text, output.token_ids, output.stop_reason) == (full.text[:2], full.token_ids[:3], stop)
+
+
+def test_min_tokens_puts_off_the_end(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, min_tokens=9)
+    output = llm.generate("12+30=", params)[0].outputs[0]
+    assert len(output.token_ids) > 9
+    assert output.token_ids[:2] == llm.generate("12+30=", GREEDY)[0].outputs[0].token_ids[:2]
+
+
+def test_logprobs_name_the_most_likely_tokens(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3)
+    output = llm.generate("12+30=", params)[0].outputs[0]
+    assert output.logprobs is not None
+    assert len(output.logprobs) == len(output.token_ids)
+    for token, entries in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(entries) == 3
+        assert entries[token].rank == 1
+        assert [e.rank for e in entries.values()] == [1, 2, 3]
+        assert entries[token].logprob == max(e.logprob for e in entries.values()) <= 0
+    total = sum(e[t].logprob for t, e in zip(output.token_ids, output.logprobs, strict=True))
+    assert output.cumulative_logprob == pytest.approx(total)
+
+
+def test_logit_bias_forces_a_token(llm: LLM) -> None:
+    token = llm.tokenizer("x").input_ids[0]
+    params = SamplingParams(temperature=0.0, max_tokens=4, logit_bias={token: 1000.0})
+    assert llm.generate("12+30=", params)[0].outputs[0].token_ids == [token] * 4
+
+
+def test_a_frequency_penalty_breaks_a_repetition_also_after_preemption(make_llm: MakeLLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, frequency_penalty=1.5)
+    prompts = random_prompts(6, 10, seed=8)
+    roomy, tight = make_llm(max_batch_size=6), make_llm(max_batch_size=6, page_size=4, total_num_pages=22)
+    plain = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    penalised = tokens(roomy.generate(prompts, params))
+    assert tokens(tight.generate(prompts, params)) == penalised
+    assert tight.num_preemptions > 0
+    assert penalised != tokens(roomy.generate(prompts, plain))
+
+
+def test_an_interrupt_leaves_the_engine_clean(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    expected = tokens(llm.generate(["rev abc=", "12+30="], GREEDY))
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+    def generate_forever() -> None:
+        timer.start()
+        while True:
+            params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+            llm.generate(random_prompts(20, 20, seed=6), params)
+
+    with pytest.raises(KeyboardInterrupt):
+        generate_forever()
+    timer.join()
+    assert_nothing_held(llm)
+    assert tokens(llm.generate(["rev abc=", "12+30="], GREEDY)) == expected
+
+
+def test_a_closed_engine_says_so(make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate("a", GREEDY)
+
+
+def test_a_common_prefix_is_prefilled_once(make_llm: MakeLLM) -> None:
+    head = random_prompts(1, 1, seed=9)[0] * 64
+    prompts = [head + tail for tail in random_prompts(8, 6, seed=10)]
+    shared, plain = make_llm(max_batch_size=8), make_llm(max_batch_size=8, prefix_cache=False)
+    assert tokens(shared.generate(prompts, GREEDY)) == tokens(plain.generate(prompts, GREEDY))
+    assert plain.stats.prefilled_tokens == sum(len(p) - 1 for p in prompts)
+    assert shared.stats.prefilled_tokens == 64 + sum(len(p) - 1 - 64 for p in prompts)
+    assert_nothing_held(shared)
+
+
+@pytest.mark.slow
+def test_a_long_run_gives_every_request_the_answer_it_gets_alone(make_llm: MakeLLM) -> None:
+    rng = random.Random(11)
+    prompts = random_prompts(2000, 40, seed=11)
+    params = [SamplingParams(temperature=0.0, max_tokens=rng.randint(1, 24), ignore_eos=True) for _ in prompts]
+    crowded = make_llm(max_batch_size=8, page_size=16, max_sequence_length=64, total_num_pages=20)
+    alone = make_llm(max_batch_size=1, max_sequence_length=64, prefix_cache=False)
+    together = tokens(crowded.generate(prompts, params))
+    assert crowded.num_preemptions > 0
+    assert_nothing_held(crowded)
+    differing = [
+        i
+        for i, (p, q) in enumerate(zip(prompts, params, strict=True))
+        if tokens(alone.generate([p], q))[0] != together[i]
+    ]
+    assert not differing
