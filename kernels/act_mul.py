@@ -4,6 +4,9 @@ Activations: `silu` (x * sigmoid(x)), `gelu_tanh` (Hendrycks and Gimpel, 2016, t
 (the exact one, by erf).
 """
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,20 +43,32 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     _act_mul_kernel[grid](out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4)
 
 
-def act_mul_torch(out: Tensor, gate_up: Tensor, activation: str) -> None:
-    """Compute with torch operators, rounding the activation to the dtype first; see `act_mul`."""
+def bind_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> Callable[[], None]:
+    """Return the product of fixed tensors, the activation rounded to the dtype first; see `act_mul`."""
     width = out.shape[-1]
     gate, up = gate_up[:, :width], gate_up[:, width:]
     if activation == "silu":
-        torch.ops.aten.silu.out(gate, out=out)
+        activate = functools.partial(torch.ops.aten.silu.out, gate, out=out)
     else:
-        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
-    out.mul_(up)
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        activate = functools.partial(torch.ops.aten.gelu.out, gate, approximate=approximate, out=out)
+
+    def multiply() -> None:
+        activate()
+        out.mul_(up)
+
+    return multiply
+
+
+def act_mul_torch(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    """Compute with torch operators; see `act_mul`."""
+    bind_act_mul(out, gate_up, activation)()
 
 
 _act_mul = operator(
     "act_mul(Tensor(a!) out, Tensor gate_up, str activation) -> ()",
     torch_version=act_mul_torch,
+    bound_version=bind_act_mul,
     triton_version=act_mul_triton,
 )
 

@@ -5,6 +5,7 @@ An operator has one schema, a torch version (the CPU path, and the oracle of the
 FakeTensor and checkable with `torch.library.opcheck`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 NAMESPACE = "graphdecode"
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_CPU_VERSIONS: dict[Any, Callable[..., Any]] = {}  # filled while the operators' files are imported, and then read
+_BOUND_VERSIONS: dict[Any, Callable[..., Any]] = {}  # filled while the operators' files are imported, and then read
 
 
 def _writes_only(*_arguments: Any, **_options: Any) -> None:
@@ -23,6 +24,7 @@ def operator(
     schema: str,
     *,
     torch_version: Callable[..., Any],
+    bound_version: Callable[..., Callable[[], Any]] | None = None,
     triton_version: Callable[..., Any] | None = None,
     fake: Callable[..., Any] = _writes_only,
     keys: tuple[str, ...] = (),
@@ -32,6 +34,9 @@ def operator(
     Args:
         schema: `name(arguments) -> ()` in torch's schema language; written tensors are marked `Tensor(a!)`.
         torch_version: runs on CPU tensors, and on CUDA tensors where there is no Triton version.
+        bound_version: takes the same arguments and returns a function without any that does the same, bit for bit, on
+            CPU tensors. What follows from where the tensors are (views of them) is done once, for a recorded step
+            that runs over the same tensors again and again. None means that nothing is to be gained.
         triton_version: runs on CUDA tensors.
         fake: infers outputs without data; operators that return nothing need none.
         keys: further dispatch keys that `torch_version` answers (packed CPU weights have one of their own).
@@ -43,13 +48,14 @@ def operator(
     _LIBRARY.impl(name, triton_version or torch_version, "CUDA")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
     registered = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _CPU_VERSIONS[registered] = torch_version
+    _BOUND_VERSIONS[registered] = bound_version or functools.partial(functools.partial, torch_version)
     return registered
 
 
-def cpu_version(registered: Any) -> Callable[..., Any] | None:
-    """Return the function that an operator runs on CPU tensors; None if it is not one of ours.
+def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
+    """Return a function that runs an operator over these CPU tensors; None if the operator is not one of ours.
 
     A recorded step calls it without the dispatcher in between, which would cost more than some of the operators.
     """
-    return _CPU_VERSIONS.get(registered)
+    bound_version = _BOUND_VERSIONS.get(registered)
+    return None if bound_version is None else bound_version(*arguments)

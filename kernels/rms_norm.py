@@ -4,6 +4,8 @@
 `residual += x` first, and the norm of the sum.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -56,27 +58,55 @@ def add_rms_norm_triton(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor
     _launch(out, residual, x, weight, eps)
 
 
+def bind_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], None]:
+    """Return the norm of fixed tensors, in as few torch operators as can be; see `rms_norm`."""
+    root_eps = torch.full((), eps**0.5, device=x.device)
+    root_width = x.shape[-1] ** -0.5
+    is_wide = x.dtype == out.dtype == torch.float32 and x.data_ptr() != out.data_ptr()
+    weight = weight.float()
+
+    def norm() -> None:
+        wide = x.float()
+        scale = torch.linalg.vector_norm(wide, 2, -1, True).mul_(root_width).hypot_(root_eps)
+        if is_wide:
+            torch.mul(wide, weight, out=out).div_(scale)
+        else:
+            out.copy_((wide * weight).div_(scale))
+
+    return norm
+
+
+def bind_add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], None]:
+    """Return the sum and norm of fixed tensors; see `add_rms_norm`."""
+    norm = bind_rms_norm(out, residual, weight, eps)
+
+    def add_and_norm() -> None:
+        residual.add_(x)
+        norm()
+
+    return add_and_norm
+
+
 def rms_norm_torch(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """Normalise with torch operators; see `rms_norm`."""
-    wide = x.float()
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
-    out.copy_(wide.mul(scale).mul_(weight))
+    bind_rms_norm(out, x, weight, eps)()
 
 
 def add_rms_norm_torch(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     """Add and normalise with torch operators; see `add_rms_norm`."""
-    residual.add_(x)
-    rms_norm_torch(out, residual, weight, eps)
+    bind_add_rms_norm(out, residual, x, weight, eps)()
 
 
 _rms_norm = operator(
     "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
     torch_version=rms_norm_torch,
+    bound_version=bind_rms_norm,
     triton_version=rms_norm_triton,
 )
 _add_rms_norm = operator(
     "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
     torch_version=add_rms_norm_torch,
+    bound_version=bind_add_rms_norm,
     triton_version=add_rms_norm_triton,
 )
 

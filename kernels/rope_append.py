@@ -4,11 +4,69 @@ Rotary embedding (Su et al., 2021) in its half-split form: of each head's first 
 `i + rot/2` are rotated by the angle of the token's position. Queries and keys may be RMS-normed per head before.
 """
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from .registration import operator
 from .rms_norm import rms_norm_torch
+
+_MOST_SINGLE_COPIES = 3  # from here on one indexed copy is faster than a copy for each token
+
+
+def bind_rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Callable[[], None]:
+    """Return rotation and append of fixed tensors in host memory; see `rope_append`."""
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    capacity, qo_heads = q_out.shape[:2]
+    heads = qo_heads + kv_heads
+    half = cos_sin.shape[-1]
+    key_places, value_places = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    joined = qkv.view(capacity, heads + kv_heads, head_dim)
+    live_count, row_of, position_of, pages_of = live.numpy(), rows.numpy(), positions.numpy(), page_table.numpy()
+
+    def append() -> None:
+        count = min(int(live_count[0]), capacity)
+        if count == 0:
+            return
+        wide = joined[:count, :heads].float()
+        if q_norm is not None and k_norm is not None:
+            normed = torch.empty_like(wide)
+            rms_norm_torch(normed[:, :qo_heads], wide[:, :qo_heads], q_norm, eps)
+            rms_norm_torch(normed[:, qo_heads:], wide[:, qo_heads:], k_norm, eps)
+            wide = normed
+        cos, sin = cos_sin.index_select(0, positions[:count]).unsqueeze(1).unbind(2)
+        rotated = torch.empty_like(wide) if 2 * half == head_dim else wide.clone()
+        first, second = wide[..., :half], wide[..., half : 2 * half]
+        torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin)
+        q_out[:count].copy_(rotated[:, :qo_heads])
+        pages = pages_of[row_of[:count], position_of[:count] // page_size]
+        places = pages.astype(np.int64) * page_size + position_of[:count] % page_size
+        if count <= _MOST_SINGLE_COPIES:
+            for token, place in enumerate(places.tolist()):
+                key_places[place].copy_(rotated[token, qo_heads:])
+                value_places[place].copy_(joined[token, heads:])
+        else:
+            index = torch.from_numpy(places)
+            key_places.index_copy_(0, index, rotated[:, qo_heads:].to(k_cache.dtype))
+            value_places.index_copy_(0, index, joined[:count, heads:].to(v_cache.dtype))
+
+    return append
 
 
 def rope_append_torch(
@@ -26,43 +84,14 @@ def rope_append_torch(
     eps: float,
 ) -> None:
     """Rotate and append in host memory; see `rope_append`."""
-    count = min(int(live.item()), q_out.shape[0])
-    if count == 0:
-        return
-    page_size, kv_heads, head_dim = k_cache.shape[1:]
-    qo_heads = q_out.shape[1]
-    heads = qo_heads + kv_heads
-    tokens = positions[:count]
-    joined = qkv[:count].view(count, -1, head_dim)
-    wide = joined[:, :heads].float()
-    if q_norm is not None and k_norm is not None:
-        rms_norm_torch(wide[:, :qo_heads], wide[:, :qo_heads], q_norm, eps)
-        rms_norm_torch(wide[:, qo_heads:], wide[:, qo_heads:], k_norm, eps)
-    angles = cos_sin.index_select(0, tokens)
-    cos, sin = angles[:, 0].unsqueeze(1), angles[:, 1].unsqueeze(1)
-    half = cos.shape[-1]
-    first, second = wide[..., :half], wide[..., half : 2 * half]
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    if 2 * half < head_dim:
-        parts.append(wide[..., 2 * half :])
-    rotated = torch.cat(parts, -1)
-    q_out[:count].copy_(rotated[:, :qo_heads])
-    if count == 1:
-        row, position = int(rows[0]), int(tokens[0])
-        page, place = int(page_table[row, position // page_size]), position % page_size
-        k_cache[page, place].copy_(rotated[0, qo_heads:])
-        v_cache[page, place].copy_(joined[0, heads:])
-        return
-    pages = page_table[rows[:count], tokens // page_size]
-    places = (pages * page_size + tokens % page_size).long()
-    k_cache.flatten(0, 1).index_copy_(0, places, rotated[:, qo_heads:].to(k_cache.dtype))
-    v_cache.flatten(0, 1).index_copy_(0, places, joined[:, heads:].to(v_cache.dtype))
+    bind_rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)()
 
 
 _rope_append = operator(
     "rope_append(Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor qkv, Tensor rows, Tensor positions, "
     "Tensor live, Tensor page_table, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
     torch_version=rope_append_torch,
+    bound_version=bind_rope_append,
 )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from graphdecode.graphs.observer import HostReadGuard, StepObserver
-from graphdecode.kernels.registration import cpu_version
+from graphdecode.kernels.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
 _UNINITIALISED = {
@@ -45,9 +45,9 @@ class Recorder(StepObserver):
         if schema.name in _UNINITIALISED or _is_view(schema):
             return
         self.nodes[str(func)] += 1
-        own = cpu_version(func)
+        own = bind(func, *_with_defaults(schema, args, kwargs))
         if own is not None:
-            self.calls.append(functools.partial(own, *_with_defaults(schema, args, kwargs)))
+            self.calls.append(own)
         elif schema.is_mutable:
             self.calls.append(functools.partial(func._op, *args, **kwargs))
         else:
