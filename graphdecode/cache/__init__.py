@@ -1,6 +1,14 @@
-"""Who owns which page or row, and how long each sequence is."""
+"""Who owns which page or row of the key-value cache, and how long each sequence is."""
 
-from .errors import CacheFullError
+from .errors import CacheFullError, UnknownSequenceError
+from .manager import KVCacheManager
 from .paged import PagedKVCacheManager
+from .pool import PagePool
 
-__all__ = ["CacheFullError", "PagedKVCacheManager"]
+__all__ = [
+    "CacheFullError",
+    "KVCacheManager",
+    "PagePool",
+    "PagedKVCacheManager",
+    "UnknownSequenceError",
+]

@@ -40,7 +40,7 @@ class PageLedger:
 
     def clear(self) -> None:
         """Give back everything, and forget all prefixes."""
-        self.pool = PagePool(self.pool.total)
+        self.pool.reset()
         if self.prefixes is not None:
             self.prefixes = PrefixIndex(self.page_size)
         self.pages.clear()
@@ -109,13 +109,11 @@ class PageLedger:
         start, stop = len(digests), length // self.page_size
         if start >= stop:
             return
-        pages = self.pages[sequence_id]
-        parent = digests[-1] if digests else b""
-        for page, digest in zip(
-            pages[start:stop], self.prefixes.digests(token_ids, start, stop, parent), strict=True
-        ):
+        pages = self.pages[sequence_id][start:stop]
+        new = list(self.prefixes.digests(token_ids, start, stop, digests[-1] if digests else b""))
+        for page, digest in zip(pages, new, strict=True):
             self.prefixes.put(digest, page)
-            digests.append(digest)
+        digests.extend(new)
 
     def fork(self, parent: Hashable, child: Hashable, length: int) -> tuple[int, int] | None:
         """Enter `child` with the parent's full pages, shared, and a page for a copy of the partial one.
@@ -154,7 +152,7 @@ class PageLedger:
         if must_copy and not self.available and not any(self.pool.count(page) == 1 for page in tail):
             raise CacheFullError("no page is free for a copy of the shared page that becomes partial")
         self._give_back(tail)
-        del pages[keep:]
+        pages = self.pages[sequence_id] = pages[:keep]  # a new list: whoever staged the old one can tell
         del self._digests[sequence_id][length // self.page_size :]
         if not partial:
             return None

@@ -20,8 +20,12 @@ class PagePool:
         if total_num_pages < 1:
             raise ValueError(f"total_num_pages must be >= 1, got {total_num_pages!r}")
         self.total = total_num_pages
-        self._counts = [0] * total_num_pages
-        self._free = list(range(total_num_pages - 1, -1, -1))  # a stack; ascending runs come off it
+        self.reset()
+
+    def reset(self) -> None:
+        """Make every page free, whoever owned it."""
+        self._counts = [0] * self.total
+        self._free = list(range(self.total - 1, -1, -1))  # a stack; ascending runs come off it
         self._parked: OrderedDict[int, None] = OrderedDict()
         self._shared = 0
 
@@ -122,17 +126,6 @@ class PagePool:
         pages = [self._parked.popitem(last=False)[0] for _ in range(n)]
         self._free.extend(pages)
         return pages
-
-    def unpark(self, page: int) -> None:
-        """Free one parked page.
-
-        Raises:
-            ValueError: it is not parked.
-        """
-        if page not in self._parked:
-            raise ValueError(f"page {page!r} is not parked")
-        del self._parked[page]
-        self._free.append(page)
 
     def _check(self, page: int) -> None:
         if not 0 <= page < self.total:
