@@ -7,6 +7,7 @@ packed product's overhead shows. `prepare_linear` measures the paths for a weigh
 winner's copy of the weight alone. On a GPU the plain product is cuBLAS.
 """
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,20 +21,31 @@ from .registration import operator
 # weight is faster. It is vectorised for bf16 alone.
 _INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
 _REPETITIONS = 7
+_PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default._op
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
+
+
+def bind_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+    """Return the product of fixed tensors with the plain weight; see `linear`."""
+    if bias is None:
+        return functools.partial(torch.mm, x, weight.t(), out=out)
+    return functools.partial(torch.addmm, bias, x, weight.t(), out=out)
 
 
 def linear_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Multiply with the plain weight; see `linear`."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias, x, weight.t(), out=out)
+    bind_linear(out, x, weight, bias)()
+
+
+def bind_packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
+    """Return the product of fixed tensors with a weight packed by oneDNN; see `packed_linear`."""
+    product = functools.partial(_PACKED_PRODUCT, x, packed, bias, "none", [], "")
+    return lambda: out.copy_(product())
 
 
 def packed_linear_torch(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
     """Multiply with a weight packed by oneDNN; see `packed_linear`."""
-    out.copy_(torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
+    bind_packed_linear(out, x, packed, bias)()
 
 
 def int8_linear_torch(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
@@ -50,10 +62,12 @@ def int8_linear_torch(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, b
 _linear = operator(
     "linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()",
     torch_version=linear_torch,
+    bound_version=bind_linear,
 )
 _packed_linear = operator(
     "packed_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
     torch_version=packed_linear_torch,
+    bound_version=bind_packed_linear,
     keys=("MkldnnCPU",),
 )
 _int8_linear = operator(
