@@ -5,6 +5,7 @@ Rotary embedding (Su et al., 2021) in its half-split form: of each head's first 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,6 +15,44 @@ from .registration import operator
 from .rms_norm import rms_norm_torch
 
 _MOST_SINGLE_COPIES = 3  # from here on one indexed copy is faster than a copy for each token
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Views and memory for the rotation of one number of tokens; rotating runs over the same memory every time."""
+
+    positions: Tensor
+    angles: Tensor  # float32 [t, 2, rot / 2]
+    cos: Tensor
+    sin: Tensor
+    source: Tensor  # queries and keys as the product left them
+    wide: Tensor  # float32, the same; the very same where they are float32 already
+    first: Tensor
+    second: Tensor
+    rotated: Tensor  # float32
+    rotated_first: Tensor
+    rotated_second: Tensor
+
+    @classmethod
+    def of(cls, count: int, positions: Tensor, joined: Tensor, heads: int, half: int) -> "_Rotation":
+        source = joined[:count, :heads]
+        wide = source if source.dtype == torch.float32 else torch.empty(source.shape, dtype=torch.float32)
+        rotated = torch.empty(source.shape, dtype=torch.float32)
+        angles = torch.empty(count, 2, half)
+        low, high = slice(0, half), slice(half, 2 * half)
+        return cls(
+            positions[:count],
+            angles,
+            angles[:, :1],
+            angles[:, 1:],
+            source,
+            wide,
+            wide[..., low],
+            wide[..., high],
+            rotated,
+            rotated[..., low],
+            rotated[..., high],
+        )
 
 
 def bind_rope_append(
@@ -38,33 +77,39 @@ def bind_rope_append(
     key_places, value_places = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     joined = qkv.view(capacity, heads + kv_heads, head_dim)
     live_count, row_of, position_of, pages_of = live.numpy(), rows.numpy(), positions.numpy(), page_table.numpy()
+    rotations: dict[int, _Rotation] = {}
 
     def append() -> None:
         count = min(int(live_count[0]), capacity)
         if count == 0:
             return
-        wide = joined[:count, :heads].float()
+        if count not in rotations:
+            rotations[count] = _Rotation.of(count, positions, joined, heads, half)
+        memory = rotations[count]
+        if memory.wide is not memory.source:
+            memory.wide.copy_(memory.source)
         if q_norm is not None and k_norm is not None:
-            normed = torch.empty_like(wide)
-            rms_norm_torch(normed[:, :qo_heads], wide[:, :qo_heads], q_norm, eps)
-            rms_norm_torch(normed[:, qo_heads:], wide[:, qo_heads:], k_norm, eps)
-            wide = normed
-        cos, sin = cos_sin.index_select(0, positions[:count]).unsqueeze(1).unbind(2)
-        rotated = torch.empty_like(wide) if 2 * half == head_dim else wide.clone()
-        first, second = wide[..., :half], wide[..., half : 2 * half]
-        torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=rotated[..., half : 2 * half]).addcmul_(first, sin)
-        q_out[:count].copy_(rotated[:, :qo_heads])
-        pages = pages_of[row_of[:count], position_of[:count] // page_size]
-        places = pages.astype(np.int64) * page_size + position_of[:count] % page_size
+            rms_norm_torch(memory.rotated[:, :qo_heads], memory.wide[:, :qo_heads], q_norm, eps)
+            rms_norm_torch(memory.rotated[:, qo_heads:], memory.wide[:, qo_heads:], k_norm, eps)
+            memory.wide.copy_(memory.rotated)
+        elif 2 * half < head_dim:
+            memory.rotated.copy_(memory.wide)
+        torch.index_select(cos_sin, 0, memory.positions, out=memory.angles)
+        torch.mul(memory.first, memory.cos, out=memory.rotated_first).addcmul_(memory.second, memory.sin, value=-1)
+        torch.mul(memory.second, memory.cos, out=memory.rotated_second).addcmul_(memory.first, memory.sin)
+        q_out[:count].copy_(memory.rotated[:, :qo_heads])
+        keys, values = memory.rotated[:, qo_heads:], joined[:count, heads:]
         if count <= _MOST_SINGLE_COPIES:
-            for token, place in enumerate(places.tolist()):
-                key_places[place].copy_(rotated[token, qo_heads:])
-                value_places[place].copy_(joined[token, heads:])
+            for token in range(count):
+                page, place = divmod(int(position_of[token]), page_size)
+                place += int(pages_of[row_of[token], page]) * page_size
+                key_places[place].copy_(keys[token])
+                value_places[place].copy_(values[token])
         else:
-            index = torch.from_numpy(places)
-            key_places.index_copy_(0, index, rotated[:, qo_heads:].to(k_cache.dtype))
-            value_places.index_copy_(0, index, joined[:count, heads:].to(v_cache.dtype))
+            pages = pages_of[row_of[:count], position_of[:count] // page_size]
+            places = torch.from_numpy(pages.astype(np.int64) * page_size + position_of[:count] % page_size)
+            key_places.index_copy_(0, places, keys.to(k_cache.dtype))
+            value_places.index_copy_(0, places, values.to(v_cache.dtype))
 
     return append
 
