@@ -1,6 +1,8 @@
-"""Attention of several new tokens a row over the cache."""
+"""Attention of many new tokens a row over the cache: prefill, and chunks of it."""
 
 from __future__ import annotations
+
+import math
 
 from torch import Tensor
 
@@ -14,35 +16,39 @@ def extend_attention(
     v_cache: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
-    page_table: Tensor,
+    page_table: Tensor | None,
     *,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float = 0.0,
 ) -> None:
-    """Write the causal attention of each row's new tokens into `out`; see `kernels.extend_attention` for shapes.
+    """Write the causal attention of each row's newest tokens over the row's cache into `out`.
+
+    Row i has `cu_seqlens_q[i + 1] - cu_seqlens_q[i]` queries, the newest of its
+    `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens, which are in the cache already.
 
     Args:
-        out: [t, num_qo_heads, head_dim_v].
-        q: [t, num_qo_heads, head_dim].
-        k_cache: of one layer.
-        v_cache: of one layer.
-        cu_seqlens_q: int32 [b + 1].
-        cu_seqlens_kv: int32 [b + 1].
-        page_table: int32 [b, pages of a row].
-        sm_scale: None means `1 / sqrt(head_dim)`.
-        window_left: -1 is all.
-        logits_soft_cap: 0 is off.
+        out: [tokens, num_qo_heads, head_dim_v]; tokens that belong to no row are left alone.
+        q: [tokens, num_qo_heads, head_dim].
+        k_cache: [pages, page_size, num_kv_heads, head_dim], or [rows, max_seq, ...] without a page table.
+        v_cache: the same with head_dim_v.
+        cu_seqlens_q: int32 [rows + 1].
+        cu_seqlens_kv: int32 [rows + 1].
+        page_table: int32 [rows, max_pages]; None where the cache is contiguous: entry i holds row i.
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+        window_left: keeps the newest window_left + 1 keys of each query where it is >= 0.
+        logits_soft_cap: caps the logits where it is > 0.
     """
     kernel.extend_attention(
         out,
+        None,
         q,
         k_cache,
         v_cache,
         cu_seqlens_q,
         cu_seqlens_kv,
         page_table,
-        sm_scale=q.shape[-1] ** -0.5 if sm_scale is None else sm_scale,
+        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
         window_left=window_left,
-        logits_soft_cap=logits_soft_cap,
+        soft_cap=logits_soft_cap,
     )

@@ -1,31 +1,57 @@
-"""Decode attention as a captured step uses it: planned once a step on the device, run once a layer."""
+"""Decode attention inside a captured step: fixed workspaces, one plan a step, one run a layer."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.attention_plan import plan_decode
+from graphdecode.kernels.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.decode_attention import decode_attention
+
+PROGRAMS_PER_PROCESSOR = 2  # decode programs that one multiprocessor holds at a time
+MIN_FIXED_SPLIT = 512  # tokens
+MAX_FIXED_SPLITS = 32  # of one row
+
+
+def wave_items_for(device: torch.device, num_kv_heads: int) -> int:
+    """Return how many work items (times kv heads: programs) run on the device at the same time."""
+    if device.type != "cuda":
+        return 1
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(processors * PROGRAMS_PER_PROCESSOR // num_kv_heads, 1)
+
+
+def fixed_split_for(max_kv_len: int) -> int:
+    """Return the tokens of a split that depends on the capacity alone, for batch-invariant plans."""
+    return max(MIN_FIXED_SPLIT, 1 << (-(-max_kv_len // MAX_FIXED_SPLITS) - 1).bit_length())
 
 
 class PagedDecodeAttention:
-    """Fixed workspaces and settings of one model's decode attention.
+    """Attention of one new token a row over a paged cache, for every layer of one step.
+
+    The workspaces are allocated here and never again, so `plan` and `run` can be captured. The CUDA path has been
+    compiled ahead of time and run in Triton's interpreter by the tests.
 
     Args:
-        max_batch_size: rows.
-        num_qo_heads: query heads, a multiple of `num_kv_heads`.
+        max_batch_size: rows of the largest bucket.
+        num_qo_heads: query heads, a multiple of num_kv_heads.
         num_kv_heads: key and value heads.
         head_dim: of queries and keys.
-        head_dim_v: of values; None means the same.
-        page_size: tokens of a page.
+        head_dim_v: of values and outputs; None: head_dim.
+        page_size: tokens a page.
         max_pages_per_row: width of the page table.
-        dtype: of queries.
-        sm_scale: factor of the logits; None means `1 / sqrt(head_dim)`.
-        window_left: keys before the last one that are seen; -1 is all.
-        logits_soft_cap: 0 is off.
-        batch_invariant: a row's bits do not depend on the rest of the batch.
-        device: of the workspaces.
+        dtype: of queries and outputs.
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+        window_left: keeps the newest window_left + 1 keys where it is >= 0; the default of `run`, and what the plan
+            is balanced for.
+        logits_soft_cap: caps the logits where it is > 0.
+        batch_invariant: split at fixed places, so that a row's bits do not depend on the rest of the batch.
+        device: where the cache is.
+
+    Raises:
+        ValueError: a size is less than 1, or the heads do not divide.
     """
 
     def __init__(
@@ -45,26 +71,61 @@ class PagedDecodeAttention:
         batch_invariant: bool = False,
         device: torch.device | str,
     ) -> None:
+        sizes = {
+            "max_batch_size": max_batch_size,
+            "num_qo_heads": num_qo_heads,
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "page_size": page_size,
+            "max_pages_per_row": max_pages_per_row,
+        }
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} must be >= 1, got {size!r}")
         if num_qo_heads % num_kv_heads:
-            raise ValueError(f"num_qo_heads must be a multiple of num_kv_heads={num_kv_heads}, got {num_qo_heads}")
-        self.sm_scale = head_dim**-0.5 if sm_scale is None else sm_scale
+            raise ValueError(f"num_qo_heads={num_qo_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        self.max_batch_size = max_batch_size
+        self.dtype = dtype
+        self.sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale
         self.window_left = window_left
         self.logits_soft_cap = logits_soft_cap
-        self._kv_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=device)
+        self.device = torch.device(device)
+        max_kv_len = page_size * max_pages_per_row
+        self._wave_items = wave_items_for(self.device, num_kv_heads)
+        self._fixed_split = fixed_split_for(max_kv_len) if batch_invariant else 0
+        self._max_splits = -(-max_kv_len // self._fixed_split) if batch_invariant else 0
+        items = self._items(max_batch_size)
+        held = items if self.device.type == "cuda" else 1  # the CPU path splits nothing
+        value_dim = head_dim if head_dim_v is None else head_dim_v
+        self._kv_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
+        self._plan = torch.zeros(plan_size(max_batch_size, items), dtype=torch.int32, device=self.device)
+        self._partial = torch.zeros(held, 1, num_qo_heads, value_dim, dtype=torch.float32, device=self.device)
+        self._partial_lse = torch.zeros(held, 1, num_qo_heads, dtype=torch.float32, device=self.device)
+
+    def _items(self, rows: int) -> int:
+        return work_items(rows, self._wave_items, self._max_splits)
 
     @property
     def workspace(self) -> list[Tensor]:
-        """The tensors that `plan` and `run` write, to be declared with the step's buffers."""
-        return [self._kv_lens]
+        """The tensors that a captured step reads and writes here."""
+        return [self._kv_lens, self._plan, self._partial, self._partial_lse]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
-        """Work out the rows' lengths, on the device; once a step, for all layers.
+        """Plan one step on the device: row i attends to `pre_step_seqlens[i] + 1` tokens, padding to none.
 
         Args:
-            pre_step_seqlens: int32 [b], the position of the token that each row feeds.
-            live_rows: int32 [1].
+            pre_step_seqlens: int32 [rows], tokens in the cache before the step.
+            live_rows: int32 [1]; rows past it are padding.
         """
-        plan_decode(self._kv_lens[: pre_step_seqlens.shape[0]], pre_step_seqlens, live_rows)
+        attention_plan(
+            self._kv_lens,
+            self._plan,
+            pre_step_seqlens,
+            live_rows,
+            wave_items=self._wave_items,
+            fixed_split=self._fixed_split,
+            window_left=self.window_left,
+        )
 
     def run(
         self,
@@ -75,15 +136,30 @@ class PagedDecodeAttention:
         page_table: Tensor,
         window_left: int | None = None,
     ) -> None:
-        """Write one layer's attention into `out`; see `kernels.decode_attention` for shapes."""
+        """Write one layer's attention into `out`; padding rows get 0.
+
+        Args:
+            out: [rows, num_qo_heads, head_dim_v], contiguous.
+            q: [rows, num_qo_heads, head_dim]; as many rows as were planned.
+            k_cache: [pages, page_size, num_kv_heads, head_dim].
+            v_cache: [pages, page_size, num_kv_heads, head_dim_v].
+            page_table: int32 [rows, max_pages_per_row].
+            window_left: this layer's window, where it is not the default one; -1: none.
+        """
         decode_attention(
             out,
+            None,
             q,
             k_cache,
             v_cache,
             page_table,
-            self._kv_lens[: q.shape[0]],
+            None,
+            self._kv_lens,
+            self._plan,
+            self._partial,
+            self._partial_lse,
+            max_items=self._items(q.shape[0]),
             sm_scale=self.sm_scale,
             window_left=self.window_left if window_left is None else window_left,
-            logits_soft_cap=self.logits_soft_cap,
+            soft_cap=self.logits_soft_cap,
         )

@@ -1,0 +1,81 @@
+"""Attention over what `InferenceParams.step` returns, in the formats that it speaks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.extend_attention import extend_attention
+
+QKV_FORMATS = ("bshd", "sbhd_2bshd", "thd_2bshd")
+
+
+def cached_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    *,
+    qkv_format: str,
+    page_table: Tensor | None = None,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float = 0.0,
+) -> Tensor:
+    """Attend from a step's new tokens to all cached tokens of their sequences, causally.
+
+    Args:
+        q: the step's queries: `bshd` [b, s, hq, d], `sbhd_2bshd` [s, b, hq, d], `thd_2bshd` [t, hq, d] packed by
+            cu_seqlens_q (a trailing pad is allowed).
+        k_cache: [rows, max_seq, hkv, d], or with a page table [pages, page_size, hkv, d].
+        v_cache: the same with head_dim_v.
+        cu_seqlens_q: int32 [max_batch + 1], new tokens, cumulative, as `InferenceParams.step` returns them.
+        cu_seqlens_kv: int32 [max_batch + 1], all tokens, cumulative.
+        qkv_format: one of `QKV_FORMATS`.
+        page_table: int32 [max_batch, max_pages] of a paged cache.
+        sm_scale: multiplies the logits; None: 1 / sqrt(d).
+        window_left: keeps the newest window_left + 1 keys of each query where it is >= 0.
+        logits_soft_cap: caps the logits where it is > 0.
+
+    Returns:
+        The output in q's format and dtype, [..., hq, head_dim_v]; zero where there is no token.
+
+    Raises:
+        ValueError: the format is unknown, or q does not fit it or the cache.
+    """
+    if qkv_format not in QKV_FORMATS:
+        raise ValueError(f"qkv_format must be one of {', '.join(QKV_FORMATS)}, got {qkv_format!r}")
+    dims = 3 if qkv_format == "thd_2bshd" else 4
+    if q.dim() != dims:
+        raise ValueError(f"q must have {dims} dimensions in the format {qkv_format}, got the shape {tuple(q.shape)}")
+    heads, kv_heads = q.shape[-2], k_cache.shape[2]
+    if heads % kv_heads or q.shape[-1] != k_cache.shape[-1]:
+        raise ValueError(
+            f"q [..., {heads}, {q.shape[-1]}] does not fit a key cache of {kv_heads} heads of {k_cache.shape[-1]}"
+        )
+    out = torch.zeros(*q.shape[:-1], v_cache.shape[-1], dtype=q.dtype, device=q.device)
+    rows = cu_seqlens_q.shape[0] - 1
+    q_rows, out_rows = q, out
+    if dims == 4:
+        if qkv_format == "sbhd_2bshd":
+            q_rows, out_rows = q.transpose(0, 1), out.transpose(0, 1)
+        if q_rows.shape[0] > rows:
+            raise ValueError(f"q has {q_rows.shape[0]} rows, but cu_seqlens_q holds {rows}")
+        rows = q_rows.shape[0]
+    extend_attention(
+        out_rows,
+        None,
+        q_rows,
+        k_cache,
+        v_cache,
+        cu_seqlens_q[: rows + 1],
+        cu_seqlens_kv[: rows + 1],
+        page_table,
+        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
+        window_left=window_left,
+        soft_cap=logits_soft_cap,
+    )
+    return out

@@ -1,0 +1,193 @@
+"""Attention of one row over its own pages, with torch operators: the CPU path of the attention operators.
+
+A row's keys are a *view* of the cache where its pages lie side by side (they mostly do), and a gathered copy of its
+own pages where they do not. Both have the same strides and go through the same operator, so a row's bits do not
+depend on which pages it owns.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
+_SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once
+
+
+class LogitOptions(NamedTuple):
+    """What happens to the logits of a row.
+
+    `sm_scale` multiplies them (query and key scales included), `soft_cap` caps them where it is > 0, `window_left`
+    keeps the newest `window_left + 1` keys of each query where it is >= 0, `position_mode` is one of `NONE`,
+    `ROPE_LLAMA` and `ALIBI`. `v_scale` multiplies the output.
+    """
+
+    sm_scale: float
+    v_scale: float = 1.0
+    window_left: int = -1
+    soft_cap: float = 0.0
+    position_mode: str = "NONE"
+    rope_scale: float = 1.0
+    rope_theta: float = 1e4
+
+    @property
+    def plain(self) -> bool:
+        """Whether the logits are only scaled, so that a fused kernel can do them."""
+        return self.soft_cap <= 0.0 and self.position_mode == "NONE"
+
+
+def row_entries(k_cache: Tensor, v_cache: Tensor, pages: np.ndarray, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of the positions [begin, end) of one row: views, or copies of its own pages.
+
+    Args:
+        k_cache: [pages, page_size, heads, d], any strides.
+        v_cache: [pages, page_size, heads, dv], any strides.
+        pages: the row's page table, on the host.
+        begin: first position.
+        end: one past the last position.
+
+    Returns:
+        [1, heads, end - begin, d] and [1, heads, end - begin, dv].
+    """
+    page_size = k_cache.shape[1]
+    first = begin // page_size
+    own = pages[first : (end - 1) // page_size + 1]
+    listed = own.tolist()
+    begin -= first * page_size
+    end -= first * page_size
+    if len(listed) == 1:
+        return _view(k_cache, listed[0], begin, end), _view(v_cache, listed[0], begin, end)
+    consecutive = listed[-1] - listed[0] == len(listed) - 1 and listed == list(range(listed[0], listed[-1] + 1))
+    if consecutive and k_cache.is_contiguous() and v_cache.is_contiguous():
+        return _view(k_cache, listed[0], begin, end), _view(v_cache, listed[0], begin, end)
+    chosen = torch.from_numpy(own)
+    return _gathered(k_cache, chosen, begin, end), _gathered(v_cache, chosen, begin, end)
+
+
+def _view(cache: Tensor, page: int, begin: int, end: int) -> Tensor:
+    _, _, heads, dim = cache.shape
+    stride_page, stride_token, stride_head, stride_dim = cache.stride()
+    offset = cache.storage_offset() + page * stride_page + begin * stride_token
+    return torch.as_strided(cache, (1, heads, end - begin, dim), (0, stride_head, stride_token, stride_dim), offset)
+
+
+def _gathered(cache: Tensor, chosen: Tensor, begin: int, end: int) -> Tensor:
+    source = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+    copy = source.index_select(0, chosen).view(cache.dtype).view(1, -1, *cache.shape[2:])
+    return copy[:, begin:end].transpose(1, 2)
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Return ALiBi's slopes (Press et al., 2022, section 3; other counts as in the authors' code), fp32 [num_heads]."""
+    power = 1 << (num_heads.bit_length() - 1)
+    heads = torch.arange(num_heads, dtype=torch.float64)
+    exponents = torch.where(heads < power, -8.0 * (heads + 1) / power, -4.0 * (2 * (heads - power) + 1) / power)
+    return torch.exp2(exponents).float()
+
+
+def rotate_half(x: Tensor, positions: Tensor, rope_scale: float, rope_theta: float) -> Tensor:
+    """Rotate `x` [..., tokens, dim] to its positions [tokens]: half-split, angle `pos * theta^(-2i/dim) / scale`."""
+    dim = x.shape[-1]
+    half = dim // 2
+    exponents = torch.arange(half, dtype=torch.float64, device=x.device) * (-2.0 / dim)
+    angles = positions.double().unsqueeze(-1) * (rope_theta**exponents / rope_scale)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    low, high = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def attend_row(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+    """Attend from the last `n` positions of a row of `kv_len` tokens, causally, to the row's newest keys.
+
+    Args:
+        q: [1, hkv, n, group, d] queries of the positions kv_len - n .. kv_len - 1.
+        k: [1, hkv, m, d] keys of the positions kv_len - m .. kv_len - 1, as `row_entries` gives them.
+        v: [1, hkv, m, dv] values of the same positions.
+        kv_len: the row's length in tokens.
+        options: what happens to the logits.
+
+    Returns:
+        The output [1, hkv, n, group, dv] in q's dtype, and the natural log-sum-exp, fp32 [1, hkv, n, group].
+    """
+    _, heads, queries, group, dim = q.shape
+    keys = k.shape[2]
+    fused = options.plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries
+    if fused:
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        if queries == 1:
+            out, lse = flash_attention(q.view(1, heads, group, dim), k, v, scale=options.sm_scale)
+            out, lse = out.unsqueeze(2), lse.unsqueeze(2)
+        else:
+            out, lse = _fused_causal(q, k, v, options)
+        if options.v_scale != 1.0:
+            out = out * options.v_scale
+        return out, lse
+    out = q.new_empty(1, heads, queries, group, v.shape[-1])
+    lse = torch.empty(1, heads, queries, group, dtype=torch.float32, device=q.device)
+    block = max(_SCORE_BLOCK // max(heads * group * keys, 1), 1)
+    wide_k, wide_v = k[0].float(), v[0].float()
+    if options.position_mode == "ROPE_LLAMA":
+        at = torch.arange(kv_len - keys, kv_len, device=q.device)
+        wide_k = rotate_half(wide_k, at, options.rope_scale, options.rope_theta)
+    for begin in range(0, queries, block):
+        end = min(begin + block, queries)
+        part, part_lse = _general(q[0, :, begin:end], wide_k, wide_v, kv_len, kv_len - queries + begin, options)
+        out[0, :, begin:end] = part
+        lse[0, :, begin:end] = part_lse
+    return out, lse
+
+
+def _visible(queries: int, keys: int, window_left: int, device: torch.device) -> Tensor:
+    """Return which of the newest keys each of the newest queries sees, bool [queries, keys]."""
+    distance = torch.arange(keys - queries, keys, device=device).unsqueeze(1) - torch.arange(keys, device=device)
+    seen = distance >= 0
+    return seen & (distance <= window_left) if window_left >= 0 else seen
+
+
+def _fused_causal(q: Tensor, k: Tensor, v: Tensor, options: LogitOptions) -> tuple[Tensor, Tensor]:
+    _, heads, queries, group, dim = q.shape
+    keys = k.shape[2]
+    mask = None
+    if keys != queries or options.window_left >= 0 or queries <= _FOLDED_QUERIES:
+        seen = _visible(queries, keys, options.window_left, q.device)
+        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill_(~seen, -math.inf)
+    if queries <= _FOLDED_QUERIES:
+        folded = q.reshape(1, heads, queries * group, dim)
+        mask = None if mask is None else mask.repeat_interleave(group, dim=0)
+        out, lse = flash_attention(folded, k, v, attn_mask=mask, scale=options.sm_scale)
+        return out.reshape(1, heads, queries, group, dim), lse.reshape(1, heads, queries, group)
+    apart = q[0].transpose(1, 2)  # [hkv, group, queries, d]
+    shared_k = k[0].unsqueeze(1).expand(heads, group, keys, dim)
+    shared_v = v[0].unsqueeze(1).expand(heads, group, keys, dim)
+    out, lse = flash_attention(
+        apart, shared_k, shared_v, is_causal=mask is None, attn_mask=mask, scale=options.sm_scale
+    )
+    return out.transpose(1, 2).unsqueeze(0), lse.transpose(1, 2).unsqueeze(0)
+
+
+def _general(q: Tensor, k: Tensor, v: Tensor, kv_len: int, first: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+    """Attend with every option, in fp32: q [hkv, n, group, d] at positions from `first`, k and v the newest keys."""
+    heads, queries, group, _ = q.shape
+    keys = k.shape[1]
+    q_at = torch.arange(first, first + queries, device=q.device)
+    distance = q_at.unsqueeze(1) - torch.arange(kv_len - keys, kv_len, device=q.device)  # [queries, keys]
+    wide = q.float()
+    if options.position_mode == "ROPE_LLAMA":
+        wide = rotate_half(wide.transpose(1, 2), q_at, options.rope_scale, options.rope_theta).transpose(1, 2)
+    logits = torch.einsum("hqgd,hkd->hqgk", wide, k).mul_(options.sm_scale)
+    if options.soft_cap > 0.0:
+        logits = torch.tanh_(logits.div_(options.soft_cap)).mul_(options.soft_cap)
+    if options.position_mode == "ALIBI":
+        slopes = alibi_slopes(heads * group).to(q.device).view(heads, 1, group, 1)
+        logits.sub_(slopes * distance.view(1, queries, 1, keys))
+    seen = distance >= 0
+    if options.window_left >= 0:
+        seen = seen & (distance <= options.window_left)
+    logits.masked_fill_(~seen.view(1, queries, 1, keys), -math.inf)
+    lse = torch.logsumexp(logits, dim=-1)
+    weights = torch.exp(logits - torch.where(lse == -math.inf, 0.0, lse).unsqueeze(-1))
+    return torch.einsum("hqgk,hkd->hqgd", weights, v).mul_(options.v_scale), lse
