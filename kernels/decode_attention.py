@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .attention_torch import LOG2_E, LogitOptions, attend_row, flash_attention, row_entries
+from .attention_torch import LOG2_E, LogitOptions, attend_row, row_entries
+from .bare_decode import bind_bare_decode
 from .registration import operator
 
 POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
@@ -43,14 +44,15 @@ def bind_decode_attention(
     kv_heads, dim = k_cache.shape[2:]
     group = q.shape[1] // kv_heads
     options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta)
-    bare = options.plain and v_scale == 1.0 and lse is None and q_len == 1 and v_cache.shape[-1] == dim
-    bare = bare and q.dtype == k_cache.dtype == v_cache.dtype
+    is_bare = options.plain and v_scale == 1.0 and lse is None and indptr is None and q_len == 1 and q.is_contiguous()
+    same_shapes = k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
+    if is_bare and same_shapes and q.dtype == k_cache.dtype == v_cache.dtype:
+        return bind_bare_decode(out, q, k_cache, v_cache, table, kv_lens, sm_scale, window_left)
     lengths, pages = kv_lens.numpy()[:rows], table.numpy()
     starts = None if indptr is None else indptr.numpy()
     split = (rows, q_len, kv_heads, group)
-    queries = q.view(rows, kv_heads, group, dim) if bare else q.view(*split, dim).transpose(1, 2)
-    row_queries = queries.unsqueeze(1).unbind(0)
-    row_outs = out.view(rows, kv_heads, group, -1) if bare else out.view(*split, -1)
+    row_queries = q.view(*split, dim).transpose(1, 2).unsqueeze(1).unbind(0)
+    row_outs = out.view(*split, -1)
     row_lses = None if lse is None else lse.view(split)
 
     def attend() -> None:
@@ -64,15 +66,12 @@ def bind_decode_attention(
             begin = max(kv_len - q_len - window_left, 0) if window_left >= 0 else 0
             own = pages[row] if starts is None else pages[starts[row] :]
             k, v = row_entries(k_cache, v_cache, own, begin, kv_len)
-            if bare:
-                outs.append(flash_attention(row_queries[row], k, v, scale=sm_scale)[0])
-            else:
-                result, row_lse = attend_row(row_queries[row], k, v, kv_len, options)
-                outs.append(result.transpose(1, 2))
-                lses.append(row_lse.transpose(1, 2))
+            result, row_lse = attend_row(row_queries[row], k, v, kv_len, options)
+            outs.append(result.transpose(1, 2))
+            lses.append(row_lse.transpose(1, 2) * LOG2_E)
         _write(row_outs, outs, 0.0)
         if row_lses is not None:
-            _write(row_lses, [None if part is None else part * LOG2_E for part in lses], -math.inf)
+            _write(row_lses, lses, -math.inf)
 
     return attend
 
