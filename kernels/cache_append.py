@@ -73,16 +73,17 @@ def _cache_append_kernel(
         alive = alive & (position < slot_size)
         place = position
 
+    live_heads = tl.where(alive, heads, 0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     target = (slot.to(tl.int64) * slot_size + place) * heads + head
     source_row = 0 if PACKED else row.to(tl.int64)
     source_token = (pid if PACKED else token).to(tl.int64)
     d = tl.arange(0, DIM_K)[None, :]
-    mask = alive & (head < heads) & (d < dim_k)
+    mask = (head < live_heads) & (d < dim_k)
     source = source_row * k_row_stride + source_token * k_token_stride + head * k_head_stride
     tl.store(k_cache + target * dim_k + d, tl.load(new_k + source + d, mask=mask), mask=mask)
     d = tl.arange(0, DIM_V)[None, :]
-    mask = alive & (head < heads) & (d < dim_v)
+    mask = (head < live_heads) & (d < dim_v)
     source = source_row * v_row_stride + source_token * v_token_stride + head * v_head_stride
     tl.store(v_cache + target * dim_v + d, tl.load(new_v + source + d, mask=mask), mask=mask)
 

@@ -1,13 +1,17 @@
 """Who owns which page or row of the key-value cache, and how long each sequence is."""
 
 from .errors import CacheFullError, UnknownSequenceError
+from .inference_params import InferenceParams
 from .manager import KVCacheManager
+from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager
 from .pool import PagePool
 
 __all__ = [
     "CacheFullError",
+    "InferenceParams",
     "KVCacheManager",
+    "NonPagedKVCacheManager",
     "PagePool",
     "PagedKVCacheManager",
     "UnknownSequenceError",

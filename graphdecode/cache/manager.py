@@ -101,6 +101,13 @@ class KVCacheManager:
         values = torch.zeros((*slots, self.num_heads_kv, self.head_dim_v), dtype=self.dtype, device=self.device)
         self.cache[layer_number] = (keys, values)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor that a step reads or writes, by name, for whoever captures it."""
+        found: dict[str, Tensor] = {}
+        for layer, (keys, values) in self.cache.items():
+            found |= {f"keys_{layer}": keys, f"values_{layer}": values}
+        return found | self.metadata.tensors()
+
     def reset(self) -> None:
         """Forget all sequences. The cache keeps its memory and its graphs."""
         self.sequences = OrderedDict()

@@ -80,10 +80,15 @@ class StepMetadata:
         self.row_origins: Tensor | None = views.get("row_origins")
         self.page_table: Tensor | None = None
         if pages_per_row:
-            self.page_table = self._device_block[end:].view(rows, pages_per_row)
+            self.page_table = views["page_table"] = self._device_block[end:].view(rows, pages_per_row)
+        self._views = views
         self._table = self._mirror[end:].reshape(rows, pages_per_row)
         self._filled = [0] * rows  # entries of each row that are not the trash page
         self._dirty_rows = 0  # page-table rows in front of this one travel with the next upload
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the buffers on the device by name."""
+        return dict(self._views)
 
     def set_lengths(self, before: np.ndarray, after: np.ndarray) -> None:
         """Write the lengths of the live rows before and after the step, and everything that follows from them."""
