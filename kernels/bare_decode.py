@@ -77,8 +77,10 @@ def bind_bare_decode(
                 keys = torch.as_strided(k_cache, sizes, strides, k_cache.storage_offset() + start)
                 values = torch.as_strided(v_cache, sizes, strides, v_cache.storage_offset() + start)
             else:
+                index = page_table[row, : len(own)]
                 keys, values = (
-                    cache[own].flatten(0, 1)[begin:length].transpose(0, 1).unsqueeze(0) for cache in (k_cache, v_cache)
+                    cache.index_select(0, index).flatten(0, 1)[begin:length].transpose(0, 1).unsqueeze(0)
+                    for cache in (k_cache, v_cache)
                 )
             attended, _ = _FLASH(row_queries[row], keys, values, scale=sm_scale)
             row_results[row].copy_(attended)

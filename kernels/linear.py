@@ -21,6 +21,7 @@ from .registration import operator
 # weight is faster. It is vectorised for bf16 alone.
 _INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
 _REPETITIONS = 7
+_PLAIN_MARGIN = 1.15  # the plain product must be so much faster to be chosen: it is the one that load slows down
 _PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default._op
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
@@ -196,7 +197,7 @@ class LinearTuner:
                 plain_s = self._best_seconds(_linear, out, x, weight, bias)
                 packed_s = self._best_seconds(_packed_linear, out, x, packed, bias)
                 ratio *= packed_s / plain_s
-            self.choices[key] = "packed" if ratio < 1.0 else "plain"
+            self.choices[key] = "packed" if ratio < _PLAIN_MARGIN ** len(batch_sizes) else "plain"
         return self.choices[key]
 
     def _best_seconds(self, product: Callable[..., None], *arguments: Tensor | None) -> float:

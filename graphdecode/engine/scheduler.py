@@ -94,6 +94,7 @@ class Scheduler:
         except CacheFullError:
             self.cache.free_sequence(sequence.sequence_id)
             return False
+        self._reserve_answer(sequence)
         sequence.cached_length = cached
         sequence.published_length = cached
         metrics = sequence.request.metrics
@@ -102,6 +103,16 @@ class Scheduler:
         self._admitted.append(sequence)
         self.prefilling.append(sequence)
         return True
+
+    def _reserve_answer(self, sequence: Sequence) -> None:
+        """Take the pages of the whole answer where more than half of the pool stays free.
+
+        Pages taken together lie side by side, and a page table that is complete never changes. Whoever needs them more
+        gets them back in `make_room`.
+        """
+        length = min(len(sequence.token_ids) + sequence.params.max_tokens, sequence.max_length)
+        if self.cache.pool.free - length // self.cache.page_size > self.cache.pool.total // 2:
+            self.cache.reserve(sequence.sequence_id, length)
 
     def prefilled(self, chunks: list[Chunk]) -> bool:
         """Take note that chunks were computed; return True if sequences joined `decoding`."""
@@ -139,10 +150,13 @@ class Scheduler:
         return any(changed)
 
     def make_room(self, tokens_ahead: int) -> None:
-        """Preempt the youngest sequences until the others have pages for their next tokens.
+        """Find pages for everybody's next tokens: first those taken ahead, then those of the youngest sequences.
 
         Nothing may be under way: a preempted sequence is recomputed from the tokens that the host knows.
         """
+        for sequence in self.decoding:
+            self.publish(sequence)
+            self.cache.truncate(sequence.sequence_id, sequence.cached_length)
         for sequence in list(self.decoding):
             while sequence in self.decoding:
                 try:
