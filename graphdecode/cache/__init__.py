@@ -6,6 +6,7 @@ from .manager import KVCacheManager
 from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager
 from .pool import PagePool
+from .slots import SlotKVCacheManager
 
 __all__ = [
     "CacheFullError",
@@ -14,5 +15,6 @@ __all__ = [
     "NonPagedKVCacheManager",
     "PagePool",
     "PagedKVCacheManager",
+    "SlotKVCacheManager",
     "UnknownSequenceError",
 ]
