@@ -1,0 +1,165 @@
+"""The laws, on the demo model's real decode step."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphdecode import LLM, SamplingParams, StepBuffers
+from graphdecode.engine.sequence import Sequence
+
+MakeLLM = Callable[..., LLM]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+MIXED = [
+    GREEDY,
+    SamplingParams(temperature=0.9, top_p=0.9, seed=1, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=1.2, top_k=5, min_p=0.02, seed=2, max_tokens=40, ignore_eos=True, logprobs=3),
+    SamplingParams(temperature=0.0, frequency_penalty=0.5, max_tokens=40, ignore_eos=True, min_tokens=3),
+]
+
+
+class Rows:
+    """Sequences in the middle of their answers, staged in an engine's decode step."""
+
+    def __init__(self, llm: LLM, count: int) -> None:
+        self.llm = llm
+        self.runner = llm._runner
+        prompts = [[97 + (i * 7 + j) % 26 for j in range(3 + 5 * i % 23)] for i in range(count)]
+        self.streams = [llm.stream(prompt, MIXED[i % len(MIXED)]) for i, prompt in enumerate(prompts)]
+        for _ in range(3):
+            llm._step()
+        self.sequences: list[Sequence] = list(llm._loop.scheduler.decoding)
+        assert len(self.sequences) == count
+        self.restage()
+        self.saved = {name: tensor.clone() for name, tensor in self.runner.buffers.tensors.items()}
+
+    def restage(self) -> None:
+        for sequence in self.sequences:
+            self.llm.cache.reserve(sequence.sequence_id, len(sequence.token_ids) + 8)
+        self.runner.stage_rows(self.sequences)
+
+    def restore(self) -> None:
+        for name, tensor in self.runner.buffers.tensors.items():
+            tensor.copy_(self.saved[name])
+
+    def live_state(self) -> dict[str, torch.Tensor]:
+        """Everything that belongs to live rows: their slots, the rings, and the cache without its trash page."""
+        state = {}
+        count = len(self.sequences)
+        for name, tensor in self.runner.buffers.tensors.items():
+            slot = self.runner.buffers.slots.get(name)
+            if name.startswith(("k_cache", "v_cache")):
+                state[name] = tensor[:-1].clone()
+            elif slot is not None and slot.batch_dim is not None:
+                state[name] = tensor[:count].clone()
+            elif name.startswith("ring"):
+                state[name] = tensor[:, :count].clone()
+        return state
+
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.close()
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def assert_same_bits(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in expected.items():
+        assert torch.equal(bits(given[name]), bits(tensor)), name
+
+
+@pytest.fixture
+def sixteen(make_llm: MakeLLM) -> LLM:
+    return make_llm(max_batch_size=16, max_graphs=8)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 7, 9, 12, 13, 16])
+def test_law_5_replay_is_eager_bit_for_bit(sixteen: LLM, count: int) -> None:
+    rows = Rows(sixteen, count)
+    for _ in range(3):
+        sixteen.graphs.run_eager(count)
+    eager = rows.live_state()
+    rows.restore()
+    for _ in range(3):
+        sixteen.graphs.replay(count)
+    assert_same_bits(rows.live_state(), eager)
+    rows.close()
+
+
+@pytest.mark.parametrize("bucket_index", range(8))
+def test_law_4_hostile_padding_changes_no_bit_of_a_live_row_in_any_bucket(sixteen: LLM, bucket_index: int) -> None:
+    buckets = sixteen.graphs.buckets
+    bucket = buckets[bucket_index]
+    below = buckets[bucket_index - 1] if bucket_index else 0
+    for count in range(below + 1, bucket + 1):
+        rows = Rows(sixteen, count)
+        assert sixteen.graphs.bucket_for(count) == bucket
+        for _ in range(2):
+            sixteen.graphs.replay(count)
+        clean = rows.live_state()
+        rows.restore()
+        for _ in range(2):
+            rows.runner.buffers.poison(count)
+            assert sixteen.graphs.replay(count) == bucket
+        assert_same_bits(rows.live_state(), clean)
+        rows.close()
+
+
+def test_law_2_joining_leaving_and_moving_rows_never_capture_again(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_batch_size=4)
+    captures = [(b.bucket, b.capture_ms, b.nodes) for b in llm.graphs.report().buckets]
+    llm.generate([[97 + i] * (1 + 3 * i % 17) for i in range(20)], GREEDY)
+    report = llm.graphs.report()
+    assert [(b.bucket, b.capture_ms, b.nodes) for b in report.buckets] == captures
+    assert sum(b.replays for b in report.buckets) == llm.stats.batch_sizes.total()
+
+
+def test_law_1_every_tensor_stays_where_it_was_allocated(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_batch_size=4)
+    before = {name: tensor.data_ptr() for name, tensor in llm._runner.buffers.tensors.items()}
+    llm.generate([[97 + i] * 9 for i in range(9)], GREEDY)
+    assert {name: tensor.data_ptr() for name, tensor in llm._runner.buffers.tensors.items()} == before
+    llm._runner.buffers.verify_addresses()
+
+
+@pytest.mark.parametrize("batch_size", [0, -1, 5])
+def test_law_7_a_batch_outside_the_capacity_changes_nothing(make_llm: MakeLLM, batch_size: int) -> None:
+    llm = make_llm(max_batch_size=4)
+    rows = Rows(llm, 3)
+    before = rows.live_state()
+    with pytest.raises(ValueError, match=r"1\.\.max_batch_size=4"):
+        llm.graphs.replay(batch_size)
+    assert_same_bits(rows.live_state(), before)
+    assert rows.runner.buffers.live_row_count == 3
+    rows.close()
+
+
+@pytest.mark.parametrize(("pages", "most_uploads"), [(1000, 0), (128, 300 // 16 + 1)])
+def test_law_8_a_steady_step_copies_nothing_to_the_device(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, pages: int, most_uploads: int
+) -> None:
+    llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=pages)
+    uploads: list[str] = []
+    upload = StepBuffers.upload
+
+    def counting_upload(buffers: StepBuffers, block: str, live_rows: int) -> None:
+        uploads.append(block)
+        upload(buffers, block, live_rows)
+
+    monkeypatch.setattr(StepBuffers, "upload", counting_upload)
+    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    streams = [llm.stream([97] * 5, long) for _ in range(4)]
+    for _ in range(5):
+        llm._step()
+    assert uploads
+    uploads.clear()
+    for _ in range(300):
+        llm._step()
+    assert llm.stats.batch_sizes[4] >= 300
+    # with a tight pool the page table grows, once in a page's length
+    assert set(uploads) <= {"pages"}
+    assert len(uploads) <= most_uploads
+    for stream in streams:
+        stream.close()
