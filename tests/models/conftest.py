@@ -1,0 +1,24 @@
+"""Checkpoints to load, written once."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests are imported one by one, not as a package
+
+from family_checkpoints import save_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a family's checkpoint, written at its first use; not to be changed."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_checkpoint(name, tmp_path_factory.mktemp(name.replace(".", "-")))
+        return folders[name]
+
+    return folder_of

@@ -1,0 +1,96 @@
+"""Small random checkpoints of every supported family and rope type, as transformers writes them."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from graphdecode.models import resolve_model_path
+
+SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
+    "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
+    "llama-3.1": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3}),
+    "llama-3.2": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+    "llama-linear": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    ),
+    "llama-yarn": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": YARN}),
+    "llama-yarn-factors": (
+        LlamaConfig,
+        LlamaForCausalLM,
+        {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3}},
+    ),
+    "llama-biases": (LlamaConfig, LlamaForCausalLM, {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": (LlamaConfig, LlamaForCausalLM, {"head_dim": 24, "hidden_act": "gelu_pytorch_tanh"}),
+    "mistral-window": (MistralConfig, MistralForCausalLM, {"sliding_window": 20}),
+    "mistral-full": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen2-window": (
+        Qwen2Config,
+        Qwen2ForCausalLM,
+        {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 1},
+    ),
+    "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+}
+
+
+def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
+    """Write a family's random checkpoint, with the demo's tokenizer beside it."""
+    config_class, model_class, changes = FAMILIES[name]
+    torch.manual_seed(sum(map(ord, name)))
+    model = model_class(config_class(**(SMALL | changes)))
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("bias", "norm.weight")):
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+    model.save_pretrained(folder, **options)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_model_path("demo") / file, folder / file)
+    return folder
+
+
+def edit_config(folder: Path, edit: Callable[[dict], None]) -> None:
+    """Change a checkpoint's config.json in place."""
+    path = folder / "config.json"
+    settings = json.loads(path.read_text())
+    edit(settings)
+    path.write_text(json.dumps(settings))

@@ -1,0 +1,146 @@
+"""What a folder must hold, and how the rest is refused: by name, and all at once."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from family_checkpoints import edit_config, save_checkpoint
+from safetensors.torch import load_file, save_file
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.models import CheckpointError, ModelConfig, ModelSourceError, UnsupportedModelError, load_model
+from graphdecode.models.source import resolve_model_path
+
+PROMPT = [[65, 66, 67, 68]]
+CONFIG = BucketConfig(max_batch_size=1, max_sequence_length=64)
+
+
+def answer(folder: Path) -> list[int]:
+    with LLM(folder, config=CONFIG, dtype="float32") as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        return llm.generate(PROMPT, params)[0].outputs[0].token_ids
+
+
+def test_shards_are_read_like_a_single_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert answer(tmp_path) == answer(checkpoint("qwen3"))
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"lacks the shards {shard.name}"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "llama-yarn", "llama-linear", "qwen2", "mistral-window"])
+def test_older_configurations_mean_the_same(checkpoint: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    def to_older(settings: dict) -> None:
+        parameters = settings.pop("rope_parameters")
+        settings["rope_theta"] = parameters.pop("rope_theta")
+        kind = parameters.pop("rope_type")
+        if kind != "default":
+            settings["rope_scaling"] = {"type": kind, **parameters}
+        settings["torch_dtype"] = settings.pop("dtype")
+        settings.pop("layer_types", None)
+
+    save_checkpoint(name, tmp_path)
+    edit_config(tmp_path, to_older)
+    assert ModelConfig.load(tmp_path) == ModelConfig.load(checkpoint(name))
+    assert answer(tmp_path) == answer(checkpoint(name))
+
+
+def test_all_faults_of_a_checkpoint_are_named_in_one_error(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 64)
+    tensors["model.layers.9.extra.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_model(tmp_path, device="cpu")
+    message = str(caught.value)
+    assert "missing: model.layers.1.mlp.up_proj.weight" in message
+    assert "unexpected: model.layers.9.extra.weight" in message
+    assert "model.layers.0.self_attn.k_proj.weight is [3, 64] and should be [32, 64]" in message
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is a pickle"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not at all")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not .* LlamaForCausalLM"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are silu"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not .* default, linear"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"dtype": "int4"}, "dtype 'int4' is not supported"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_what_is_not_supported_is_said_with_what_is(tmp_path: Path, change: dict, message: str) -> None:
+    def apply(settings: dict) -> None:
+        for key, value in change.items():
+            settings.pop(key) if value is None else settings.update({key: value})
+
+    save_checkpoint("llama-3", tmp_path)
+    edit_config(tmp_path, apply)
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        load_model(tmp_path, device="cpu")
+    assert "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "/no/such/folder", "a/b/c"])
+def test_a_name_that_is_no_model_is_one_clear_error(name: str) -> None:
+    with pytest.raises(ModelSourceError, match="is no folder"):
+        resolve_model_path(name)
+
+
+def test_a_repository_out_of_reach_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelSourceError, match="nobody/no-model"):
+        resolve_model_path("nobody/no-model")
+
+
+def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config\.json"):
+        load_model(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int3"}, {"quantize": "int4"}])
+def test_unknown_options_are_refused(options: dict) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        load_model("demo", device="cpu", **options)
+
+
+def test_int8_weights_answer_like_full_ones() -> None:
+    with LLM("demo", config=CONFIG, quantize="int8") as llm:
+        assert llm.generate("417+385=", SamplingParams(temperature=0.0))[0].outputs[0].text == "802"
+        assert llm.model.weight_bytes < 1.2e6
+
+
+def test_bf16_weights_answer_like_full_ones() -> None:
+    with LLM("demo", config=CONFIG, dtype="bfloat16") as llm:
+        assert llm.generate("rev graph=", SamplingParams(temperature=0.0))[0].outputs[0].text == "hparg"
+
+
+def test_a_shape_is_loaded_with_random_weights() -> None:
+    model = load_model("shape:llama-100m", device="cpu", max_sequence_length=16)
+    assert model.num_layers == 12
+    with pytest.raises(ValueError, match="unknown shape 'shape:llama-9t'; known are shape:llama-100m"):
+        load_model("shape:llama-9t", device="cpu")
