@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LOG2_E = math.log2(math.e)
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
 _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once

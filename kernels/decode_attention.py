@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .attention_torch import LOG2_E, LogitOptions, attend_row, row_entries
+from .attention_tile import LOG2_E
+from .attention_torch import LogitOptions, attend_row, row_entries
 from .bare_decode import bind_bare_decode
 from .registration import operator
+from .split_decode import decode_attention_triton
 
 POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 
@@ -154,6 +156,7 @@ _decode_attention = operator(
     "float rope_scale, float rope_theta) -> ()",
     torch_version=decode_attention_torch,
     bound_version=bind_decode_attention,
+    triton_version=decode_attention_triton,
 )
 
 

@@ -11,10 +11,139 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .optional_triton import tl, triton
 from .registration import operator
 from .rms_norm import rms_norm_torch
 
+_HEADS_AT_ONCE = 4  # of one program on a GPU
 _MOST_SINGLE_COPIES = 3  # from here on one indexed copy is faster than a copy for each token
+
+
+# One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,
+# for the other half of each pair), their position's cosines and sines, and writes queries to `q_out`, keys and values
+# to the cache: 2 * HEADS * HEAD_DIM * itemsize bytes. Padding tokens read and write nothing.
+@triton.jit
+def _rope_append_kernel(
+    q_out,
+    k_cache,
+    v_cache,
+    qkv,
+    rows,
+    positions,
+    live,
+    page_table,
+    cos_sin,
+    q_norm,
+    k_norm,
+    qo_heads,
+    kv_heads,
+    eps,
+    qkv_stride,
+    table_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0)
+    if token >= tl.load(live):
+        return
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    source = qkv + token.to(tl.int64) * qkv_stride
+    position = tl.load(positions + token)
+    row = tl.load(rows + token).to(tl.int64)
+    page = tl.load(page_table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
+    place = position % PAGE_SIZE
+
+    is_query = head < qo_heads
+    is_key = (head >= qo_heads) & (head < qo_heads + kv_heads)
+    turned = (is_query | is_key)[:, None] & (dims < HEAD_DIM)[None, :]
+    other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+        valid = dims < HEAD_DIM
+        q_gain = tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        x = x * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+        q_gain = tl.load(q_norm + other, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_norm + other, mask=valid, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+    pair = tl.where(dims < HALF, dims, dims - HALF)
+    paired = dims < 2 * HALF
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    cos = tl.load(angles + pair, mask=paired, other=1.0)
+    sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
+    rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
+    tl.store(
+        q_out + (token.to(tl.int64) * qo_heads + head)[:, None] * HEAD_DIM + dims[None, :],
+        rotated.to(q_out.dtype.element_ty),
+        mask=is_query[:, None] & turned,
+    )
+    k_at = k_cache + page * k_page_stride + place * k_token_stride + (head - qo_heads) * k_head_stride
+    tl.store(k_at[:, None] + dims[None, :], rotated.to(k_cache.dtype.element_ty), mask=is_key[:, None] & turned)
+
+    value_head = head - qo_heads - kv_heads
+    is_value = ((value_head >= 0) & (value_head < kv_heads))[:, None] & (dims < HEAD_DIM)[None, :]
+    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0)
+    v_at = v_cache + page * v_page_stride + place * v_token_stride + value_head * v_head_stride
+    tl.store(v_at[:, None] + dims[None, :], value.to(v_cache.dtype.element_ty), mask=is_value)
+
+
+def rope_append_triton(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
+    tokens, qo_heads, head_dim = q_out.shape
+    page_size, kv_heads = k_cache.shape[1:3]
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, _HEADS_AT_ONCE))](
+        q_out,
+        k_cache,
+        v_cache,
+        qkv,
+        rows,
+        positions,
+        live,
+        page_table,
+        cos_sin,
+        q_norm,
+        k_norm,
+        qo_heads,
+        kv_heads,
+        eps,
+        qkv.stride(0),
+        page_table.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        HEAD_DIM=head_dim,
+        HALF=cos_sin.shape[-1],
+        PAGE_SIZE=page_size,
+        HAS_NORM=q_norm is not None,
+        HEADS=_HEADS_AT_ONCE,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=2,
+    )
 
 
 @dataclass(frozen=True)
@@ -137,6 +266,7 @@ _rope_append = operator(
     "Tensor live, Tensor page_table, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
     torch_version=rope_append_torch,
     bound_version=bind_rope_append,
+    triton_version=rope_append_triton,
 )
 
 

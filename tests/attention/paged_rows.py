@@ -1,0 +1,88 @@
+"""Rows of random lengths over a pool of pages whose unused places hold NaN, with the answer that they should give."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from attention_oracle import Options, attend
+from torch import Tensor
+
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass
+class PagedRows:
+    """Caches [pages, page_size, hkv, d], strided as the layout says, and each row's own keys and values, widened."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    table: Tensor  # int32 [rows, max_pages]; unused entries name a page of NaN
+    indices: Tensor  # int32, the rows' pages one after another
+    indptr: Tensor  # int32 [rows + 1]
+    last_page_len: Tensor  # int32 [rows]
+    lens: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @classmethod
+    def random(
+        cls,
+        lens: list[int],
+        *,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        value_dim: int | None = None,
+        layout: str = "NHD",
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> PagedRows:
+        draw = torch.Generator().manual_seed(seed)
+        counts = [-(-n // page_size) for n in lens]
+        pool = sum(counts) + 3
+        order = torch.randperm(pool, generator=draw).tolist()
+        unused = order[-1]
+        value_dim = head_dim if value_dim is None else value_dim
+        scale = 0.1 if dtype.itemsize == 1 else 1.0
+        caches, rows = [], []
+        for dim in (head_dim, value_dim):
+            cache = torch.full((pool, page_size, kv_heads, dim), math.nan)
+            rows.append([(scale * torch.randn(n, kv_heads, dim, generator=draw)).to(dtype).float() for n in lens])
+            place = 0
+            for tokens, count in zip(rows[-1], counts, strict=True):
+                for page in range(count):
+                    part = tokens[page * page_size : (page + 1) * page_size]
+                    cache[order[place], : len(part)] = part
+                    place += 1
+            caches.append(cache.to(dtype).to(device))
+        if layout == "HND":
+            caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
+        elif layout == "joined" and value_dim == head_dim:
+            as_bytes = [cache.view(torch.uint8) for cache in caches]
+            both = torch.stack(as_bytes, dim=1).view(dtype)
+            caches = [both[:, 0], both[:, 1]]
+        table = torch.full((len(lens), max([*counts, 1])), unused, dtype=torch.int32)
+        indices = torch.tensor(order[: sum(counts)], dtype=torch.int32)
+        starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        for row, count in enumerate(counts):
+            table[row, :count] = indices[starts[row] : starts[row] + count]
+        last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lens], dtype=torch.int32)
+        return cls(
+            *caches, table.to(device), indices.to(device), starts.to(device), last.to(device), lens, rows[0], rows[1]
+        )
+
+    def expected(self, q: Tensor, q_len: int, options: Options) -> tuple[Tensor, Tensor]:
+        """Return the oracle's output and log-sum-exp for queries [rows * q_len, hq, d]."""
+        parts = [
+            attend(q[row * q_len : (row + 1) * q_len], self.keys[row], self.values[row], options)
+            for row in range(len(self.lens))
+        ]
+        return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
+
+
+def tolerance(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> float:
+    """The largest difference from the oracle; fp8 caches get no more, for the oracle reads the same rounded values."""
+    return max(TOLERANCE[q_dtype], TOLERANCE.get(kv_dtype, 0.0))

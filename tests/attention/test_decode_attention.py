@@ -1,0 +1,204 @@
+"""Decode attention: every option against float64, in both versions; whatever the split, the batch and the padding."""
+
+import math
+import random
+
+import pytest
+import torch
+from attention_oracle import Options
+from covering import pairwise
+from paged_rows import PagedRows, tolerance
+
+from graphdecode.kernels.attention_plan import paged_attention_plan, plan_size, work_items
+from graphdecode.kernels.attention_plan import paged_attention_plan_triton as plan_triton
+from graphdecode.kernels.decode_attention import decode_attention_torch
+from graphdecode.kernels.split_decode import decode_attention_triton
+
+WAVE_ITEMS = 6
+DTYPES = {
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
+    "bf16-e5m2": (torch.bfloat16, torch.float8_e5m2),
+    "fp32-fp16": (torch.float32, torch.float16),
+}
+CHOICES = {
+    "dtype": tuple(DTYPES),
+    "group": (1, 3, 5, 8),
+    "kv_heads": (1, 2),
+    "head_dim": (16, 64, 80, 96, 128),
+    "page_size": (1, 3, 16),
+    "layout": ("NHD", "HND", "joined"),
+    "window_left": (-1, 0, 70),
+    "soft_cap": (0.0, 3.0),
+    "mode": ("NONE", "ROPE_LLAMA", "ALIBI"),
+    "q_len": (1, 3),
+    "lens": ((5, 0, 131, 16), (40,), (0, 7, 0, 260, 3, 0)),
+    "fixed_split": (0, 64),
+    "dense": (True, False),
+    "v_scale": (1.0, 0.5),
+}
+KERNEL_CASES = pairwise(CHOICES)
+
+
+def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0, dense=False, lse=True):
+    """Plan and attend with one version; workspaces start as NaN."""
+    device, heads, value_dim = q.device, q.shape[1], rows.v_cache.shape[-1]
+    count = len(rows.lens)
+    items = work_items(count, WAVE_ITEMS, -(-max(rows.lens, default=1) // fixed_split) if fixed_split else 0)
+    kv_lens = torch.full((count,), -7, dtype=torch.int32, device=device)
+    plan = torch.full((plan_size(count, items),), -7, dtype=torch.int32, device=device)
+    planned = (kv_lens, plan, rows.indptr, rows.last_page_len, rows.k_cache.shape[1], WAVE_ITEMS, fixed_split)
+    if version is decode_attention_triton:
+        plan_triton(*planned, options.window_left, q_len)
+        assert plan[0].item() <= items
+    else:
+        paged_attention_plan(
+            *planned[:4],
+            page_size=planned[4],
+            wave_items=WAVE_ITEMS,
+            fixed_split=fixed_split,
+            window_left=options.window_left,
+            q_len=q_len,
+        )
+    out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
+    sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
+    version(
+        out,
+        sums,
+        q,
+        rows.k_cache,
+        rows.v_cache,
+        rows.table if dense else rows.indices,
+        None if dense else rows.indptr,
+        kv_lens,
+        plan,
+        torch.full((items, q_len, heads, value_dim), math.nan, device=device),
+        torch.full((items, q_len, heads), math.nan, device=device),
+        q_len,
+        items,
+        options.sm_scale,
+        options.v_scale,
+        options.window_left,
+        options.soft_cap,
+        options.mode,
+        options.rope_scale,
+        options.rope_theta,
+    )
+    return out, sums
+
+
+def check(version, case: dict, device: str, seed: int) -> None:
+    q_dtype, kv_dtype = DTYPES[case["dtype"]]
+    lens, q_len, head_dim = list(case["lens"]), case["q_len"], case["head_dim"]
+    rows = PagedRows.random(
+        lens,
+        page_size=case["page_size"],
+        kv_heads=case["kv_heads"],
+        head_dim=head_dim,
+        value_dim=case.get("value_dim"),
+        dtype=kv_dtype,
+        layout=case["layout"],
+        device=device,
+        seed=seed,
+    )
+    options = Options(head_dim**-0.5, case["v_scale"], case["window_left"], case["soft_cap"], case["mode"], 2.0, 1e4)
+    draw = torch.Generator().manual_seed(seed + 1)
+    q = torch.randn(len(lens) * q_len, case["kv_heads"] * case["group"], head_dim, generator=draw).to(q_dtype)
+    out, lse = run(
+        version, rows, q.to(device), options, q_len=q_len, fixed_split=case["fixed_split"], dense=case["dense"]
+    )
+    expected, expected_lse = rows.expected(q, q_len, options)
+    close = tolerance(q_dtype, kv_dtype)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=close, rtol=close)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("number", range(len(KERNEL_CASES)))
+def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
+    check(decode_attention_triton, KERNEL_CASES[number], device, seed=number)
+
+
+@pytest.mark.parametrize("number", range(len(KERNEL_CASES)))
+def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
+    check(decode_attention_torch, KERNEL_CASES[number], "cpu", seed=number)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_torch_version_agrees_with_float64_on_wider_cases(seed):
+    draw = random.Random(seed)
+    wide = {
+        **CHOICES,
+        "group": (1, 2, 3, 5, 7, 8, 16),
+        "head_dim": (16, 24, 80, 128, 256, 512),
+        "page_size": (1, 5, 16, 128),
+    }
+    case = {name: draw.choice(values) for name, values in wide.items()}
+    case["lens"] = [draw.choice((0, 1, 15, 16, 17, 64, 300, 777)) for _ in range(draw.randint(1, 5))]
+    check(decode_attention_torch, case, "cpu", seed)
+
+
+@pytest.mark.parametrize("group", [64, 7])
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_kernel_takes_large_groups_in_several_tiles(group, q_len, device):
+    case = {name: values[0] for name, values in CHOICES.items()}
+    case |= {"dtype": "fp32", "group": group, "q_len": q_len, "head_dim": 64, "lens": (33, 5), "dense": True}
+    check(decode_attention_triton, case, device, seed=1)
+
+
+@pytest.mark.parametrize("version", [decode_attention_triton, decode_attention_torch])
+def test_values_may_have_another_head_dim_than_keys(version, device):
+    case = {name: values[0] for name, values in CHOICES.items()}
+    case |= {"dtype": "fp32", "head_dim": 96, "value_dim": 40}
+    check(version, case, device if version is decode_attention_triton else "cpu", seed=2)
+
+
+@pytest.mark.parametrize("version", [decode_attention_triton, decode_attention_torch])
+def test_queries_may_be_strided(version, device):
+    device = device if version is decode_attention_triton else "cpu"
+    rows = PagedRows.random([9, 30], page_size=4, kv_heads=2, head_dim=32, dtype=torch.float32, device=device)
+    q = torch.randn(2, 3, 4, 32, generator=torch.Generator().manual_seed(3)).to(device)[:, 1]
+    out, _ = run(version, rows, q, Options(0.2))
+    expected, _ = rows.expected(q.cpu(), 1, Options(0.2))
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("version", [decode_attention_triton, decode_attention_torch])
+def test_a_row_does_not_depend_on_its_pages(version, device):
+    """The law of padding in small: where a row's tokens stand is not part of its answer."""
+    device = device if version is decode_attention_triton else "cpu"
+    rows = PagedRows.random([61], page_size=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=device)
+    q = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(4)).to(device)
+    scattered, _ = run(version, rows, q, Options(0.125))
+    own = rows.indices.long()
+    pages = len(own)
+    side_by_side = PagedRows.random([61], page_size=4, kv_heads=2, head_dim=64, dtype=torch.float32, device=device)
+    side_by_side.k_cache[:pages] = rows.k_cache[own]
+    side_by_side.v_cache[:pages] = rows.v_cache[own]
+    side_by_side.indices = torch.arange(pages, dtype=torch.int32, device=device)
+    viewed, _ = run(version, side_by_side, q, Options(0.125))
+    assert torch.equal(scattered, viewed)
+
+
+@pytest.mark.parametrize("lens", [[300], [300, 5, 0, 700, 129]])
+def test_fixed_splits_make_a_row_independent_of_the_batch(lens, device):
+    rows = PagedRows.random(lens, page_size=16, kv_heads=1, head_dim=16, dtype=torch.float32, device=device, seed=7)
+    q = torch.randn(len(lens), 2, 16, generator=torch.Generator().manual_seed(5)).to(device)
+    together, sums = run(decode_attention_triton, rows, q, Options(0.25), fixed_split=128)
+    for row, length in enumerate(lens):
+        begin, end = rows.indptr[row].item(), rows.indptr[row + 1].item()
+        alone = PagedRows(
+            rows.k_cache,
+            rows.v_cache,
+            rows.table[row : row + 1],
+            rows.indices[begin:end],
+            rows.indptr[row : row + 2] - begin,
+            rows.last_page_len[row : row + 1],
+            [length],
+            rows.keys[row : row + 1],
+            rows.values[row : row + 1],
+        )
+        out, lse = run(decode_attention_triton, alone, q[row : row + 1], Options(0.25), fixed_split=128)
+        assert torch.equal(out[0], together[row])
+        assert torch.equal(lse[0], sums[row])
