@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -14,10 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from graphdecode.buffers import StepBuffers
 from graphdecode.config import BucketConfig
 from graphdecode.engine import LLM, RequestOutput, SamplingParams
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.summary import RunSummary
+from graphdecode.graphs import check as find_hazards
 from graphdecode.models import ModelConfig, resolve_model_path
 
 app = typer.Typer(
@@ -181,6 +184,32 @@ def _memory_table(config: BucketConfig, model: str) -> Table:
     return table
 
 
+@app.command()
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The step, such as mypackage.step:step.")],
+) -> None:
+    """Look for what a graph would get wrong in a step; exit code 1 if there is anything.
+
+    The module names the step's StepBuffers `buffers`, and what the step only reads, if anything, `constants`.
+    """
+    module_name, _, function = target.partition(":")
+    sys.path.insert(0, ".")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ValueError(f"{module_name} cannot be imported: {error}") from error
+    step, buffers = getattr(module, function or "step", None), getattr(module, "buffers", None)
+    if not callable(step) or not isinstance(buffers, StepBuffers):
+        raise ValueError(f"{target}: the module needs that function, and a StepBuffers named buffers")
+    findings = find_hazards(step, buffers, constants=getattr(module, "constants", ()))
+    console = Console()
+    for finding in findings:
+        console.print(str(finding), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(findings)} findings in {target}" if findings else f"{target} can be captured")
+    if findings:
+        raise typer.Exit(1)
+
+
 def main() -> None:
     """Run the command line; an error is one line and exit code 2, with `--debug` a traceback."""
     try:
@@ -193,5 +222,5 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        STDERR.print(f"error: {message}", style="red", highlight=False, soft_wrap=True)
+        STDERR.print(f"error: {' '.join(message.split())}", style="red", highlight=False, soft_wrap=True)
         sys.exit(2)

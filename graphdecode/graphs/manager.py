@@ -147,7 +147,7 @@ class GraphManager:
         except CaptureError:
             raise
         except RuntimeError as error:
-            raise CaptureError("failed", "capture", str(error).splitlines()[0], "see the error above") from error
+            raise CaptureError("failed", "capture", str(error).splitlines()[0]) from error
 
     @contextmanager
     def _slots_restored(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ _HOST_METHODS = {
 }
 _HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"}
 _DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
+_MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
 # tagged as dynamic, but only boolean masks make their shape depend on data
 _INDEX_OPERATORS = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MASK_DTYPES = (torch.bool, torch.uint8)
@@ -32,24 +33,27 @@ def storage_key(tensor: Tensor) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
-def host_read(operator: str) -> CaptureError:
-    """Return the error for a step that reads device memory on the host."""
-    return CaptureError(
-        "host-read",
-        operator,
-        "the step reads device memory on the host, where nothing is replayed: the value at capture would stand for ever",
-        "keep the value on the device and compute with it there (torch.where, a mask, a kernel)",
-    )
+def raise_refusal(error: CaptureError) -> None:
+    """Stop at the first hazard."""
+    raise error
 
 
 class HostReadGuard(TorchFunctionMode):
-    """Refuses the tensor methods that read on the host."""
+    """Refuses the tensor methods that read on the host.
+
+    Args:
+        refuse: what to do with a hazard; a checker collects them, a capture raises.
+    """
+
+    def __init__(self, refuse: Callable[[CaptureError], None] = raise_refusal) -> None:
+        super().__init__()
+        self._refuse = refuse
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func in _HOST_METHODS:
-            raise host_read(f"Tensor.{_HOST_METHODS[func]}")
+            self._refuse(CaptureError("host-read", f"Tensor.{_HOST_METHODS[func]}"))
         return func(*args, **(kwargs or {}))
 
 
@@ -59,10 +63,17 @@ class StepObserver(TorchDispatchMode):
     Args:
         owned: the tensors that the step may read and write: slots and adopted tensors.
         constants: the tensors that it may only read.
+        refuse: what to do with a hazard; a checker collects them, a capture raises.
     """
 
-    def __init__(self, owned: Iterable[Tensor], constants: Iterable[Tensor]) -> None:
+    def __init__(
+        self,
+        owned: Iterable[Tensor],
+        constants: Iterable[Tensor],
+        refuse: Callable[[CaptureError], None] = raise_refusal,
+    ) -> None:
         super().__init__()
+        self.refuse = refuse
         self._known = {storage_key(tensor) for tensor in owned}
         self._constants = {storage_key(tensor) for tensor in constants}
         self.made: dict[int, Tensor] = {}  # storages made by the step; kept alive, so that none is mistaken for another
@@ -74,7 +85,7 @@ class StepObserver(TorchDispatchMode):
         for index, value in enumerate([*args, *kwargs.values()]):
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
-                    self._check_input(func, name, tensor, index)
+                    self._check_input(func, tensor, index)
         with torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
@@ -89,57 +100,34 @@ class StepObserver(TorchDispatchMode):
         """Take note of an operator that was run; a recorder keeps it."""
 
     def _check_operator(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
-        if name in _HOST_OPERATORS:
-            raise host_read(str(func))
-        if name in _DATA_OPERATORS:
-            raise CaptureError(
-                "host-data",
-                str(func),
-                "the step makes a tensor from host data: a graph would replay a copy of what the host held at capture",
-                "declare a slot (or a constant) and write it before the replay, or use a torch factory such as full",
-            )
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise CaptureError(
-                "torch-rng",
-                str(func),
-                "torch's generator is advanced by the host: a replay would not draw what an eager step draws",
-                "use a counter-based generator that reads its seed and position from slots",
-            )
-        if torch.Tag.dynamic_output_shape in func.tags and _is_dynamic(name, args):
-            raise CaptureError(
-                "data-dependent-shape",
-                str(func),
-                "the shape of the result depends on the data, and a graph has fixed shapes",
-                "work on the whole capacity with a mask (torch.where)",
-            )
-        target = kwargs.get("device")
-        if name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu":
-            source = args[0]
-            if isinstance(source, Tensor) and source.device.type != "cpu":
-                raise host_read(str(func))
+        hazards = {
+            "host-read": name in _HOST_OPERATORS or _copies_to_host(name, args, kwargs),
+            "host-data": name in _DATA_OPERATORS,
+            "moved": name in _MOVING_OPERATORS,
+            "torch-rng": torch.Tag.nondeterministic_seeded in func.tags,
+            "data-dependent-shape": torch.Tag.dynamic_output_shape in func.tags and _is_dynamic(name, args),
+        }
+        for kind, is_there in hazards.items():
+            if is_there:
+                self.refuse(CaptureError(kind, str(func)))
 
-    def _check_input(self, func: Any, name: str, tensor: Tensor, index: int) -> None:
+    def _check_input(self, func: Any, tensor: Tensor, index: int) -> None:
         key = storage_key(tensor)
         if key is None or key in self._known or key in self.made:
             return
-        if key in self._constants:
-            arguments = func._schema.arguments
-            alias = arguments[index].alias_info if index < len(arguments) else None
-            if alias is not None and alias.is_write:
-                raise CaptureError(
-                    "constant-written",
-                    str(func),
-                    "the step writes into a constant, which other graphs and steps read",
-                    "declare it as a slot, or adopt it into the buffers",
-                )
+        if key not in self._constants:
+            self.refuse(CaptureError("undeclared-input", str(func), f"shape {list(tensor.shape)}, {tensor.dtype}"))
             return
-        raise CaptureError(
-            "undeclared-input",
-            str(func),
-            f"the step reads a tensor {list(tensor.shape)} that is no slot, no constant and not made in the step: "
-            "a graph would go on reading its address after it was freed or replaced",
-            "declare it as a Slot, adopt it into the buffers, or pass it in constants",
-        )
+        arguments = func._schema.arguments
+        alias = arguments[index].alias_info if index < len(arguments) else None
+        if alias is not None and alias.is_write:
+            self.refuse(CaptureError("constant-written", str(func)))
+
+
+def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+    target = kwargs.get("device")
+    to_cpu = name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+    return to_cpu and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
 
 
 def _is_dynamic(name: str, args: tuple) -> bool:
