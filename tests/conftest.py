@@ -10,6 +10,9 @@ if not HAS_CUDA:
 
 import pytest  # noqa: E402
 
+# threads that wait for one another on busy cores take milliseconds for microseconds of work
+torch.set_num_threads(1)
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a GPU where there is none."""
