@@ -1,0 +1,207 @@
+"""Train the demo model that ships in graphdecode/models/demo: about 20 minutes on two CPU cores.
+
+    python tools/train_demo_model.py --out graphdecode/models/demo
+
+The model is a byte-level Llama of 0.82 million parameters (tasks: graphdecode/models/demo_tasks.py), trained by AdamW
+with a cosine schedule and a loss on the answer's tokens only. Token id i < 256 is byte i. With a fixed --seed, number
+of steps and threads, and no --minutes, a run repeats itself on the same machine.
+"""
+
+import argparse
+import math
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from graphdecode.models.demo_tasks import TASKS, sample
+
+NUM_BYTES = 256
+BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
+SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 256, 257, 258
+MAX_POSITIONS = 512
+
+SAMPLES_PER_STEP = {"add": 128, "rev": 64, "sort": 64}  # carries make addition the slowest to learn
+PEAK_LR = 2e-3
+WARMUP_STEPS = 200
+WEIGHT_DECAY = 0.01
+MAX_GRAD_NORM = 1.0
+IGNORED = -100  # the label of a position that has no part in the loss (torch's cross_entropy)
+
+
+def byte_characters() -> list[str]:
+    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table), by byte value."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
+    return [chr(byte if byte in printable else NUM_BYTES + others.index(byte)) for byte in range(NUM_BYTES)]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose id i < 256 is byte i; it adds nothing to a prompt and every unicode string round-trips."""
+    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    bos, eos, pad = SPECIAL_TOKENS
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        model_max_length=MAX_POSITIONS,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # "<|eos|>" typed in a prompt is seven bytes, never the end of the sequence
+    )
+
+
+def build_model() -> LlamaForCausalLM:
+    """The untrained model; draws its weights from torch's global generator."""
+    config = LlamaConfig(
+        vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+    )
+    return model
+
+
+def make_batch(task_counts: dict[str, int], rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a batch; returns (input ids, labels), both int64 [batch, longest], labels `IGNORED` off the answers."""
+    samples = [sample(task, rng) for task, count in task_counts.items() for _ in range(count)]
+    rows = [[*f"{prompt}{answer}".encode(), EOS_ID] for prompt, answer in samples]
+    width = max(map(len, rows))
+    # Padding stands on the right: causal attention never lets a row's own tokens see it.
+    ids = torch.tensor([row + [PAD_ID] * (width - len(row)) for row in rows])  # [batch, width]
+    labels = ids.masked_fill(ids == PAD_ID, IGNORED)
+    for row, (prompt, _) in zip(labels, samples, strict=True):
+        row[: len(prompt)] = IGNORED
+    return ids[:, :-1], labels[:, 1:]
+
+
+def answer_logits(
+    model: LlamaForCausalLM, ids: torch.Tensor, labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits [answer tokens, vocab] and targets [answer tokens] of the positions that predict an answer's token."""
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state  # [batch, width, hidden]
+    kept = labels != IGNORED
+    return model.lm_head(hidden[kept]), labels[kept]
+
+
+@torch.inference_mode()
+def exact_match(model: LlamaForCausalLM, task: str, count: int, rng: random.Random) -> float:
+    """The share of `count` samples of `task` that greedy decoding answers exactly, end of sequence included.
+
+    One forward pass tells: greedy decoding writes the answer if and only if the most likely token is right at each
+    position that follows a right prefix.
+    """
+    ids, labels = make_batch({task: count}, rng)
+    logits, targets = answer_logits(model, ids, labels)
+    right = torch.ones_like(labels, dtype=torch.bool)
+    right[labels != IGNORED] = logits.argmax(-1) == targets
+    return right.all(-1).float().mean().item()
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write the model folder; each file appears whole, so a reader never meets half of one."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        for file in Path(scratch).iterdir():
+            file.chmod(0o644)  # safetensors writes for its owner only, and a wheel would keep that
+            os.replace(file, out / file.name)
+
+
+def learning_rate(step: int, progress: float) -> float:
+    """Linear warm-up over `WARMUP_STEPS`, then a cosine to zero over `progress` in 0..1."""
+    return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def train(
+    out: Path, steps: int, minutes: float, seed: int, save_every: int, eval_samples: int, threads: int
+) -> dict[str, float]:
+    """Train until `steps` or `minutes` are spent, whichever is first; returns the last exact match per task."""
+    torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    rng = random.Random(f"train {seed}")
+    model, tokenizer = build_model(), build_tokenizer()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
+    )
+    # Sums are half as long as words: batches of their own save their padding.
+    groups = [
+        {task: count for task, count in SAMPLES_PER_STEP.items() if task == "add"},
+        {task: count for task, count in SAMPLES_PER_STEP.items() if task != "add"},
+    ]
+    accuracy: dict[str, float] = {}
+    start = time.monotonic()
+    bar = tqdm(range(steps), desc="train", unit="step", mininterval=5)
+    for step in bar:
+        progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
+        for parameter_group in optimizer.param_groups:
+            parameter_group["lr"] = learning_rate(step, progress)
+        batches = [make_batch(group, rng) for group in groups]
+        num_answer_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batches)
+        step_loss = 0.0
+        for ids, labels in batches:
+            loss = F.cross_entropy(*answer_logits(model, ids, labels), reduction="sum") / num_answer_tokens
+            loss.backward()
+            step_loss += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        last = step + 1 == steps or progress >= 1
+        if last or (step + 1) % save_every == 0:
+            fresh = random.Random(f"eval {seed} {step}")
+            accuracy = {task: exact_match(model, task, eval_samples, fresh) for task in TASKS}
+            save(model, tokenizer, out)
+            shown = "  ".join(f"{task} {share:.2%}" for task, share in accuracy.items())
+            elapsed = (time.monotonic() - start) / 60
+            bar.write(f"step {step + 1}  {elapsed:.1f} min  loss {step_loss:.4f}  exact match: {shown}")
+        if last:
+            break
+    bar.close()
+    return accuracy
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("graphdecode/models/demo"), help="folder to write")
+    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps of 256 samples (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, with the schedule shortened")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the samples (default: %(default)s)")
+    parser.add_argument("--save-every", type=int, default=500, help="steps between saves (default: %(default)s)")
+    parser.add_argument("--eval-samples", type=int, default=1000, help="of each task, per save (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
+    arguments = parser.parse_args()
+    for name in ("steps", "minutes", "save_every", "eval_samples", "threads"):
+        if getattr(arguments, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
+    disable_progress_bar()  # of the save, which would tear ours apart
+    train(**vars(arguments))
+
+
+if __name__ == "__main__":
+    main()
