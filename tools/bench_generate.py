@@ -95,7 +95,8 @@ def seconds_per_step(generate: Generate, prompts: list[list[int]], new_tokens: i
 
 def shared_prefix(a: list[list[int]], b: list[list[int]]) -> float:
     """Return the share of tokens before the first difference; near-ties of logits may go either way."""
-    equal = sum(next((i for i, (x, y) in enumerate(zip(p, q, strict=True)) if x != y), len(p)) for p, q in zip(a, b))
+    pairs = zip(a, b, strict=True)
+    equal = sum(next((i for i, (x, y) in enumerate(zip(p, q, strict=True)) if x != y), len(p)) for p, q in pairs)
     return equal / sum(map(len, a))
 
 

@@ -21,6 +21,7 @@ class Capacity:
         max_sequence_length: tokens of one sequence, prompt and answer.
         pages_per_row: pages that such a sequence takes.
         total_num_pages: of the pool, without its trash page.
+        token_bytes: keys and values of one token in all layers.
         page_bytes: of one page in all layers, keys and values.
         token_limit: tokens that one sequence can have when it owns the whole pool.
     """
@@ -28,6 +29,7 @@ class Capacity:
     max_sequence_length: int
     pages_per_row: int
     total_num_pages: int
+    token_bytes: int
     page_bytes: int
     token_limit: int
 
@@ -51,7 +53,7 @@ def plan_capacity(config: BucketConfig, model: ModelConfig, dtype: torch.dtype, 
             raise ValueError(f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes")
         total = min(affordable, config.max_batch_size * pages_per_row)
     token_limit = min(max_sequence_length, total * config.page_size)
-    return Capacity(max_sequence_length, pages_per_row, total, page_bytes, token_limit)
+    return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
 
 
 def free_bytes(device: torch.device) -> int:

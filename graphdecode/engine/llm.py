@@ -13,23 +13,21 @@ from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCacheManager
 from graphdecode.config import BucketConfig
-from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.detokenizer import Detokenizer
 from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.engine.loading import load_runner
 from graphdecode.engine.loop import EngineLoop, EngineStats
 from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from graphdecode.engine.runner import Runner
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.stream import Stream
 from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling_slots import MAX_STOP_IDS
-from graphdecode.models import Decoder, load_model, load_tokenizer, resolve_model_path
+from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
 
 Prompt = str | SequenceOf[int]
 
-PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
 
@@ -66,23 +64,24 @@ class LLM:
             self.config = config or BucketConfig()
         else:
             self.config = BucketConfig.load(config)
-        self.device = _resolve_device(device)
         path = resolve_model_path(model)
         self.tokenizer: Any = load_tokenizer(path)
-        self.model: Decoder = load_model(
+        self._runner = load_runner(
             path,
-            device=self.device,
+            self.config,
+            device=device,
             dtype=dtype,
-            max_sequence_length=self.config.max_sequence_length,
-            batch_sizes=self.config.ladder.sizes,
+            prefix_cache=prefix_cache,
             quantize=quantize,
             progress=progress,
         )
-        self.capacity = plan_capacity(self.config, self.model.config, self.model.dtype, self.device)
-        cache = self._make_cache(prefix_cache)
-        budget = PREFILL_TOKENS[self.device.type]
-        self._runner = Runner(self.model, cache, self.config, prefill_budget=budget)
-        scheduler = Scheduler(cache, max_batch_size=self.config.max_batch_size, prefill_budget=budget)
+        self.model: Decoder = self._runner.model
+        self.capacity = self._runner.capacity
+        scheduler = Scheduler(
+            self._runner.cache,
+            max_batch_size=self.config.max_batch_size,
+            prefill_budget=self._runner.prefill_budget,
+        )
         self._loop = EngineLoop(scheduler, self._runner, self.tokenizer.backend_tokenizer)
         self._seed = seed
         self._request_ids = itertools.count()
@@ -91,18 +90,10 @@ class LLM:
         self.capture_report = self.graphs.capture(progress=progress)
         self._runner.buffers.freeze()
 
-    def _make_cache(self, prefix_cache: bool) -> PagedKVCacheManager:
-        return PagedKVCacheManager(
-            max_batch_size=self.config.max_batch_size,
-            max_sequence_length=self.capacity.pages_per_row * self.config.page_size,
-            total_num_pages=self.capacity.total_num_pages,
-            page_size=self.config.page_size,
-            num_heads_kv=self.model.config.num_key_value_heads,
-            head_dim_k=self.model.config.head_dim,
-            dtype=self.model.dtype,
-            device=self.device,
-            prefix_caching=prefix_cache,
-        )
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.model.device
 
     @property
     def graphs(self) -> GraphManager:
@@ -304,17 +295,3 @@ def _as_params(params: SamplingParams | SequenceOf[SamplingParams] | None, count
     if len(params) != count:
         raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
     return list(params)
-
-
-def _resolve_device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from error
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no CUDA device here")
-    return resolved

@@ -13,6 +13,7 @@ from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import PagedKVCacheManager
 from graphdecode.config import BucketConfig
+from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.engine.sequence import Sequence
 from graphdecode.graphs import GraphManager
@@ -67,15 +68,24 @@ class Runner:
     Args:
         model: the decoder.
         cache: its key-value cache; the memory of each layer is allocated here.
-        config: capacity, buckets, capture and loop.
+        config: buckets, capture and loop.
+        capacity: what the configuration means for this model.
         prefill_budget: tokens of a prefill at most.
     """
 
     def __init__(
-        self, model: Decoder, cache: PagedKVCacheManager, config: BucketConfig, *, prefill_budget: int
+        self,
+        model: Decoder,
+        cache: PagedKVCacheManager,
+        config: BucketConfig,
+        capacity: Capacity,
+        *,
+        prefill_budget: int,
     ) -> None:
         self.model = model
         self.cache = cache
+        self.capacity = capacity
+        self.prefill_budget = prefill_budget
         self.steps_per_launch = config.steps_per_launch
         self._is_cuda = model.device.type == "cuda"
         self._steps_launched = 0

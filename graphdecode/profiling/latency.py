@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from graphdecode.engine.detokenizer import Detokenizer
 from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.sampling_params import SamplingParams
@@ -136,7 +137,7 @@ class LatencyProfiler:
                 output = CompletionOutput(0)
                 request = RequestOutput(0, None, ids, [output], RequestMetrics(0.0))
                 length = context + _STEPS_PER_STAGING
-                sequence = Sequence(next(self._ids), ids, params, None, 0, length, (), output, request)
+                sequence = Sequence(next(self._ids), ids, params, Detokenizer(None), 0, length, (), output, request)
                 cache.add(sequence.sequence_id)
                 sequences.append(sequence)
                 cache.reserve(sequence.sequence_id, length)
@@ -151,7 +152,7 @@ class LatencyProfiler:
         launch_us, step_ms, token_ms = self._replayed(sequences)
         eager_ms = list(self._eager(sequences, max(self._steps // _EAGER_SHARE, 5)))
         step, eager = Percentiles.of(step_ms), Percentiles.of(eager_ms)
-        bytes_moved = runner.model.weight_bytes + bucket * (context + 1) * runner.kv_token_bytes
+        bytes_moved = runner.model.weight_bytes + bucket * (context + 1) * runner.capacity.token_bytes
         seconds = step.p50 / 1000
         return ProfileRow(
             bucket=bucket,

@@ -9,7 +9,7 @@ import torch
 from family_checkpoints import FAMILIES
 from transformers import AutoModelForCausalLM
 
-import graphdecode.engine.llm as engine
+import graphdecode.engine.loading as loading
 from graphdecode import LLM, BucketConfig, SamplingParams
 
 NEAR_TIE = 1e-3
@@ -36,7 +36,7 @@ def assert_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) 
 def test_greedy_tokens_are_those_of_transformers(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, rows: int, pages: int | str
 ) -> None:
-    monkeypatch.setitem(engine.PREFILL_TOKENS, "cpu", 32)  # so that prompts take several chunks
+    monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", 32)  # so that prompts take several chunks
     model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
     config = BucketConfig(max_batch_size=rows, max_sequence_length=160, page_size=8, total_num_pages=pages)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
