@@ -19,9 +19,21 @@ from graphdecode.buffers import StepBuffers
 from graphdecode.config import BucketConfig
 from graphdecode.engine import LLM, RequestOutput, SamplingParams
 from graphdecode.engine.capacity import plan_capacity
+from graphdecode.engine.loading import load_runner
 from graphdecode.engine.summary import RunSummary
 from graphdecode.graphs import check as find_hazards
 from graphdecode.models import ModelConfig, resolve_model_path
+from graphdecode.profiling.comparison import compare_profiles, overall_ratio
+from graphdecode.profiling.latency import LatencyProfiler
+from graphdecode.profiling.report import profile_table, write_report
+from graphdecode.profiling.tuner import (
+    StepCost,
+    best_ladders,
+    expected_step_ms,
+    padding_share,
+    read_batch_sizes,
+    record_batch_sizes,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -59,6 +71,7 @@ def generate(
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
+    record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
     """Generate text: answers go to stdout as they come, all else to stderr."""
@@ -79,6 +92,8 @@ def generate(
         summary = RunSummary(llm)
         outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
         STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+        if record_batches is not None:
+            record_batch_sizes(record_batches, llm.stats.batch_sizes)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
         STDERR.print(f"error: {output.prompt!r}: {output.error}", style="red", highlight=False, soft_wrap=True)
@@ -182,6 +197,84 @@ def _memory_table(config: BucketConfig, model: str) -> Table:
         f"{100 * min(capacity.total_num_pages / rows, 1.0):.0f}% of {config.max_batch_size} rows at full length",
     )
     return table
+
+
+@buckets.command()
+def tune(
+    record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
+    out: Annotated[Path, typer.Option(help="Where the tuned configuration goes.")],
+    profile: Annotated[Path | None, typer.Option(help="A profile.json; without one, a linear cost model.")] = None,
+    config: ConfigOption = None,
+    max_graphs: Annotated[int, typer.Option(help="Graphs that the ladder may have.")] = 16,
+) -> None:
+    """Find the ladder of least expected step time for a recorded load, and write a configuration with it."""
+    counts = read_batch_sizes(record)
+    base = BucketConfig.load(config) if config else BucketConfig()
+    base = base.with_limits(max_batch_size=max(base.max_batch_size, *counts), max_graphs=max_graphs)
+    top = base.max_batch_size
+    cost = StepCost.from_profile(profile, top) if profile else StepCost.linear(top)
+    ladders = best_ladders(counts, cost, top, max_graphs)
+    table = Table("ladder", "graphs", "expected ms", "padding", "sizes", title=f"{record}, {cost.source}")
+    rows = [("today", base.ladder), *((f"best of {k}", ladder) for k, ladder in enumerate(ladders, 1))]
+    for name, ladder in rows:
+        sizes = " ".join(str(size) for size in ladder)
+        expected, padding = expected_step_ms(ladder, counts, cost), padding_share(ladder, counts)
+        table.add_row(name, str(len(ladder)), f"{expected:.4f}", f"{100 * padding:.1f}%", sizes)
+    console = Console()
+    console.print(table)
+    out.write_text(base.with_limits(batch_sizes=list(ladders[-1])).to_toml(), encoding="utf-8")
+    console.print(f"wrote {out}")
+
+
+@app.command()
+def profile(
+    model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
+    config: ConfigOption = None,
+    contexts: Annotated[str, typer.Option(help="Tokens in the cache of each row; separated by commas.")] = "32,128",
+    steps: Annotated[int, typer.Option(help="Replays to time at each point.")] = 200,
+    out: Annotated[Path, typer.Option(help="A folder for profile.json, pictures and report.html.")] = Path("profile"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    trace: Annotated[bool, typer.Option("--trace", help="Also write a Chrome trace of ten steps.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="How much slower is too slow, as a fraction.")] = 0.1,
+) -> None:
+    """Measure the decode step of each bucket at each context, beside the floor that memory sets."""
+    console = Console()
+    if compare is not None:
+        raise typer.Exit(_print_comparison(console, *compare, tolerance))
+    settings = BucketConfig.load(config) if config else BucketConfig(max_batch_size=16)
+    lengths = [int(context) for context in contexts.split(",")]
+    runner = load_runner(model, settings, device=device, dtype=dtype, prefix_cache=False, progress=True)
+    runner.graphs.capture(progress=True)
+    profiler = LatencyProfiler(runner, steps=steps)
+    result = profiler.profile(lengths)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "profile.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    console.print(profile_table(result))
+    console.print(f"read bandwidth {result['read_bandwidth'] / 1e9:.1f} GB/s, measured in the same run")
+    if any(row["noisy"] for row in result["rows"]):
+        console.print("rows marked noisy: the machine was too busy for their figures to be trusted", style="yellow")
+    written = [out / "profile.json", *write_report(result, out)]
+    if trace:
+        written.append(profiler.write_trace(out / "trace.json", lengths[0]))
+    console.print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    runner.close()
+
+
+def _print_comparison(console: Console, before: Path, after: Path, tolerance: float) -> int:
+    changes = compare_profiles(*(json.loads(path.read_text(encoding="utf-8")) for path in (before, after)))
+    table = Table("bucket", "context", "before ms", "after ms", "after/before", title=f"{before} -> {after}")
+    for change in changes:
+        note = " noisy" if change.noisy else ""
+        times = (f"{change.before_ms:.4f}", f"{change.after_ms:.4f}", f"{change.ratio:.3f}{note}")
+        table.add_row(str(change.bucket), str(change.context), *times)
+    console.print(table)
+    overall = overall_ratio(changes)
+    console.print(f"overall {overall:.3f}, tolerated up to {1 + tolerance:.3f}")
+    return 1 if overall > 1 + tolerance else 0
 
 
 @app.command()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -125,6 +126,23 @@ class LatencyProfiler:
             "captures": runner.graphs.report().as_dict(),
             "rows": [asdict(row) for row in rows],
         }
+
+    def write_trace(self, path: Path, context: int) -> Path:
+        """Write a Chrome trace of ten steps of the largest bucket, to be opened in Perfetto."""
+        sequences = self._sequences(self._runner.graphs.buckets[-1], context)
+        try:
+            self._runner.stage_rows(sequences)
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._runner.model.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            with torch.profiler.profile(activities=activities) as profiler:
+                for _ in range(10):
+                    self._runner.read(self._runner.launch(sequences, 1))
+            profiler.export_chrome_trace(str(path))
+        finally:
+            for sequence in sequences:
+                self._runner.cache.free_sequence(sequence.sequence_id)
+        return path
 
     def _sequences(self, count: int, context: int) -> list[Sequence]:
         """Make rows that have `context - 1` tokens in the cache and are about to feed the next one."""
