@@ -1,5 +1,16 @@
 """A CUDA-graph-first decode runtime for large language models."""
 
+from graphdecode.attention import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+    get_seq_lens,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+    single_decode_with_kv_cache,
+)
 from graphdecode.buckets import BucketLadder
 from graphdecode.buffers import FrozenError, Slot, StepBuffers
 from graphdecode.cache import (
@@ -16,8 +27,10 @@ from graphdecode.graphs import CaptureError, GraphManager
 
 __all__ = [
     "LLM",
+    "BatchDecodeWithPagedKVCacheWrapper",
     "BucketConfig",
     "BucketLadder",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "CacheFullError",
     "CaptureError",
     "CompletionOutput",
@@ -33,4 +46,11 @@ __all__ = [
     "Slot",
     "SlotKVCacheManager",
     "StepBuffers",
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
 ]

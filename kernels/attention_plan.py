@@ -163,6 +163,7 @@ def paged_attention_plan_triton(
     plan: Tensor,
     indptr: Tensor,
     last_page_len: Tensor,
+    num_indices: int,
     page_size: int,
     wave_items: int,
     fixed_split: int,
@@ -208,11 +209,32 @@ def attention_plan_torch(
     bind_attention_plan(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left)()
 
 
+def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
+    """Raise ValueError for page lists that no row could have.
+
+    Args:
+        indptr: [rows + 1], where each row's pages begin.
+        last_page_len: [rows], tokens in each row's last page.
+        num_indices: pages that are listed.
+        page_size: tokens a page.
+    """
+    pages = np.diff(indptr)
+    if indptr[0] != 0 or (pages < 0).any() or indptr[-1] > num_indices:
+        raise ValueError(
+            f"indptr must rise from 0 to at most the {num_indices} pages of indices, got {indptr.tolist()}"
+        )
+    if ((pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))).any():
+        raise ValueError(
+            f"last_page_len must be in 1..page_size={page_size} for rows with pages, got {last_page_len.tolist()}"
+        )
+
+
 def paged_attention_plan_torch(
     kv_lens: Tensor,
     plan: Tensor,
     indptr: Tensor,
     last_page_len: Tensor,
+    num_indices: int,
     page_size: int,
     wave_items: int,
     fixed_split: int,
@@ -220,11 +242,13 @@ def paged_attention_plan_torch(
     q_len: int,
 ) -> None:
     """Set the lengths on the host; the torch version of attention needs no plan. See `paged_attention_plan`."""
-    rows = indptr.shape[0] - 1
-    pages = np.diff(indptr.numpy())
-    after = kv_lens.numpy()
-    after[:rows] = np.where(pages > 0, (pages - 1) * page_size + last_page_len.numpy()[:rows], 0)
-    after[rows:] = 0
+    rows = last_page_len.shape[0]
+    starts, last = indptr.numpy(), last_page_len.numpy()
+    check_page_lists(starts, last, num_indices, page_size)
+    pages = np.diff(starts)
+    lengths = kv_lens.numpy()
+    lengths[:rows] = np.where(pages > 0, (pages - 1) * page_size + last, 0)
+    lengths[rows:] = 0
 
 
 _attention_plan = operator(
@@ -237,8 +261,8 @@ _attention_plan = operator(
 
 
 _paged_attention_plan = operator(
-    "paged_attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor indptr, Tensor last_page_len, int page_size, "
-    "int wave_items, int fixed_split, int window_left, int q_len) -> ()",
+    "paged_attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor indptr, Tensor last_page_len, "
+    "int num_indices, int page_size, int wave_items, int fixed_split, int window_left, int q_len) -> ()",
     torch_version=paged_attention_plan_torch,
     triton_version=paged_attention_plan_triton,
 )
@@ -274,6 +298,7 @@ def paged_attention_plan(
     indptr: Tensor,
     last_page_len: Tensor,
     *,
+    num_indices: int,
     page_size: int,
     wave_items: int,
     fixed_split: int = 0,
@@ -287,10 +312,16 @@ def paged_attention_plan(
         plan: int32 [plan_size(...)], written.
         indptr: int32 [rows + 1], where each row's pages begin; rows <= max_rows.
         last_page_len: int32 [rows], tokens in each row's last page.
+        num_indices: pages that are listed; indptr[-1] is at most that.
         page_size: tokens a page.
         wave_items: work items that run at the same time.
         fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
         window_left: the window that the work is balanced for; -1: none.
         q_len: queries a row.
+
+    Raises:
+        ValueError: on a CPU, lengths that cannot be. A GPU is not waited for.
     """
-    _paged_attention_plan(kv_lens, plan, indptr, last_page_len, page_size, wave_items, fixed_split, window_left, q_len)
+    _paged_attention_plan(
+        kv_lens, plan, indptr, last_page_len, num_indices, page_size, wave_items, fixed_split, window_left, q_len
+    )

@@ -36,6 +36,7 @@ def _decode_attention_kernel(
     indptr,
     kv_lens,
     plan,
+    rows,
     max_rows,
     q_len,
     group,
@@ -79,6 +80,8 @@ def _decode_attention_kernel(
         return
     kv_head = tl.program_id(1)
     row = tl.load(plan + 1 + 2 * max_rows + item)
+    if row >= rows:  # planned for more rows than there are queries
+        return
     split = item - tl.load(plan + 1 + row)
     splits = tl.load(plan + 1 + max_rows + row)
     kv_len = tl.load(kv_lens + row)
@@ -267,6 +270,7 @@ def decode_attention_triton(
         indptr,
         kv_lens,
         plan,
+        rows,
         max_rows,
         q_len,
         group,

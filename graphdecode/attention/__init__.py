@@ -1,7 +1,27 @@
 """Attention over the cache: decode inside a step, prefill, and the FlashInfer surface."""
 
+from graphdecode.attention.append import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from graphdecode.attention.cached import cached_attention
 from graphdecode.attention.extend import extend_attention
+from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention.paged_decode import PagedDecodeAttention
+from graphdecode.attention.single import single_decode_with_kv_cache
+from graphdecode.attention.wrappers import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+)
 
-__all__ = ["PagedDecodeAttention", "cached_attention", "extend_attention"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "PagedDecodeAttention",
+    "append_paged_kv_cache",
+    "cached_attention",
+    "extend_attention",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "single_decode_with_kv_cache",
+]

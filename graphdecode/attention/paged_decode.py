@@ -11,8 +11,7 @@ from graphdecode.kernels.attention_plan import attention_plan, plan_size, work_i
 from graphdecode.kernels.decode_attention import decode_attention
 
 PROGRAMS_PER_PROCESSOR = 2  # decode programs that one multiprocessor holds at a time
-MIN_FIXED_SPLIT = 512  # tokens
-MAX_FIXED_SPLITS = 32  # of one row
+FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, whatever the capacity
 
 
 def wave_items_for(device: torch.device, num_kv_heads: int) -> int:
@@ -21,11 +20,6 @@ def wave_items_for(device: torch.device, num_kv_heads: int) -> int:
         return 1
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return max(processors * PROGRAMS_PER_PROCESSOR // num_kv_heads, 1)
-
-
-def fixed_split_for(max_kv_len: int) -> int:
-    """Return the tokens of a split that depends on the capacity alone, for batch-invariant plans."""
-    return max(MIN_FIXED_SPLIT, 1 << (-(-max_kv_len // MAX_FIXED_SPLITS) - 1).bit_length())
 
 
 class PagedDecodeAttention:
@@ -92,8 +86,8 @@ class PagedDecodeAttention:
         self.device = torch.device(device)
         max_kv_len = page_size * max_pages_per_row
         self._wave_items = wave_items_for(self.device, num_kv_heads)
-        self._fixed_split = fixed_split_for(max_kv_len) if batch_invariant else 0
-        self._max_splits = -(-max_kv_len // self._fixed_split) if batch_invariant else 0
+        self._fixed_split = FIXED_SPLIT if batch_invariant else 0
+        self._max_splits = -(-max_kv_len // FIXED_SPLIT) if batch_invariant else 0
         items = self._items(max_batch_size)
         held = items if self.device.type == "cuda" else 1  # the CPU path splits nothing
         value_dim = head_dim if head_dim_v is None else head_dim_v

@@ -9,7 +9,7 @@ from attention_oracle import Options
 from covering import pairwise
 from paged_rows import PagedRows, tolerance
 
-from graphdecode.kernels.attention_plan import paged_attention_plan, plan_size, work_items
+from graphdecode.kernels.attention_plan import paged_attention_plan_torch, plan_size, work_items
 from graphdecode.kernels.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.decode_attention import decode_attention_torch
 from graphdecode.kernels.split_decode import decode_attention_triton
@@ -49,19 +49,11 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     items = work_items(count, WAVE_ITEMS, -(-max(rows.lens, default=1) // fixed_split) if fixed_split else 0)
     kv_lens = torch.full((count,), -7, dtype=torch.int32, device=device)
     plan = torch.full((plan_size(count, items),), -7, dtype=torch.int32, device=device)
-    planned = (kv_lens, plan, rows.indptr, rows.last_page_len, rows.k_cache.shape[1], WAVE_ITEMS, fixed_split)
-    if version is decode_attention_triton:
-        plan_triton(*planned, options.window_left, q_len)
-        assert plan[0].item() <= items
-    else:
-        paged_attention_plan(
-            *planned[:4],
-            page_size=planned[4],
-            wave_items=WAVE_ITEMS,
-            fixed_split=fixed_split,
-            window_left=options.window_left,
-            q_len=q_len,
-        )
+    pages, page_size = rows.indices.shape[0], rows.k_cache.shape[1]
+    planner = plan_triton if version is decode_attention_triton else paged_attention_plan_torch
+    metadata = (kv_lens, plan, rows.indptr, rows.last_page_len, pages, page_size)
+    planner(*metadata, WAVE_ITEMS, fixed_split, options.window_left, q_len)
+    assert version is decode_attention_torch or plan[0].item() <= items
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
     version(

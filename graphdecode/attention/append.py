@@ -1,0 +1,112 @@
+"""Appending new keys and values to a paged cache, FlashInfer's way: pages listed one row after another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
+from graphdecode.kernels.paged_append import paged_append
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """Return the tokens of each row, int32 [b]: `(pages - 1) * page_size + last_page_len`, 0 for rows without pages.
+
+    Args:
+        kv_indptr: int32 [b + 1], where each row's pages begin.
+        kv_last_page_len: int32 [b], tokens in each row's last page.
+        page_size: tokens a page.
+
+    Raises:
+        ValueError: the shapes do not fit, or page_size is less than 1.
+    """
+    if page_size < 1:
+        raise ValueError(f"page_size must be >= 1, got {page_size}")
+    if kv_indptr.dim() != 1 or kv_last_page_len.shape != (kv_indptr.shape[0] - 1,):
+        raise ValueError(
+            f"kv_last_page_len must have one entry less than kv_indptr, got {tuple(kv_last_page_len.shape)} and "
+            f"{tuple(kv_indptr.shape)}"
+        )
+    pages = kv_indptr[1:] - kv_indptr[:-1]
+    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0).to(torch.int32)
+
+
+def get_batch_indices_positions(append_indptr: Tensor, seq_lens: Tensor, nnz: int) -> tuple[Tensor, Tensor]:
+    """Return the row and the position of each appended token, both int32 [nnz].
+
+    The tokens of row i are `append_indptr[i]` to `append_indptr[i + 1]`, and are the newest of its `seq_lens[i]`
+    tokens. Entries past `append_indptr[-1]` get row -1, which `append_paged_kv_cache` skips. Nothing is read on the
+    host.
+
+    Args:
+        append_indptr: int32 [b + 1].
+        seq_lens: int32 [b], tokens of each row, the appended ones included.
+        nnz: how many entries to make.
+
+    Raises:
+        ValueError: the shapes do not fit, or nnz is negative.
+    """
+    if nnz < 0:
+        raise ValueError(f"nnz must be >= 0, got {nnz}")
+    if append_indptr.dim() != 1 or seq_lens.shape != (append_indptr.shape[0] - 1,):
+        raise ValueError(
+            f"seq_lens must have one entry less than append_indptr, got {tuple(seq_lens.shape)} and "
+            f"{tuple(append_indptr.shape)}"
+        )
+    tokens = torch.arange(nnz, dtype=torch.int32, device=append_indptr.device)
+    if seq_lens.shape[0] == 0:
+        return torch.full_like(tokens, -1), torch.zeros_like(tokens)
+    row = torch.searchsorted(append_indptr[1:].contiguous(), tokens, right=True).clamp(max=seq_lens.shape[0] - 1)
+    inside = tokens < append_indptr[-1]
+    position = seq_lens[row] - append_indptr[row + 1] + tokens
+    return torch.where(inside, row, -1).to(torch.int32), torch.where(inside, position, 0).to(torch.int32)
+
+
+def append_paged_kv_cache(
+    append_key: Tensor,
+    append_value: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    paged_kv_cache: PagedCache,
+    kv_indices: Tensor,
+    kv_indptr: Tensor,
+    kv_last_page_len: Tensor,
+    kv_layout: str = "NHD",
+) -> None:
+    """Write new keys and values to their places in the pages.
+
+    Args:
+        append_key: [nnz, num_kv_heads, head_dim].
+        append_value: [nnz, num_kv_heads, head_dim_v].
+        batch_indices: int32 [nnz], the row of each token; -1: the token is skipped.
+        positions: int32 [nnz], its position in the row. Positions past the row's pages are skipped.
+        paged_kv_cache: (k, v), or one tensor of 5 dimensions with keys and values at dimension 1.
+        kv_indices: int32, pages of all rows, one row after another.
+        kv_indptr: int32 [b + 1], where each row's pages begin.
+        kv_last_page_len: int32 [b]; part of the surface, positions say all that is needed.
+        kv_layout: `NHD` [pages, page_size, heads, dim] or `HND` [pages, heads, page_size, dim].
+
+    Raises:
+        ValueError: shapes, dtypes or the layout do not fit.
+    """
+    check_layout(kv_layout)
+    k_cache, v_cache = paged_caches(paged_kv_cache, kv_layout)
+    tokens = append_key.shape[0]
+    for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
+        if new.shape != (tokens, *cache.shape[2:]):
+            raise ValueError(
+                f"{name} must have the shape {(tokens, *cache.shape[2:])} to fit the cache, got {tuple(new.shape)}"
+            )
+        if cache.stride(-1) != 1:
+            raise ValueError("the last dimension of the cache must be contiguous")
+    for name, metadata in (("batch_indices", batch_indices), ("positions", positions)):
+        if metadata.shape != (tokens,) or metadata.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32 [{tokens}], got {metadata.dtype} {list(metadata.shape)}")
+    for name, metadata in (("kv_indices", kv_indices), ("kv_indptr", kv_indptr)):
+        if metadata.dim() != 1 or metadata.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32 of 1 dimension, got {metadata.dtype} {list(metadata.shape)}")
+    if kv_last_page_len.shape != (kv_indptr.shape[0] - 1,):
+        raise ValueError(
+            f"kv_last_page_len must have {kv_indptr.shape[0] - 1} entries, got {list(kv_last_page_len.shape)}"
+        )
+    paged_append(k_cache, v_cache, append_key, append_value, batch_indices, positions, kv_indices, kv_indptr)

@@ -1,0 +1,87 @@
+"""Merging attention states: outputs over disjoint parts of the keys, with their base-2 log-sum-exps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels import merge_states as kernel
+
+
+def _check(v: Tensor, s: Tensor, name: str, dims: int) -> None:
+    if v.dim() != dims or s.shape != v.shape[:-1]:
+        raise ValueError(
+            f"{name}: v must have {dims} dimensions and s all of them but the last, "
+            f"got {tuple(v.shape)} and {tuple(s.shape)}"
+        )
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two attention states.
+
+    Args:
+        v_a: [n, heads, dim], output over one part of the keys.
+        s_a: fp32 [n, heads], its log-sum-exp, base 2.
+        v_b: [n, heads, dim], output over the other part.
+        s_b: fp32 [n, heads].
+
+    Returns:
+        The output over all keys, [n, heads, dim] in v_a's dtype, and its log-sum-exp, fp32 [n, heads].
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    _check(v_a, s_a, "state a", 3)
+    _check(v_b, s_b, "state b", 3)
+    if v_a.shape != v_b.shape:
+        raise ValueError(f"the states must have one shape, got {tuple(v_a.shape)} and {tuple(v_b.shape)}")
+    v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
+    s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
+    parts = (part.contiguous() for part in (v_a, s_a, v_b, s_b))
+    kernel.merge_state(v, s, *parts)
+    return v, s
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """Merge an attention state into another.
+
+    Args:
+        v: [n, heads, dim], contiguous; becomes the merged output.
+        s: fp32 [n, heads], contiguous; becomes the merged log-sum-exp, base 2.
+        v_other: [n, heads, dim].
+        s_other: fp32 [n, heads].
+        mask: bool or uint8 [n]; rows where it is false are left alone.
+
+    Raises:
+        ValueError: the shapes do not fit, or v or s is not contiguous.
+    """
+    _check(v, s, "the state", 3)
+    _check(v_other, s_other, "the other state", 3)
+    if v.shape != v_other.shape:
+        raise ValueError(f"the states must have one shape, got {tuple(v.shape)} and {tuple(v_other.shape)}")
+    if not (v.is_contiguous() and s.is_contiguous()):
+        raise ValueError("v and s are written in place and must be contiguous")
+    if mask is not None and mask.shape != v.shape[:1]:
+        raise ValueError(f"mask must have the shape {tuple(v.shape[:1])}, got {tuple(mask.shape)}")
+    kernel.merge_state_in_place(v, s, v_other.contiguous(), s_other.contiguous(), mask)
+
+
+def merge_states(v: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge any number of attention states.
+
+    Args:
+        v: [n, states, heads, dim], outputs over parts of the keys.
+        s: fp32 [n, states, heads], their log-sum-exps, base 2.
+
+    Returns:
+        The output over all keys, [n, heads, dim] in v's dtype, and its log-sum-exp, fp32 [n, heads].
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    _check(v, s, "the states", 4)
+    rows, _, heads, dim = v.shape
+    merged = torch.empty(rows, heads, dim, dtype=v.dtype, device=v.device)
+    log_sum = torch.empty(rows, heads, dtype=torch.float32, device=v.device)
+    kernel.merge_states(merged, log_sum, v, s)
+    return merged, log_sum
