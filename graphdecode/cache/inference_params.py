@@ -205,7 +205,9 @@ class InferenceParams:
         return self._built_in("tensors").tensors()
 
     def _built_in(self, verb: str) -> KVCacheManager:
-        if not hasattr(self.cache_manager, verb):
+        offered = getattr(type(self.cache_manager), verb, None)
+        inherited = not self._staged_by_manager and offered is getattr(KVCacheManager, verb)  # of a base never set up
+        if offered is None or inherited:
             raise ValueError(f"the custom cache manager {type(self.cache_manager).__name__} offers no {verb}")
         return self.cache_manager
 
