@@ -1,0 +1,161 @@
+"""Extend attention: ragged, causal from the bottom right, over pages or contiguous rows, in every format."""
+
+import math
+from collections import OrderedDict
+
+import pytest
+import torch
+from attention_oracle import Options, attend
+from covering import pairwise
+from paged_rows import PagedRows, tolerance
+
+from graphdecode import InferenceParams
+from graphdecode.attention import cached_attention
+from graphdecode.kernels.extend_attention import extend_attention_torch, extend_attention_triton
+
+DTYPES = {
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp32": (torch.float32, torch.float32),
+    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
+}
+CHOICES = {
+    "dtype": tuple(DTYPES),
+    "group": (1, 3, 8),
+    "kv_heads": (1, 2),
+    "head_dim": (16, 64, 80, 128),
+    "page_size": (1, 3, 16, 0),  # 0: contiguous rows
+    "layout": ("NHD", "HND"),
+    "window_left": (-1, 0, 9),
+    "soft_cap": (0.0, 3.0),
+    "packed": (True, False),
+    "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17)),
+    "before": (0, 1, 33),
+}
+CASES = pairwise(CHOICES)
+
+
+def check(version, case, device, seed):
+    q_dtype, kv_dtype = DTYPES[case["dtype"]]
+    q_lens = list(case["q_lens"])
+    lens = [n + case["before"] * (row + 1) if n else 0 for row, n in enumerate(q_lens)]
+    contiguous = case["page_size"] == 0
+    shape = {"kv_heads": case["kv_heads"], "head_dim": case["head_dim"], "dtype": kv_dtype, "device": device}
+    rows = PagedRows.random(
+        lens, page_size=max(lens) + 2 if contiguous else case["page_size"], layout=case["layout"], seed=seed, **shape
+    )
+    k_cache, v_cache, table = rows.k_cache, rows.v_cache, rows.table
+    if contiguous:
+        order = table[:, 0].long()
+        as_bytes = kv_dtype.itemsize == 1
+        k_cache, v_cache = (
+            (cache.view(torch.uint8)[order].view(kv_dtype) if as_bytes else cache[order])
+            for cache in (k_cache, v_cache)
+        )
+        table = None
+    heads, width = case["kv_heads"] * case["group"], max(q_lens)
+    draw = torch.Generator().manual_seed(seed)
+    if case["packed"]:
+        q = torch.randn(sum(q_lens) + 2, heads, case["head_dim"], generator=draw).to(q_dtype).to(device)
+    else:
+        q = torch.randn(width, len(q_lens), heads, case["head_dim"], generator=draw).to(q_dtype).to(device)
+        q = q.transpose(0, 1)
+    out = torch.full(q.shape, 7.0, dtype=q_dtype, device=device)
+    lse = torch.full(q.shape[:-1], 7.0, device=device)
+    cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
+    options = Options(0.2, window_left=case["window_left"], soft_cap=case["soft_cap"])
+    version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, options.sm_scale, options.window_left, options.soft_cap)
+    close = tolerance(q_dtype, kv_dtype)
+    touched = torch.zeros(q.shape[:-2], dtype=torch.bool)
+    for row, n in enumerate(q_lens):
+        begin = sum(q_lens[:row])
+        own = (slice(begin, begin + n),) if case["packed"] else (row, slice(0, n))
+        touched[own] = True
+        expected, expected_lse = attend(q[own], rows.keys[row], rows.values[row], options)
+        torch.testing.assert_close(out[own].double().cpu(), expected, atol=close, rtol=close)
+        torch.testing.assert_close(lse[own].double().cpu(), expected_lse, atol=close, rtol=close)
+    assert (out.cpu()[~touched] == 7.0).all()
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
+    check(extend_attention_triton, CASES[number], device, number)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
+    check(extend_attention_torch, CASES[number], "cpu", number)
+
+
+@pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch])
+def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, device):
+    device = device if version is extend_attention_triton else "cpu"
+    rows = PagedRows.random([2], page_size=4, kv_heads=1, head_dim=16, dtype=torch.float32, device=device)
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
+    out, lse = torch.empty_like(q), torch.empty(3, 2, device=device)
+    cu_q = torch.tensor([0, 3], dtype=torch.int32, device=device)
+    version(out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0)
+    expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd", "thd"])
+@pytest.mark.parametrize("is_paged", [True, False])
+def test_a_layer_over_the_cache_attends_to_all_tokens_so_far(qkv_format, is_paged, device):
+    """Rows join, leave and change places; each sequence is compared with its whole history."""
+    heads, kv_heads, dim = 4, 2, 16
+    draw = torch.Generator().manual_seed(0)
+    params = InferenceParams(
+        max_batch_size=3,
+        max_sequence_length=32,
+        num_heads_kv=kv_heads,
+        head_dim_k=dim,
+        dtype=torch.float32,
+        is_paged=is_paged,
+        total_num_pages=24 if is_paged else None,
+        page_size=4 if is_paged else None,
+        max_ctx_len=32,
+        qkv_format=qkv_format,
+        device=device,
+    )
+    params.allocate_memory(1)
+    history = {}
+    for new in ({7: 5, 42: 3}, {42: 1, 7: 1}, {42: 2, 9: 4}, {9: 1, 42: 1}):
+        steps = OrderedDict(new)
+        params.pre_step(steps)
+        width, total = max(new.values()), sum(new.values())
+        sizes = {"bshd": (len(new), width), "sbhd": (width, len(new)), "thd": (total + 2,)}[qkv_format]
+        q = torch.randn(*sizes, heads, dim, generator=draw).to(device)
+        k, v = (torch.randn(*sizes, kv_heads, dim, generator=draw).to(device) for _ in range(2))
+        k_cache, v_cache, cu_q, cu_kv, _, out_format = params.step(1, k, v, qkv_format)
+        table = params.cache_manager.page_table if is_paged else None
+        out = cached_attention(q, k_cache, v_cache, cu_q, cu_kv, qkv_format=out_format, page_table=table)
+        assert out.shape == q.shape
+        begin = 0
+        for row, (name, count) in enumerate(new.items()):
+            own = {
+                "bshd": (row, slice(0, count)),
+                "sbhd": (slice(0, count), row),
+                "thd": (slice(begin, begin + count),),
+            }[qkv_format]
+            begin += count
+            old = history.get(name, (k.new_zeros(0, kv_heads, dim), v.new_zeros(0, kv_heads, dim)))
+            history[name] = tuple(torch.cat([past, now[own]]) for past, now in zip(old, (k, v), strict=True))
+            expected, _ = attend(q[own], *history[name], Options(dim**-0.5))
+            torch.testing.assert_close(out[own].double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_cached_attention_refuses_what_does_not_fit(device):
+    cache = torch.zeros(2, 8, 2, 16, device=device)
+    cu = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    q = torch.zeros(2, 1, 4, 16, device=device)
+    with pytest.raises(ValueError, match="qkv_format"):
+        cached_attention(q, cache, cache, cu, cu, qkv_format="bhsd")
+    with pytest.raises(ValueError, match="3 dimensions"):
+        cached_attention(q, cache, cache, cu, cu, qkv_format="thd_2bshd")
+    with pytest.raises(ValueError, match="does not fit"):
+        cached_attention(q[:, :, :3], cache, cache, cu, cu, qkv_format="bshd")
+    with pytest.raises(ValueError, match="3 rows"):
+        cached_attention(q[:1].expand(3, 1, 4, 16), cache, cache, cu, cu, qkv_format="bshd")
+    assert math.isfinite(cached_attention(q, cache, cache, cu, cu, qkv_format="bshd").sum().item())

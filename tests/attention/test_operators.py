@@ -1,0 +1,138 @@
+"""Attention's operators keep what their schemas promise, and the step's attention its laws."""
+
+import math
+
+import pytest
+import torch
+from attention_oracle import Options
+from paged_rows import PagedRows
+from torch.library import opcheck
+
+import graphdecode.attention
+from graphdecode.attention import PagedDecodeAttention
+from graphdecode.kernels.attention_plan import plan_size
+
+OPERATORS = torch.ops.graphdecode
+CHECKS = ("test_schema", "test_faketensor")
+HEADS, KV_HEADS, DIM, PAGE, WIDTH = 4, 2, 32, 4, 20
+
+
+@pytest.fixture
+def rows(device):
+    return PagedRows.random(
+        [9, 0, 21], page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, device=device
+    )
+
+
+def test_operators_pass_opcheck(rows, device):
+    kv_lens = torch.zeros(3, dtype=torch.int32, device=device)
+    plan = torch.zeros(plan_size(3, 8), dtype=torch.int32, device=device)
+    lens = torch.tensor(rows.lens, dtype=torch.int32, device=device)
+    live = torch.tensor([3], dtype=torch.int32, device=device)
+    opcheck(OPERATORS.attention_plan.default, (kv_lens, plan, lens, live, 8, 0, -1), test_utils=CHECKS)
+    pages = rows.indices.shape[0]
+    arguments = (kv_lens, plan, rows.indptr, rows.last_page_len, pages, PAGE, 8, 0, -1, 1)
+    opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
+    q = torch.randn(3, HEADS, DIM, device=device)
+    lse = torch.zeros(3, HEADS, device=device)
+    partial = torch.zeros(8, 1, HEADS, DIM, device=device)
+    caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
+    arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, partial, partial[..., 0], 1, 8)
+    opcheck(OPERATORS.decode_attention.default, (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4), test_utils=CHECKS)
+    cu_q = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
+    cu_kv = torch.tensor([0, *rows.lens], device=device).cumsum(0).to(torch.int32)
+    arguments = (torch.zeros_like(q), lse, q, *caches, cu_q, cu_kv, rows.table, 0.2, -1, 0.0)
+    opcheck(OPERATORS.extend_attention.default, arguments, test_utils=CHECKS)
+    at = torch.tensor([0, 2, 2], dtype=torch.int32, device=device)
+    new = torch.randn(3, KV_HEADS, DIM, device=device)
+    arguments = (*caches, new, new, at, at, rows.indices, rows.indptr)
+    opcheck(OPERATORS.paged_append.default, arguments, test_utils=CHECKS)
+    v, s = torch.randn(3, 2, HEADS, DIM, device=device), torch.randn(3, 2, HEADS, device=device)
+    opcheck(OPERATORS.merge_states.default, (torch.empty_like(q), lse, v, s), test_utils=CHECKS)
+    pair = [part.contiguous() for part in (v[:, 0], s[:, 0], v[:, 1], s[:, 1])]
+    opcheck(OPERATORS.merge_state.default, (torch.empty_like(q), lse, *pair, None), test_utils=CHECKS)
+    opcheck(OPERATORS.merge_state_in_place.default, (*pair, None), test_utils=CHECKS)
+    cos_sin = torch.randn(64, 2, DIM // 2, device=device)
+    qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM, device=device)
+    arguments = (torch.empty_like(q), *caches, qkv, at, at, live, rows.table, cos_sin, None, None, 1e-6)
+    opcheck(OPERATORS.rope_append.default, arguments, test_utils=CHECKS)
+
+
+def attention(device, **options):
+    options = {"max_batch_size": 4, "page_size": PAGE, "max_pages_per_row": WIDTH, **options}
+    return PagedDecodeAttention(
+        num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, device=device, **options
+    )
+
+
+@pytest.mark.parametrize("window_left", [-1, 5])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_step_attends_to_the_token_that_it_feeds(window_left, batch_invariant, device):
+    rows = PagedRows.random(
+        [9, 21, 1], page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, device=device
+    )
+    before = torch.tensor([8, 20, 0], dtype=torch.int32, device=device)
+    q = torch.randn(3, HEADS, DIM, generator=torch.Generator().manual_seed(0)).to(device)
+    out = torch.empty_like(q)
+    step = attention(device, window_left=window_left, batch_invariant=batch_invariant, logits_soft_cap=2.0)
+    step.plan(before, torch.tensor([3], dtype=torch.int32, device=device))
+    step.run(out, q, rows.k_cache, rows.v_cache, rows.table)
+    expected, _ = rows.expected(q, 1, Options(DIM**-0.5, window_left=window_left, soft_cap=2.0))
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+    step.run(out, q, rows.k_cache, rows.v_cache, rows.table, window_left=2)
+    expected, _ = rows.expected(q, 1, Options(DIM**-0.5, window_left=2, soft_cap=2.0))
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lens", [[9, 21, 4], [9, 90, 33, 7, 50, 2, 2]])
+def test_hostile_padding_changes_no_bit_of_a_live_row(lens, device):
+    """Law 4: rows past the live ones may hold anything, and come out as 0."""
+    rows = PagedRows.random(
+        [*lens, 3], page_size=PAGE, kv_heads=KV_HEADS, head_dim=DIM, dtype=torch.float32, device=device
+    )
+    size, live = len(lens) + 1, torch.tensor([len(lens)], dtype=torch.int32, device=device)
+    q = torch.randn(size, HEADS, DIM, generator=torch.Generator().manual_seed(1)).to(device)
+    before = torch.tensor([*lens, 3], dtype=torch.int32, device=device) - 1
+    step, outs = attention(device, max_batch_size=8, max_pages_per_row=rows.table.shape[1]), []
+    for hostile in (False, True):
+        if hostile:
+            q[-1] = math.nan
+            before[-1] = 2**31 - 1
+            rows.table[-1] = -(2**31)
+        step.plan(before, live)
+        out = torch.full_like(q, math.nan)
+        step.run(out, q, rows.k_cache, rows.v_cache, rows.table)
+        outs.append(out)
+    assert torch.equal(*outs)
+    assert (outs[0][-1] == 0).all()
+    expected, _ = rows.expected(q, 1, Options(DIM**-0.5))
+    torch.testing.assert_close(outs[0][:-1].double().cpu(), expected[:-1], atol=1e-5, rtol=1e-5)
+
+
+def test_workspace_never_moves(device):
+    step = attention(device)
+    addresses = [tensor.data_ptr() for tensor in step.workspace]
+    step.plan(torch.zeros(4, dtype=torch.int32, device=device), torch.ones(1, dtype=torch.int32, device=device))
+    assert [tensor.data_ptr() for tensor in step.workspace] == addresses
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [({"max_batch_size": 0}, "max_batch_size"), ({"page_size": 0}, "page_size"), ({"max_pages_per_row": 0}, "pages")],
+)
+def test_impossible_sizes_are_refused(change, names, device):
+    with pytest.raises(ValueError, match=names):
+        attention(device, **change)
+
+
+def test_heads_must_divide(device):
+    with pytest.raises(ValueError, match=r"num_qo_heads=5.*num_kv_heads=2"):
+        PagedDecodeAttention(
+            max_batch_size=1, num_qo_heads=5, num_kv_heads=2, head_dim=16, page_size=1, max_pages_per_row=1,
+            dtype=torch.float32, device=device,
+        )  # fmt: skip
+
+
+def test_the_package_names_what_it_offers():
+    for name in graphdecode.attention.__all__:
+        assert getattr(graphdecode.attention, name).__doc__

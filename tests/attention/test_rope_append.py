@@ -1,0 +1,90 @@
+"""The fused append: norm, rotation and the write to the pages, against float64; padding touches nothing."""
+
+import math
+
+import pytest
+import torch
+
+from graphdecode.kernels.rope_append import rope_append_torch, rope_append_triton
+
+HEADS, KV_HEADS, PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
+VERSIONS = {"triton": rope_append_triton, "torch": rope_append_torch}
+
+
+def inputs(dim, rotated, dtype, norm, device, tokens=5, live=4, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    angles = torch.rand(POSITIONS, rotated // 2, generator=draw) * 6
+    qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * dim, generator=draw).to(dtype)
+    weights = [(1 + 0.3 * torch.randn(dim, generator=draw)).to(dtype).to(device) if norm else None for _ in range(2)]
+    table = torch.full((3, 10), PAGES - 1, dtype=torch.int32)
+    table[:, :3] = torch.randperm(PAGES - 1, generator=draw)[:9].view(3, 3)
+    caches = [torch.randn(PAGES, PAGE, KV_HEADS, dim, generator=draw).to(dtype).to(device) for _ in range(2)]
+    return {
+        "q_out": torch.full((tokens, HEADS, dim), 7.0, dtype=dtype, device=device),
+        "k_cache": caches[0],
+        "v_cache": caches[1],
+        "qkv": qkv.to(device),
+        "rows": torch.tensor([2, 0, 1, 0, 1][:tokens], dtype=torch.int32, device=device),
+        "positions": torch.tensor([3, 11, 0, 10, 9][:tokens], dtype=torch.int32, device=device),
+        "live": torch.tensor([live], dtype=torch.int32, device=device),
+        "page_table": table.to(device),
+        "cos_sin": torch.stack([angles.cos(), angles.sin()], dim=1).to(device),
+        "q_norm": weights[0],
+        "k_norm": weights[1],
+        "eps": 1e-5,
+    }
+
+
+def expected(given):
+    """Return queries, key cache and value cache in float64."""
+    q_out, k_cache, v_cache = (given[name].double().cpu() for name in ("q_out", "k_cache", "v_cache"))
+    dim = q_out.shape[-1]
+    half = given["cos_sin"].shape[-1]
+    for token in range(given["live"].item()):
+        heads = given["qkv"][token].double().cpu().view(-1, dim)
+        position = given["positions"][token].item()
+        cos, sin = given["cos_sin"][position].double().cpu()
+        for head in range(HEADS + KV_HEADS):
+            x = heads[head].clone()
+            weight = given["q_norm"] if head < HEADS else given["k_norm"]
+            if weight is not None:
+                x = x / math.sqrt((x * x).mean().item() + given["eps"]) * weight.double().cpu()
+            low, high = x[:half].clone(), x[half : 2 * half].clone()
+            x[:half], x[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
+            heads[head] = x
+        page = given["page_table"][given["rows"][token].item(), position // PAGE].item()
+        q_out[token] = heads[:HEADS]
+        k_cache[page, position % PAGE] = heads[HEADS : HEADS + KV_HEADS]
+        v_cache[page, position % PAGE] = heads[HEADS + KV_HEADS :]
+    return q_out, k_cache, v_cache
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 80), (32, 16)])
+def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated, device):
+    given = inputs(dim, rotated, dtype, norm, device if version == "triton" else "cpu")
+    wanted = expected(given)
+    VERSIONS[version](*given.values())
+    close = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    live = given["live"].item()
+    torch.testing.assert_close(given["q_out"][:live].double().cpu(), wanted[0][:live], atol=close, rtol=close)
+    torch.testing.assert_close(given["k_cache"].double().cpu(), wanted[1], atol=close, rtol=close)
+    assert torch.equal(given["v_cache"].double().cpu(), wanted[2])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("live", [0, 1, 3])
+def test_hostile_padding_changes_no_bit_of_live_tokens_or_pages(version, live, device):
+    """Law 4: NaN and huge integers past the live tokens."""
+    device = device if version == "triton" else "cpu"
+    clean, hostile = (inputs(32, 32, torch.float32, True, device, live=live) for _ in range(2))
+    hostile["qkv"][live:] = math.nan
+    hostile["rows"][live:] = 2**31 - 1
+    hostile["positions"][live:] = -(2**31)
+    for given in (clean, hostile):
+        VERSIONS[version](*given.values())
+    assert torch.equal(clean["q_out"][:live], hostile["q_out"][:live])
+    assert torch.equal(clean["k_cache"][:-1], hostile["k_cache"][:-1])
+    assert torch.equal(clean["v_cache"][:-1], hostile["v_cache"][:-1])
