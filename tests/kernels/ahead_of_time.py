@@ -1,7 +1,7 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
-Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}. It has to be a process
-of its own, for Triton's interpreter cannot be switched off again.
+Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}. It has to be a
+process of its own, for Triton's interpreter cannot be switched off again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from graphdecode.kernels import attention_plan, attention_tile, extend_attention, rope_append, split_decode
+from graphdecode.kernels import (
+    act_mul,
+    advance,
+    attention_plan,
+    embedding,
+    extend_attention,
+    logprobs,
+    rms_norm,
+    rope_append,
+    sample,
+    split_decode,
+)
+from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -37,6 +49,7 @@ POINTERS = {
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
+HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 ATTENTION_SHAPES = [
     (head_dim, dtype, kv_dtype)
     for head_dim in (64, 128, 256)
@@ -151,6 +164,51 @@ def append_case(head_dim: int, norm: bool) -> Callable[[], None]:
     )
 
 
+def step_tensors() -> dict[str, torch.Tensor]:
+    """The tensors of a step by the names that the launchers' arguments have."""
+    shapes = {slot.name: (ROWS, slot.width) if slot.width else (ROWS,) for slot in SAMPLING_SLOTS}
+    tensors = {slot.name: torch.empty(shapes[slot.name], dtype=slot.dtype) for slot in SAMPLING_SLOTS}
+    for name in ("positions", "pre_step_seqlens", "finished", "live_rows", "live", "running"):
+        tensors[name] = torch.empty(ROWS, dtype=torch.int32)
+    for name in ("tokens", "sampled", "step_index"):
+        tensors[name] = torch.empty(ROWS, dtype=torch.int64)
+    tensors["logits"] = torch.empty(ROWS, VOCAB)
+    tensors["token_counts"] = torch.empty(ROWS, VOCAB, dtype=torch.int32)
+    tensors["sampled_logprob"] = torch.empty(ROWS)
+    tensors["top_logprobs"] = torch.empty(ROWS, MAX_LOGPROBS)
+    tensors["top_ids"] = torch.empty(ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    tensors["ring_tokens"] = torch.empty(4, ROWS, dtype=torch.int64)
+    tensors["ring_logprob"] = torch.empty(4, ROWS)
+    tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
+    tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    return tensors
+
+
+def by_name(launcher: Callable[..., None], tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """Call a launcher with the tensors that its arguments name."""
+    names = [name for name, p in inspect.signature(launcher).parameters.items() if p.default is p.empty]
+    return lambda: launcher(*(tensors[name] for name in names))
+
+
+def step_cases() -> dict[str, Callable[[], None]]:
+    """The launches of the rest of a step, which no head_dim changes."""
+    tensors = step_tensors()
+    x, weight = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
+    table = torch.empty(1000, HIDDEN, dtype=torch.bfloat16)
+    wide = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16)
+    gate_up = torch.empty(ROWS, 2 * FEED_FORWARD, dtype=torch.bfloat16)
+    return {
+        "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"]),
+        "rms-norm": lambda: rms_norm.rms_norm_triton(x, x, weight, 1e-5),
+        "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5),
+        "silu": lambda: act_mul.act_mul_triton(wide, gate_up, "silu"),
+        "gelu": lambda: act_mul.act_mul_triton(wide, gate_up, "gelu"),
+        "sample": by_name(sample.sample_triton, tensors),
+        "logprobs": by_name(logprobs.token_logprobs_triton, tensors),
+        "advance": by_name(advance.advance_triton, tensors),
+    }
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -162,6 +220,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     for head_dim in (64, 128, 256):
         cases[f"append-d{head_dim}"] = append_case(head_dim, False)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, True)
+    cases |= step_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)
@@ -173,5 +232,4 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
 
 
 if __name__ == "__main__":
-    assert attention_tile.triton is triton
     print(json.dumps(measure(int(sys.argv[1])), indent=1))

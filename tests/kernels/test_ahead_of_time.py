@@ -1,0 +1,81 @@
+"""Every kernel of the engine's step compiles for every GPU that we name, within its budget, with nothing spilled.
+
+`budgets.json` holds, by architecture, case and kernel, the most registers of a thread and bytes of shared memory of a
+program. Run this file as a script to write it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parent
+BUDGETS = HERE / "budgets.json"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program can have
+REGISTER_SLACK = 8  # compilers differ by a few; a spill is never allowed
+SHARED_SLACK = 1024
+
+
+def compile_all(workers: int = 2) -> dict[str, dict[str, dict[str, int]]]:
+    """Compile everything for every architecture, each in a process of its own, without the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+
+    def compile_one(arch: int) -> tuple[str, dict[str, dict[str, int]]]:
+        with tempfile.TemporaryDirectory() as cache:
+            done = subprocess.run(
+                [sys.executable, "-W", "ignore", str(HERE / "ahead_of_time.py"), str(arch)],
+                env={**environment, "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        if done.returncode:
+            raise RuntimeError(f"compiling for sm_{arch} failed:\n{done.stderr[-4000:]}")
+        return f"sm_{arch}", json.loads(done.stdout)
+
+    with ThreadPoolExecutor(workers) as pool:
+        return dict(pool.map(compile_one, SHARED_LIMIT))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, dict[str, dict[str, int]]]:
+    return compile_all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", SHARED_LIMIT)
+def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
+    measured, budget = compiled[f"sm_{arch}"], json.loads(BUDGETS.read_text())[f"sm_{arch}"]
+    assert measured.keys() == budget.keys()
+    for case, numbers in measured.items():
+        allowed = budget[case]
+        assert numbers["stack"] == 0, f"{case} for sm_{arch} spills: {numbers}"
+        assert numbers["shared"] <= SHARED_LIMIT[arch], f"{case} does not fit sm_{arch}: {numbers}"
+        assert numbers["registers"] <= allowed["registers"] + REGISTER_SLACK, f"{case} for sm_{arch}: {numbers}"
+        assert numbers["shared"] <= allowed["shared"] + SHARED_SLACK, f"{case} for sm_{arch}: {numbers}"
+
+
+def test_budgets_cover_attention_at_every_head_dim():
+    for cases in json.loads(BUDGETS.read_text()).values():
+        for kind in ("decode", "extend", "append"):
+            for head_dim in (64, 128, 256):
+                assert any(case.startswith(kind) and f"-d{head_dim}/" in case for case in cases)
+
+
+if __name__ == "__main__":
+    lines = {
+        arch: {case: {"registers": n["registers"], "shared": n["shared"]} for case, n in cases.items()}
+        for arch, cases in compile_all().items()
+    }
+    BUDGETS.write_text(
+        json.dumps(lines, indent=1).replace("{\n   ", "{").replace(",\n   ", ", ").replace("\n  }", "}") + "\n"
+    )
