@@ -100,6 +100,8 @@ def cache_append_triton(
     """Launch the kernel; see `cache_append`."""
     if new_k.numel() == 0:
         return
+    if k_cache.element_size() == 1:
+        k_cache, v_cache, new_k, new_v = (t.view(torch.uint8) for t in (k_cache, v_cache, new_k, new_v))
     new_k = new_k if new_k.stride(-1) == 1 else new_k.contiguous()
     new_v = new_v if new_v.stride(-1) == 1 else new_v.contiguous()
     packed = new_k.dim() == 3
@@ -152,6 +154,8 @@ def cache_append_torch(
     page_table: Tensor | None,
 ) -> None:
     """Append with torch operators; see `cache_append`."""
+    if k_cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
+        k_cache, v_cache, new_k, new_v = (t.view(torch.uint8) for t in (k_cache, v_cache, new_k, new_v))
     packed = new_k.dim() == 3
     rows = cu_seqlens_q.shape[0] - 1
     if not packed:

@@ -47,6 +47,8 @@ def page_gather_triton(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlen
     rows, max_length, heads, dim = out.shape
     if not rows:
         return
+    if out.element_size() == 1:
+        out, cache = out.view(torch.uint8), cache.view(torch.uint8)
     block_dim = triton.next_power_of_2(dim)
     block_heads = max(min(triton.next_power_of_2(heads), _MAX_TILE // block_dim), 1)
     _page_gather_kernel[(rows * max_length, triton.cdiv(heads, block_heads))](
@@ -68,6 +70,8 @@ def page_gather_triton(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlen
 
 def page_gather_torch(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlens_kv: Tensor) -> None:
     """Gather with torch operators; see `page_gather`."""
+    if out.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
+        out, cache = out.view(torch.uint8), cache.view(torch.uint8)
     rows, max_length = out.shape[:2]
     position = torch.arange(max_length, device=out.device)
     length = cu_seqlens_kv.diff()[:rows, None]

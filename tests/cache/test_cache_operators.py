@@ -78,12 +78,12 @@ def test_append_writes_the_new_tokens_and_nothing_else(version, paged, packed, h
 
 
 @pytest.mark.parametrize("version", [cache_append_torch, cache_append_triton])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_append_copies_half_precision_bit_for_bit(version, dtype, device):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_append_copies_low_precision_bit_for_bit(version, dtype, device):
     arguments, expected = append_case(True, False, dtype)
     arguments = [a.to(device) for a in arguments]
     version(*arguments)
-    assert torch.equal(arguments[0].cpu(), expected[0])
+    assert torch.equal(arguments[0].cpu().float(), expected[0].float())
 
 
 @pytest.mark.parametrize("version", [cache_append_torch, cache_append_triton])

@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.cache import InferenceParams, KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
 
@@ -134,6 +135,27 @@ def test_errors_name_the_value_and_the_limit(device, paged):
     with pytest.raises(ValueError, match="5 sequences, max_batch_size is 4"):
         params.pre_step(OrderedDict((i, 1) for i in range(5)))
     assert params.sequences == {"x": 12}
+
+
+class CopyCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operators = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket not in (torch.ops.aten.slice, torch.ops.aten.alias, torch.ops.aten.detach):
+            self.operators.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@BOTH
+@pytest.mark.parametrize("steps", [[(1, 1), (2, 1)], [(2, 5), (1, 1)], [(5, 1), (2, 2), (6, 1)], []])
+def test_pre_step_makes_one_copy_and_nothing_else(paged, steps):
+    params = make("cpu", paged)
+    params.pre_step(OrderedDict([(1, 4), (2, 3)]))
+    with CopyCounter() as counter:
+        params.pre_step(OrderedDict(steps))
+    assert counter.operators == ["aten.copy_"]
 
 
 @BOTH

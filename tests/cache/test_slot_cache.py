@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.cache import SlotKVCacheManager
 from graphdecode.kernels.slot_cache import (
     slot_scatter_torch,
@@ -232,6 +233,42 @@ def test_both_shifts_write_the_same(device, length):
         results.append(cache.cpu())
     assert torch.equal(results[0][2], torch.cat([start[2, :, 3:], new[0]], dim=1))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_one_captured_update_is_right_for_any_later_slots_and_positions(device, padding_side):
+    caches = [make(device, padding_side=padding_side) for _ in range(2)]
+    buffers = StepBuffers(
+        [
+            Slot("seq_ids", ("batch",), torch.int64, pad=-1),
+            Slot("positions", ("batch", 1), torch.int64, pad=-1),
+            Slot("new", ("batch", HEADS, 1, DIM), torch.float32),
+        ],
+        max_batch_size=BATCH,
+        device=device,
+    )
+    for name, tensor in caches[0].tensors().items():
+        buffers.adopt(name, tensor)
+
+    def step(batch):
+        caches[0].update_cache(False, batch.seq_ids, batch.positions, [[batch.new, batch.new * 2]] * LAYERS, LENGTH)
+
+    graphs = GraphManager(step, buffers, (1, 2, BATCH))
+    graphs.capture(progress=False)
+    assert all(not t.any() for t in caches[0].tensors().values()), "pad rows name no slot, and write nothing"
+    generator = torch.Generator().manual_seed(9)
+    for i in range(20):
+        n = 1 + i % BATCH
+        slots = torch.randperm(BATCH, generator=generator)[:n]
+        positions = torch.randint(LENGTH, (n, 1), generator=generator)
+        new = torch.randn(n, HEADS, 1, DIM, generator=generator)
+        buffers.seq_ids[:n], buffers.positions[:n], buffers.new[:n] = slots, positions, new
+        graphs.replay(n)
+        slots, positions, new = slots.to(device), positions.to(device), new.to(device)
+        caches[1].update_cache(False, slots, positions, [[new, new * 2]] * LAYERS, LENGTH)
+        for name, tensor in caches[1].tensors().items():
+            assert torch.equal(tensor, caches[0].tensors()[name]), f"step {i}, {name}"
+    graphs.close()
 
 
 def test_slot_operators_are_registered_rightly(device):
