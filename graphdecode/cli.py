@@ -306,9 +306,7 @@ def check(
 def main() -> None:
     """Run the command line; an error is one line and exit code 2, with `--debug` a traceback."""
     try:
-        app(standalone_mode=False)
-    except typer.Exit as leave:
-        sys.exit(leave.exit_code)
+        sys.exit(app(standalone_mode=False))  # what `typer.Exit` says, or None
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:

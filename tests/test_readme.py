@@ -23,21 +23,34 @@ def environment() -> dict[str, str]:
 
 @pytest.mark.parametrize("source", [text for kind, text in BLOCKS if kind == "python"])
 def test_python_examples_run(source: str) -> None:
-    result = subprocess.run([sys.executable, "-c", source], env=environment(), capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-c", source], env=environment(), capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the commands run, one after another: some read what earlier ones wrote."""
+    place = tmp_path_factory.mktemp("readme")
+    (place / "my-buckets.toml").write_text(next(text for kind, text in BLOCKS if kind == "toml"))
+    return place
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(OWN_TEST_COMMAND)])
-def test_commands_run(command: str, tmp_path: Path) -> None:
+def test_commands_run(command: str, folder: Path) -> None:
     if command.startswith("tools/") and not (ROOT / ".venv").exists():
         pytest.skip("would install an environment: run it by hand, or with .ci/run")
     if shutil.which("graphdecode", path=environment()["PATH"]) is None:
         command = command.replace("graphdecode ", f"{sys.executable} -m graphdecode ", 1)
-    toml = next(text for kind, text in BLOCKS if kind == "toml")
-    (tmp_path / "my-buckets.toml").write_text(toml)
-    folder = ROOT if command.startswith("tools/") else tmp_path
     result = subprocess.run(
-        ["bash", "-c", command], env=environment(), cwd=folder, capture_output=True, text=True, timeout=240
+        ["bash", "-c", command],
+        env=environment(),
+        cwd=ROOT if command.startswith("tools/") else folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip()

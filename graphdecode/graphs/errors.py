@@ -9,7 +9,8 @@ import torch
 
 _HERE = Path(__file__).parent
 _KERNELS = (_HERE.parent / "kernels", _HERE.parents[1] / "kernels")
-_OWN_FOLDERS = tuple(str(folder) for folder in (Path(torch.__file__).parent, _HERE, *_KERNELS))
+_TORCH = Path(torch.__file__).parent
+_OWN_FOLDERS = tuple(str(folder) for folder in (_TORCH, _TORCH.parent / "triton", _HERE, *_KERNELS))
 
 # kind of hazard -> (what a graph would get wrong, what to do instead)
 HAZARDS = {

@@ -18,7 +18,7 @@ _HOST_METHODS = {
     getattr(Tensor, name): name
     for name in ("tolist", "numpy", "item", "__array__", "__repr__", "__format__", "__bool__", "__int__", "__float__")
 }
-_HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item"}
+_HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item", "aten::allclose"}
 _DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
 _MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
 # tagged as dynamic, but only boolean masks make their shape depend on data

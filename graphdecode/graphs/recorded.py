@@ -124,7 +124,10 @@ class RecordedStepGraph:
         """Fill all intermediates with NaN or the largest integer; a replay may not depend on what they hold."""
         for tensor in self._pool:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            whole.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+            if tensor.dtype == torch.bool:
+                whole.fill_(True)
+            else:
+                whole.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
 
     def close(self) -> None:
         """Release the memory."""

@@ -1,0 +1,104 @@
+"""Steps that a graph replays rightly."""
+
+from collections.abc import Callable
+
+import torch
+from step_buffers import TABLE, WEIGHT
+
+from graphdecode.kernels.embedding import embedding
+from graphdecode.kernels.rms_norm import rms_norm
+
+GOOD_STEPS: dict[str, Callable] = {}
+
+
+def good(step: Callable) -> Callable:
+    """Add a step to the corpus."""
+    GOOD_STEPS[step.__name__] = step
+    return step
+
+
+@good
+def in_place(batch) -> None:
+    batch.x.mul_(2.0).add_(1.0)
+
+
+@good
+def product(batch) -> None:
+    batch.y.copy_(batch.x @ WEIGHT.T)
+
+
+@good
+def masked(batch) -> None:
+    batch.x.mul_(torch.where(batch.n.sum() > 3, 2.0, 1.0))
+
+
+@good
+def gather_by_index(batch) -> None:
+    batch.y.copy_(TABLE[batch.ids])
+
+
+@good
+def scatter_by_index(batch) -> None:
+    batch.y.index_copy_(0, batch.ids.clamp(0, 3), batch.x)
+
+
+@good
+def masked_fill(batch) -> None:
+    batch.x.masked_fill_(batch.flag[:, None], 0.0)
+
+
+@good
+def own_operator(batch) -> None:
+    rms_norm(batch.y, batch.x, WEIGHT[0], 1e-5)
+
+
+@good
+def own_operator_that_reads_in_host_memory(batch) -> None:
+    embedding(batch.y, batch.ids, TABLE, batch.live_rows)
+
+
+@good
+def factories(batch) -> None:
+    rows = torch.arange(batch.size)
+    ones, zeros, full = torch.ones(8), torch.zeros(8), torch.full((8,), 0.5)
+    batch.y.copy_(torch.where((rows < batch.live_rows)[:, None], ones + full, zeros))
+
+
+@good
+def views(batch) -> None:
+    batch.x.view(-1, 4)[:, 1:3].transpose(0, 1).neg_()
+
+
+@good
+def loop_of_fixed_length(batch) -> None:
+    hidden = batch.x
+    for _ in range(3):
+        hidden = torch.tanh(hidden @ WEIGHT)
+    batch.y.copy_(hidden)
+
+
+@good
+def shape_branch(batch) -> None:
+    if batch.x.shape[0] >= 2:
+        batch.y.copy_(batch.x)
+
+
+@good
+def several_outputs(batch) -> None:
+    values, places = torch.topk(batch.x, 3)
+    batch.y[:, :3].copy_(values + places)
+
+
+@good
+def reductions(batch) -> None:
+    batch.y.copy_(torch.softmax(batch.x, -1).cumsum(-1) - batch.x.mean(-1, keepdim=True))
+
+
+@good
+def dtype_changes(batch) -> None:
+    batch.y.copy_(batch.x.to(torch.bfloat16).float() + batch.n.to(torch.float32)[:, None])
+
+
+@good
+def concatenation(batch) -> None:
+    batch.y.copy_(torch.cat([batch.x[:, 4:], batch.x[:, :4]], dim=-1))

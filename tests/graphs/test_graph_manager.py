@@ -1,0 +1,259 @@
+"""Capture and replay of any step: the laws on toy steps, and refusals that leave the process fit to go on."""
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
+from graphdecode.buffers import Batch
+from graphdecode.kernels.rms_norm import rms_norm
+
+CAPACITY = 8
+
+
+@pytest.fixture
+def buffers(device: str) -> StepBuffers:
+    return StepBuffers(
+        [
+            Slot("x", ("batch", 16), torch.float32, pad=0.0),
+            Slot("y", ("batch", 16), torch.float32, pad=0.0),
+            Slot("count", ("batch",), torch.int32, pad=0),
+        ],
+        max_batch_size=CAPACITY,
+        device=device,
+    )
+
+
+@pytest.fixture
+def weight(device: str) -> torch.Tensor:
+    return torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).to(device)
+
+
+@pytest.fixture
+def step(weight: torch.Tensor) -> Callable[[Batch], None]:
+    gain = weight[0]
+
+    def run(batch: Batch) -> None:
+        hidden = torch.empty_like(batch.x)
+        rms_norm(hidden, torch.tanh(batch.x @ weight), gain, 1e-5)
+        values, _ = torch.sort(hidden, dim=-1)  # an operator with two outputs
+        live = torch.arange(batch.size, device=batch.x.device) < batch.live_rows
+        batch.y.copy_(torch.where(live[:, None], values + batch.count[:, None].to(torch.float32), 0.0))
+        batch.count.add_(live.to(torch.int32))
+
+    return run
+
+
+def manager(step: Callable, buffers: StepBuffers, weight: torch.Tensor, **options: object) -> GraphManager:
+    return GraphManager(step, buffers, BucketLadder([1, 2, 4], CAPACITY), constants=[weight], **options)
+
+
+def fill(buffers: StepBuffers, seed: int) -> None:
+    buffers.x.copy_(torch.randn(CAPACITY, 16, generator=torch.Generator().manual_seed(seed)))
+    buffers.count.copy_(torch.arange(CAPACITY))
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_law_3_every_batch_size_runs_in_its_bucket(step, buffers, weight, backend: str) -> None:
+    graphs = manager(step, buffers, weight, backend=backend)
+    graphs.capture(progress=False)
+    assert graphs.buckets == (1, 2, 4, 8)
+    for batch_size in range(1, CAPACITY + 1):
+        assert graphs.replay(batch_size) == graphs.bucket_for(batch_size) >= batch_size
+
+
+@pytest.mark.parametrize("batch_size", range(1, CAPACITY + 1))
+def test_law_5_replay_is_eager_bit_for_bit(step, buffers, weight, batch_size: int) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    results = []
+    for run in (graphs.run_eager, graphs.replay):
+        fill(buffers, seed=batch_size)
+        for _ in range(3):
+            run(batch_size)
+        results.append((buffers.y[:batch_size].clone(), buffers.count[:batch_size].clone()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_law_4_hostile_padding_changes_no_live_bit(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    for batch_size in range(1, CAPACITY):
+        fill(buffers, seed=1)
+        graphs.replay(batch_size)
+        clean = buffers.y[:batch_size].clone()
+        fill(buffers, seed=1)
+        buffers.poison(batch_size)
+        graphs.replay(batch_size)
+        assert torch.equal(buffers.y[:batch_size], clean)
+
+
+def test_law_1_a_replay_uses_the_memory_of_the_capture(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    before = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
+    for batch_size in (3, 8, 1):
+        graphs.replay(batch_size)
+    assert {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()} == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks into recorded graphs")
+def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    fill(buffers, seed=2)
+    graphs.replay(5)
+    expected = buffers.y.clone()
+    fill(buffers, seed=2)
+    for graph in graphs._graphs.values():
+        graph.poison()
+    graphs.replay(5)
+    assert torch.equal(buffers.y, expected)
+
+
+def test_a_capture_leaves_the_slots_as_they_were(step, buffers, weight) -> None:
+    fill(buffers, seed=3)
+    buffers.set_live_rows(5)
+    before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
+    manager(step, buffers, weight).capture(progress=False)
+    for name, tensor in buffers.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("batch_size", [0, CAPACITY + 1])
+def test_law_7_a_batch_outside_the_capacity_changes_nothing(step, buffers, weight, batch_size: int) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    fill(buffers, seed=4)
+    graphs.replay(3)
+    before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
+    with pytest.raises(ValueError, match=f"got {batch_size}"):
+        graphs.replay(batch_size)
+    for name, tensor in buffers.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_replay_before_capture_says_so(step, buffers, weight) -> None:
+    with pytest.raises(RuntimeError, match="bucket 4 was not captured"):
+        manager(step, buffers, weight).replay(3)
+
+
+def test_a_failing_capture_leaves_the_process_fit_to_go_on(step, buffers, weight) -> None:
+    def failing(batch: Batch) -> None:
+        if batch.size == 2:
+            batch.y.add_(float(batch.x.sum().item()))
+        step(batch)
+
+    fill(buffers, seed=5)
+    before = buffers.x.clone()
+    broken = manager(failing, buffers, weight)
+    with pytest.raises(CaptureError, match="test_graph_manager") as caught:
+        broken.capture(progress=False)
+    assert caught.value.kind == "host-read"
+    assert torch.equal(buffers.x, before)
+    with pytest.raises(RuntimeError, match="was not captured"):
+        broken.replay(8)
+    good = manager(step, buffers, weight)
+    good.capture(progress=False)
+    assert good.replay(2) == 2
+    assert torch.randn(3).shape == (3,), "no mode is left behind"
+
+
+def test_an_error_of_the_step_itself_comes_through(buffers, weight) -> None:
+    def failing(batch: Batch) -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        manager(failing, buffers, weight).capture(progress=False)
+
+
+def test_two_managers_share_a_process_and_buffers(step, buffers, weight) -> None:
+    def double(batch: Batch) -> None:
+        batch.y.mul_(2.0)
+
+    first, second = manager(step, buffers, weight), manager(double, buffers, weight)
+    first.capture(progress=False)
+    second.capture(progress=False)
+    fill(buffers, seed=6)
+    first.replay(4)
+    once = buffers.y.clone()
+    second.replay(4)
+    assert torch.equal(buffers.y[:4], 2 * once[:4])
+    first.close()
+    second.replay(4)
+    assert torch.equal(buffers.y[:4], 4 * once[:4])
+
+
+def test_frozen_graphs_refuse_to_capture_until_thawed(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    graphs.freeze()
+    with pytest.raises(FrozenError, match="frozen"):
+        graphs.capture(progress=False)
+    with pytest.raises(FrozenError, match="cannot adopt"):
+        buffers.adopt("other", torch.zeros(1, device=buffers.device))
+    graphs.replay(3)
+    graphs.thaw()
+    with pytest.raises(RuntimeError, match="was not captured"):
+        graphs.replay(3)
+    graphs.capture(progress=False)
+    graphs.replay(3)
+
+
+def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> None:
+    def tensors_alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
+
+    for _ in range(3):
+        graphs = manager(step, buffers, weight)
+        graphs.capture(progress=False)
+        graphs.close()
+    before = tensors_alive()
+    for _ in range(100):
+        graphs = manager(step, buffers, weight)
+        graphs.capture(progress=False)
+        graphs.close()
+    assert tensors_alive() <= before
+
+
+def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    assert {bucket.state for bucket in graphs.report().buckets} == {"waiting"}
+    report = graphs.capture(progress=False)
+    graphs.replay(3)
+    graphs.replay(4)
+    by_bucket = {bucket.bucket: bucket for bucket in graphs.report().buckets}
+    assert [bucket.bucket for bucket in report.buckets] == [1, 2, 4, 8]
+    assert by_bucket[4].replays == 2
+    assert all(bucket.state == "captured" and bucket.capture_ms > 0 for bucket in by_bucket.values())
+    assert by_bucket[8].pool_bytes >= by_bucket[1].pool_bytes > 0
+    assert "replays" in str(report)
+    assert report.as_dict()["buckets"][0]["bucket"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "metal"}, "backend must be one of"),
+        ({"warmup_steps": 0}, "warmup_steps must be >= 1"),
+        ({"constants": ["weight"]}, "a constant is a tensor or a module, got str"),
+    ],
+)
+def test_impossible_options_are_refused(step, buffers, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GraphManager(step, buffers, [1, 2], **options)
+
+
+def test_a_backend_of_another_device_is_refused(step, buffers, weight) -> None:
+    other = "recorded" if buffers.device.type == "cuda" else "cuda"
+    with pytest.raises(ValueError, match=f"backend '{other}' does not work on {buffers.device.type}"):
+        manager(step, buffers, weight, backend=other)
+
+
+def test_a_ladder_larger_than_the_buffers_is_refused(step, buffers, weight) -> None:
+    with pytest.raises(ValueError, match="the ladder goes up to 16 rows, the buffers hold 8"):
+        GraphManager(step, buffers, BucketLadder([1], 16))
