@@ -92,6 +92,7 @@ def attend_span(
     `scale` holds log2(e). A PAGE_SIZE of 0 says that the row is all in one page.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    PRECISION: tl.constexpr = "tf32x3"  # of fp32 products: three tensor-core products that keep fp32's accuracy
     dims = tl.arange(0, BLOCK_D)
     values = tl.arange(0, BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
@@ -125,15 +126,15 @@ def attend_span(
                 rope_step,
                 rope_scale,
             )
-            scores = tl.dot(q, k_low.to(COMPUTE), input_precision="ieee")
-            scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision="ieee")
+            scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
+            scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
         else:
             if BLOCK_D == HEAD_DIM:
                 k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=inside[None, :], other=0.0)
             else:
                 held = inside[None, :] & (dims < HEAD_DIM)[:, None]
                 k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=held, other=0.0)
-            scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision="ieee")
+            scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
         scores = scores * scale
         if HAS_CAP:
             # log2(e) stands in the scale: cap * log2(e) * tanh(s / (cap * log2(e)) ), tanh(x) = 1 - 2 / (e^2x + 1)
@@ -158,7 +159,7 @@ def attend_span(
             held = inside[:, None] & (values < VALUE_DIM)[None, :]
             v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=held, other=0.0)
         v = dequantise(v, KV_BITS, COMPUTE)
-        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
         page = next_page
     return acc, total, top
@@ -191,20 +192,21 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
     """
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_v = max(triton.next_power_of_2(value_dim), 16)
-    most = 64 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v <= 256 else 16
+    most = 64 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16
     block_m = min(max(triton.next_power_of_2(rows), 16), most)
-    item = max(kv_itemsize, compute_itemsize) if compute_itemsize == 4 else 2
-    block_n = _TILE_BYTES // ((block_d + block_v) * item)
+    block_n = _TILE_BYTES // ((block_d + block_v) * compute_itemsize)
     block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m == 64 else 128)
+    wide = compute_itemsize == 4
     # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
-    few_warps = block_m * max(block_v, block_n) <= (8192 if kv_itemsize == 1 and block_v >= 256 else 4096)
+    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
+    stages = (1 if block_d >= 256 else 2) if wide else 4 if kv_itemsize == 1 else 3  # one tile fewer is in flight
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "num_warps": 4 if few_warps else 8,
-        "num_stages": 4 if kv_itemsize == 1 else 3,  # one tile fewer in flight
+        "num_warps": 4 if block_m * max(block_v, block_n) <= room else 8,
+        "num_stages": stages,
     }
 
 
