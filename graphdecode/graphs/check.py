@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +12,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from graphdecode.buffers import Batch, StepBuffers
-from graphdecode.graphs.errors import CaptureError, caller
-from graphdecode.graphs.observer import HostReadGuard, StepObserver, storage_key
-
-try:
-    from triton.runtime.interpreter import InterpretedFunction
-    from triton.runtime.jit import JITFunction
-
-    _KERNEL_CLASSES: tuple[type, ...] = (JITFunction, InterpretedFunction)
-except ImportError:
-    _KERNEL_CLASSES = ()
+from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
+from graphdecode.graphs.observer import StepObserver, observed
+from graphdecode.graphs.owners import Owners, storage_key
+from graphdecode.graphs.preserve import slots_restored
 
 Step = Callable[[Batch], None]
+
+# after these, a second run that differs from the first is a consequence, and would only hide the cause
+_EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
 
 @dataclass(frozen=True)
@@ -53,41 +49,55 @@ class Finding:
         return cls(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
 
     def __str__(self) -> str:
+        where = f"{self.file}:{self.line}: " if self.file else ""
         source = linecache.getline(self.file, self.line).strip() if self.file and self.line else ""
-        lines = [f"{self.file}:{self.line}: {self.kind}: {self.operator}"]
+        lines = [f"{where}{self.kind}: {self.operator}"]
         if source:
             lines.append(f"    {source}")
         return "\n".join([*lines, f"  why: {self.why}", f"  instead: {self.remedy}"])
 
 
-def check(step: Step, buffers: StepBuffers, *, constants: Iterable[Tensor | torch.nn.Module] = ()) -> list[Finding]:
+def check(
+    step: Step,
+    buffers: StepBuffers,
+    *,
+    constants: Iterable[Tensor | torch.nn.Module] = (),
+    between_steps: Callable[[], None] | None = None,
+) -> list[Finding]:
     """Return the hazards of a step, in the order in which they were met; a step that can be captured has none.
 
-    The step is run twice, with different contents in all slots: what a graph would repeat though the second run did
-    something else (a number, a slice, a branch) is found by comparing the two. The slots hold the same afterwards as
-    before; adopted tensors do not.
+    The step is run twice, with different contents in all slots and different numbers of live rows: what a graph would
+    repeat though the second run did something else (a number, a slice, a branch) is found by comparing the two. The
+    slots hold the same afterwards as before; adopted tensors do not.
 
     Args:
         step: what would be captured.
         buffers: what it would be captured over.
         constants: tensors and modules that the step only reads.
+        between_steps: what the caller does on the host between two steps (counts them, picks other lengths), so that a
+            number that the step takes from there is seen to change.
+
+    Raises:
+        ValueError: a constant is neither a tensor nor a module.
     """
-    tensors = [t for c in constants for t in ([c] if isinstance(c, Tensor) else [*c.parameters(), *c.buffers()])]
+    owners = Owners(buffers, constants)
     findings: dict[tuple[str, str | None, int | None], Finding] = {}
 
     def collect(error: CaptureError) -> None:
         # what a method reads on the host shows up again as the operators below it: one line, one finding of a kind
         findings.setdefault((error.kind, error.file, error.line), Finding.of(error))
 
-    runs = []
-    with _slots_restored(buffers):
+    traces = []
+    with slots_restored(buffers):
         for seed in range(2):
+            if seed and between_steps is not None:
+                between_steps()
             _fill(buffers, seed)
-            observer = _Tracer(buffers.tensors.values(), tensors, collect)
-            _run(step, buffers, observer, collect)
-            runs.append(observer.trace)
-    if not findings:
-        _compare(*runs, collect=collect)
+            tracer = _Tracer(owners, collect)
+            _run(step, buffers, tracer)
+            traces.append(tracer.trace)
+    if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
+        _compare(*traces, refuse=collect)
     return list(findings.values())
 
 
@@ -96,7 +106,7 @@ class _Call:
     """One operator of a run, in a form that can be compared with another run's."""
 
     operator: str
-    arguments: Any
+    values: Any  # its arguments and results: numbers as they are, tensors by where they are and what they look like
     file: str | None
     line: int | None
 
@@ -104,85 +114,59 @@ class _Call:
 class _Tracer(StepObserver):
     """Collects hazards, and what the step did."""
 
-    def __init__(
-        self, owned: Iterable[Tensor], constants: Iterable[Tensor], refuse: Callable[[CaptureError], None]
-    ) -> None:
-        owned, constants = list(owned), list(constants)
-        super().__init__(owned, constants, refuse)
+    def __init__(self, owners: Owners, refuse: Refuse) -> None:
+        super().__init__(owners, refuse)
         self.trace: list[_Call] = []
-        self.depth = 0
-        self._names = {storage_key(tensor): place for place, tensor in enumerate([*owned, *constants])}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.depth += 1
-        try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        finally:
-            self.depth -= 1
+        self._places: dict[int | None, str] = {}
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep the operator with its numbers, and its tensors by where they are and what they look like."""
-        arguments = tree_map(self._describe, (args, kwargs))
-        for value in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(value, Tensor):
-                self._names.setdefault(storage_key(value), len(self._names))
-        self.trace.append(_Call(str(func), arguments, *caller()))
+        """Keep what the operator was given and what it gave."""
+        values = tree_map(self._describe, (args, kwargs, result))
+        self.trace.append(_Call(str(func), values, *caller()))
 
     def _describe(self, value: Any) -> Any:
+        if isinstance(value, float):
+            return repr(value)  # NaN equals NaN
         if not isinstance(value, Tensor):
-            return str(value) if isinstance(value, float) else value  # NaN equals NaN
+            return value
         key = storage_key(value)
-        place = None if key is None else self._names.setdefault(key, len(self._names))
-        layout = None if key is None else (value.storage_offset(), value.stride())
-        return ("tensor", place, tuple(value.shape), value.dtype, layout)
+        if key is None:
+            return f"opaque {list(value.shape)}"
+        if key in self.literals:
+            with torch._C.DisableTorchFunction():
+                return repr(self.literals[key].item())
+        place = self.owner_of(value) or self._places.setdefault(key, f"intermediate {len(self._places)}")
+        return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
 
 
-def _run(step: Step, buffers: StepBuffers, observer: _Tracer, collect: Callable[[CaptureError], None]) -> None:
-    batch = buffers.narrow(buffers.max_batch_size)
-    slots = dict(vars(batch))
-    moved = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
+def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> None:
+    addresses = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
     try:
-        with torch.no_grad(), _launches_watched(observer, collect), HostReadGuard(collect), observer:
+        with observed(tracer, buffers.narrow(buffers.max_batch_size)) as batch:
             step(batch)
     except Exception as error:
-        trace, last = error.__traceback__, None
-        while trace is not None:
-            if trace.tb_frame.f_code.co_filename == step.__code__.co_filename:
-                last = (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-            trace = trace.tb_next
-        failure = CaptureError("failed", type(error).__name__, str(error).partition("\n")[0])
-        failure.file, failure.line = last or (failure.file, failure.line)
-        collect(failure)
-    for name, value in vars(batch).items():
-        if slots.get(name) is not value:
-            rebound = CaptureError("moved", f"batch.{name} = ...", "a slot was rebound")
-            rebound.file, rebound.line = step.__code__.co_filename, step.__code__.co_firstlineno
-            collect(rebound)
-    vars(batch).clear()
-    vars(batch).update(slots)
+        tracer.refuse(CaptureError.of(error, tracer.last_operator))
     for name, tensor in buffers.tensors.items():
-        if tensor.data_ptr() != moved[name]:
-            gone = CaptureError("moved", f"buffers.{name}", "its memory was replaced")
-            gone.file, gone.line = step.__code__.co_filename, step.__code__.co_firstlineno
-            collect(gone)
+        if tensor.data_ptr() != addresses[name]:
+            detail = f"the memory of {name} was replaced"
+            tracer.refuse(CaptureError("moved", f"buffers.{name}", detail, definition_of(step)))
 
 
-def _compare(first: list[_Call], second: list[_Call], *, collect: Callable[[CaptureError], None]) -> None:
+def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:
     for before, after in zip(first, second, strict=False):
         if before.operator != after.operator:
-            _blame(after, f"a branch: {before.operator} at first, {after.operator} the next time", collect)
+            _blame(after, f"a branch: {before.operator} at first, {after.operator} the next time", refuse)
             return
-        if before.arguments != after.arguments:
-            _blame(after, f"{_difference(before.arguments, after.arguments)}", collect)
+        if before.values != after.values:
+            _blame(after, _difference(before.values, after.values), refuse)
     if len(first) != len(second):
         longer = max(first, second, key=len)
-        _blame(longer[min(len(first), len(second))], f"{len(first)} operators at first, then {len(second)}", collect)
+        detail = f"a branch or a loop: {len(first)} operators at first, {len(second)} the next time"
+        _blame(longer[min(len(first), len(second))], detail, refuse)
 
 
-def _blame(call: _Call, detail: str, collect: Callable[[CaptureError], None]) -> None:
-    error = CaptureError("baked-value", call.operator, detail)
-    error.file, error.line = call.file, call.line
-    collect(error)
+def _blame(call: _Call, detail: str, refuse: Refuse) -> None:
+    refuse(CaptureError("baked-value", call.operator, detail, (call.file, call.line)))
 
 
 def _difference(before: Any, after: Any) -> str:
@@ -191,31 +175,8 @@ def _difference(before: Any, after: Any) -> str:
             if old != new:
                 return _difference(old, new)
     if isinstance(before, dict) and isinstance(after, dict):
-        return next((_difference(before[key], after.get(key)) for key in before if before[key] != after.get(key)), "")
+        return next((_difference(old, after.get(key)) for key, old in before.items() if old != after.get(key)), "")
     return f"{before} at first, {after} the next time"
-
-
-@contextmanager
-def _launches_watched(observer: _Tracer, collect: Callable[[CaptureError], None]) -> Iterator[None]:
-    """Report Triton kernels that are launched while no operator is running."""
-    originals = [(kernel_class, kernel_class.run) for kernel_class in _KERNEL_CLASSES]  # type: ignore[attr-defined]
-
-    def watched(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            if observer.depth == 0:
-                collect(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
-                return None
-            return original(kernel, *args, **kwargs)
-
-        return run
-
-    try:
-        for kernel_class, original in originals:
-            kernel_class.run = watched(original)  # type: ignore[attr-defined]
-        yield
-    finally:
-        for kernel_class, original in originals:
-            kernel_class.run = original  # type: ignore[attr-defined]
 
 
 def _fill(buffers: StepBuffers, seed: int) -> None:
@@ -230,15 +191,4 @@ def _fill(buffers: StepBuffers, seed: int) -> None:
         else:
             values = torch.randint(0, 2, tensor.shape, generator=generator)
         tensor.copy_(values.to(slot.dtype))
-    buffers.live_rows.fill_(max(buffers.max_batch_size - seed, 1))
-
-
-@contextmanager
-def _slots_restored(buffers: StepBuffers) -> Iterator[None]:
-    saved = {name: buffers.tensors[name].clone() for name in buffers.slots}
-    try:
-        yield
-    finally:
-        for name, values in saved.items():
-            if buffers.tensors[name].shape == values.shape:
-                buffers.tensors[name].copy_(values)
+    buffers.set_live_rows(max(buffers.max_batch_size - seed, 1))

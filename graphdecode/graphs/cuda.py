@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from graphdecode.buffers import Batch
+from graphdecode.graphs.cuda_nodes import nodes_of
+from graphdecode.graphs.errors import CaptureError
 
 
 class CudaCapture:
-    """What all buckets of a manager share: one stream to capture on and one memory pool."""
+    """What the buckets of a manager share: one stream to capture on and one memory pool.
+
+    A pool is good for one generation of graphs: when the last one is gone the allocator takes it apart.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -18,38 +26,76 @@ class CudaCapture:
         self.pool: Any = torch.cuda.graph_pool_handle()
 
 
+class _LastOperator(TorchDispatchMode):
+    """Remembers which operator was the last, for the error of a capture that fails."""
+
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
 class CudaStepGraph:
     """A captured step; replay is one launch.
 
     Args:
-        step: the step over one bucket's views; warmed up already.
+        step: what is captured; warmed up already.
+        batch: the views that it is given.
         shared: stream and pool.
 
     Attributes:
-        nodes: kind of node -> count; the driver knows, see `graphs.inspect`.
+        kinds: kind of node -> count.
+        nodes: the graph's nodes.
         pool_bytes: memory that this capture added to the pool.
+        moved_bytes: 0; the driver does not say.
+        instantiate_ms: time that the driver took to make the graph fit to launch.
+
+    Raises:
+        CaptureError: the step or its capture failed; stream and allocator are as they were.
     """
 
-    def __init__(self, step: Callable[[], None], shared: CudaCapture) -> None:
-        self.nodes: Counter[str] = Counter()
-        self._graph = torch.cuda.CUDAGraph()
+    moved_bytes = 0
+
+    def __init__(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture) -> None:
+        self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(shared.device)
+        torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(shared.device)
-        current = torch.cuda.current_stream(shared.device)
+        observer = _LastOperator()
         try:
-            with (
-                torch.no_grad(),
-                torch.cuda.graph(
-                    self._graph, pool=shared.pool, stream=shared.stream, capture_error_mode="thread_local"
-                ),
-            ):
-                step()
-        except BaseException:
-            # a capture that fails while it ends leaves its own stream current
-            torch.cuda.set_stream(current)
-            raise
+            with torch.cuda.device(shared.device), torch.cuda.stream(shared.stream), torch.no_grad(), observer:
+                self._capture(step, batch, shared)
+            began = time.perf_counter()
+            self._graph.instantiate()
+            self.instantiate_ms = 1000 * (time.perf_counter() - began)
+        except Exception as error:
+            self._graph.reset()
+            raise CaptureError.of(error, observer.name) from error
         torch.cuda.synchronize(shared.device)
         self.pool_bytes = max(torch.cuda.memory_reserved(shared.device) - before, 0)
+        self.kinds, self.nodes = nodes_of(self._graph.raw_cuda_graph())
+
+    def _capture(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture) -> None:
+        self._graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
+        try:
+            step(batch)
+        except BaseException:
+            self._end(shared, is_failing=True)
+            raise
+        self._end(shared, is_failing=False)
+
+    def _end(self, shared: CudaCapture, *, is_failing: bool) -> None:
+        try:
+            self._graph.capture_end()
+        except RuntimeError:
+            # the driver refused what was captured, and torch left before it told the allocator: without this, the
+            # allocator would go on believing that a capture is under way, and keep the pool for ever
+            index = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(index, shared.pool)
+            torch._C._cuda_releasePool(index, shared.pool)
+            if not is_failing:
+                raise
 
     def replay(self) -> None:
         """Launch the graph on the current stream."""
@@ -58,3 +104,4 @@ class CudaStepGraph:
     def close(self) -> None:
         """Release the graph."""
         self._graph.reset()
+        self.nodes = []

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import sys
+import sysconfig
+from collections.abc import Callable
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 
 _HERE = Path(__file__).parent
-_KERNELS = (_HERE.parent / "kernels", _HERE.parents[1] / "kernels")
-_TORCH = Path(torch.__file__).parent
-_OWN_FOLDERS = tuple(str(folder) for folder in (_TORCH, _TORCH.parent / "triton", _HERE, *_KERNELS))
+_TRITON = importlib.util.find_spec("triton")
+_OWN_FOLDERS = tuple(
+    str(folder) + os.sep
+    for folder in (
+        Path(torch.__file__).parent,
+        _HERE,
+        _HERE.parent / "kernels",
+        _HERE.parents[1] / "kernels",
+        *([Path(_TRITON.origin).parent] if _TRITON is not None and _TRITON.origin else []),
+    )
+)
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
 # kind of hazard -> (what a graph would get wrong, what to do instead)
 HAZARDS = {
@@ -43,6 +58,10 @@ HAZARDS = {
         "the step gives a tensor other memory, or a slot another tensor: a graph goes on using the old",
         "allocate at full capacity, and change the contents in place with copy_",
     ),
+    "raw-pointer": (
+        "the step takes a tensor's address: what is done with it can be neither recorded nor checked",
+        "do it in an operator registered with torch.library, with the tensors that it writes in mutates_args",
+    ),
     "baked-value": (
         "the step does something else the next time: a graph would repeat what it did at capture",
         "put what changes into a slot, and read it on the device",
@@ -62,6 +81,7 @@ class CaptureError(RuntimeError):
         kind: of the hazard, a key of `HAZARDS`.
         operator: the operator to blame.
         detail: what is particular to this case.
+        place: file and line to blame; None means the line of the step that is running now.
 
     Attributes:
         file: of the step's line to blame; None where it is not known.
@@ -70,22 +90,64 @@ class CaptureError(RuntimeError):
         remedy: what to do instead.
     """
 
-    def __init__(self, kind: str, operator: str, detail: str = "") -> None:
+    def __init__(
+        self, kind: str, operator: str, detail: str = "", place: tuple[str | None, int | None] | None = None
+    ) -> None:
         self.kind = kind
         self.operator = operator
         self.why, self.remedy = HAZARDS[kind]
         if detail:
             self.why = f"{self.why} ({detail})"
-        self.file, self.line = caller()
-        super().__init__(f"{self.file}:{self.line}: {operator}: {self.why}; {self.remedy} [{kind}]")
+        self.file, self.line = caller() if place is None else place
+        where = f"{self.file}:{self.line}: " if self.file else ""
+        super().__init__(f"{where}{operator}: {self.why}; {self.remedy} [{kind}]")
+
+    @classmethod
+    def of(cls, error: BaseException, operator: str | None = None) -> CaptureError:
+        """Return what stands for an error that the step raised, blamed on the step's innermost line.
+
+        Args:
+            error: what was raised.
+            operator: the last operator that ran, if any did.
+        """
+        message = str(error).partition("\n")[0]
+        detail = f"{type(error).__name__}: {message}" if message else type(error).__name__
+        return cls("failed", operator or type(error).__name__, detail, raised_at(error.__traceback__))
+
+
+Refuse = Callable[[CaptureError], None]
+
+
+def _is_own(path: str) -> bool:
+    if path.startswith((*_OWN_FOLDERS, "<frozen")):
+        return True
+    return path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
 
 
 def caller() -> tuple[str | None, int | None]:
-    """Return file and line of the innermost frame that is neither torch's nor the runtime's own."""
+    """Return file and line of the innermost frame that is neither torch's, Triton's, Python's nor the runtime's own."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_OWN_FOLDERS) and not path.startswith("<frozen"):
+        if not _is_own(path):
             return path, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, None
+
+
+def raised_at(traceback: TracebackType | None) -> tuple[str | None, int | None]:
+    """Return file and line of a traceback's innermost frame that `caller` would name."""
+    place: tuple[str | None, int | None] = (None, None)
+    while traceback is not None:
+        path = traceback.tb_frame.f_code.co_filename
+        if not _is_own(path):
+            place = (path, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return place
+
+
+def definition_of(step: Any) -> tuple[str | None, int | None]:
+    """Return file and line where a step is defined, as far as it is written in Python."""
+    function = step if hasattr(step, "__code__") else vars(type(step)).get("__call__")
+    code = getattr(function, "__code__", None)
+    return (None, None) if code is None else (code.co_filename, code.co_firstlineno)

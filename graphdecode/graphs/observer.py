@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import linecache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,26 +13,24 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from graphdecode.graphs.errors import CaptureError
+from graphdecode.buffers import Batch
+from graphdecode.graphs.errors import CaptureError, Refuse, caller
+from graphdecode.graphs.launches import launches_watched
+from graphdecode.graphs.owners import Owners, storage_address, storage_key
 
 # Tensor methods that read on the host without any operator that a dispatch mode could see
-_HOST_METHODS = {
-    getattr(Tensor, name): name
-    for name in ("tolist", "numpy", "item", "__array__", "__repr__", "__format__", "__bool__", "__int__", "__float__")
-}
+_HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
+_HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
+_HOST_METHODS = {getattr(Tensor, name): f"Tensor.{name}" for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)}
+_POINTER_METHODS = {Tensor.data_ptr: "Tensor.data_ptr", Tensor.__dlpack__: "Tensor.__dlpack__"}
+_MOVING_METHODS = {Tensor.data.__set__: "Tensor.data = ..."}  # type: ignore[attr-defined]
 _HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item", "aten::allclose"}
 _DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
 _MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
 # tagged as dynamic, but only boolean masks make their shape depend on data
-_INDEX_OPERATORS = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_INDEX_OPERATORS = {"aten::index", "aten::_unsafe_index"}
+_INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _MASK_DTYPES = (torch.bool, torch.uint8)
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """Return what identifies a tensor's storage; None for opaque tensors, which have none."""
-    if tensor.layout != torch.strided or tensor.is_mkldnn:
-        return None
-    return tensor.untyped_storage()._cdata
 
 
 def raise_refusal(error: CaptureError) -> None:
@@ -38,90 +38,205 @@ def raise_refusal(error: CaptureError) -> None:
     raise error
 
 
-class HostReadGuard(TorchFunctionMode):
-    """Refuses the tensor methods that read on the host.
-
-    Args:
-        refuse: what to do with a hazard; a checker collects them, a capture raises.
-    """
-
-    def __init__(self, refuse: Callable[[CaptureError], None] = raise_refusal) -> None:
-        super().__init__()
-        self._refuse = refuse
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if func in _HOST_METHODS:
-            self._refuse(CaptureError("host-read", f"Tensor.{_HOST_METHODS[func]}"))
-        return func(*args, **(kwargs or {}))
-
-
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step.
 
     Args:
-        owned: the tensors that the step may read and write: slots and adopted tensors.
-        constants: the tensors that it may only read.
+        owners: what the step may read and write, and what it may only read.
         refuse: what to do with a hazard; a checker collects them, a capture raises.
+
+    Attributes:
+        made: storages that the step made; kept alive, so that none is mistaken for another.
+        literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
+        last_operator: the operator that ran last.
+        depth: how many operators are running, one in the other.
     """
 
-    def __init__(
-        self,
-        owned: Iterable[Tensor],
-        constants: Iterable[Tensor],
-        refuse: Callable[[CaptureError], None] = raise_refusal,
-    ) -> None:
+    def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
         super().__init__()
         self.refuse = refuse
-        self._known = {storage_key(tensor) for tensor in owned}
-        self._constants = {storage_key(tensor) for tensor in constants}
-        self.made: dict[int, Tensor] = {}  # storages made by the step; kept alive, so that none is mistaken for another
+        self.made: dict[int, Tensor] = {}
+        self.literals: dict[int, Tensor] = {}
+        self.last_operator: str | None = None
+        self.depth = 0
+        self.in_setitem = False
+        self._device_type = owners.buffers.device.type
+        self._slots = owners.slots()
+        self._constants = owners.constants_now()
+
+    def owner_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the slot or constant whose memory a tensor lies in."""
+        return self._slots.name_of(tensor) or self._constants.name_of(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
-        self._check_operator(func, name, args, kwargs)
-        for index, value in enumerate([*args, *kwargs.values()]):
-            for tensor in tree_leaves(value):
-                if isinstance(tensor, Tensor):
-                    self._check_input(func, tensor, index)
-        with torch._C.DisableTorchFunction():
-            result = func(*args, **kwargs)
+        self.last_operator = str(func)
+        is_literal = self.in_setitem and func._schema.name in _DATA_OPERATORS and args[0].numel() == 1
+        if not is_literal:
+            self._check_operator(func, args, kwargs)
+        written = self._check_inputs(func, args, kwargs, is_literal)
+        self.depth += 1
+        try:
+            with torch._C.DisableTorchFunction():
+                result = func(*args, **kwargs)
+        finally:
+            self.depth -= 1
+        self._check_outputs(func, args, result, written)
+        made = self.literals if is_literal else self.made
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
-                if key is not None and key not in self._known and key not in self._constants:
-                    self.made.setdefault(key, tensor)
+                if key is not None and not any(key in known for known in (self._slots, self._constants, self.literals)):
+                    made.setdefault(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Take note of an operator that was run; a recorder keeps it."""
 
-    def _check_operator(self, func: Any, name: str, args: tuple, kwargs: dict) -> None:
+    def _check_operator(self, func: Any, args: tuple, kwargs: dict) -> None:
+        name = func._schema.name
         hazards = {
             "host-read": name in _HOST_OPERATORS or _copies_to_host(name, args, kwargs),
             "host-data": name in _DATA_OPERATORS,
             "moved": name in _MOVING_OPERATORS,
-            "torch-rng": torch.Tag.nondeterministic_seeded in func.tags,
-            "data-dependent-shape": torch.Tag.dynamic_output_shape in func.tags and _is_dynamic(name, args),
+            "torch-rng": torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs),
+            "data-dependent-shape": self._is_dynamic(func, args),
         }
         for kind, is_there in hazards.items():
             if is_there:
                 self.refuse(CaptureError(kind, str(func)))
 
-    def _check_input(self, func: Any, tensor: Tensor, index: int) -> None:
-        key = storage_key(tensor)
-        if key is None or key in self._known or key in self.made:
-            return
-        if key not in self._constants:
-            self.refuse(CaptureError("undeclared-input", str(func), f"shape {list(tensor.shape)}, {tensor.dtype}"))
-            return
-        arguments = func._schema.arguments
-        alias = arguments[index].alias_info if index < len(arguments) else None
-        if alias is not None and alias.is_write:
-            self.refuse(CaptureError("constant-written", str(func)))
+    def _is_dynamic(self, func: Any, args: tuple) -> bool:
+        name = func._schema.name
+        if name in _INDEX_OPERATORS:
+            return _has_mask(args)
+        if name in _INDEX_PUT_OPERATORS:  # one number written under a mask is a masked_fill
+            return _has_mask(args) and storage_key(args[2]) not in self.literals
+        return torch.Tag.dynamic_output_shape in func.tags
+
+    def _check_inputs(
+        self, func: Any, args: tuple, kwargs: dict, is_literal: bool
+    ) -> list[tuple[Tensor, torch.Size, int | None]]:
+        """Check where the arguments live, and return those that are written, with their present shape and address."""
+        written = []
+        for argument, value in named_arguments(func, args, kwargs):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(value):
+                if not isinstance(tensor, Tensor):
+                    continue
+                if is_written:
+                    written.append((tensor, tensor.shape, storage_address(tensor)))
+                key = storage_key(tensor)
+                if key is None or key in self._slots or key in self.made or key in self.literals or is_literal:
+                    continue
+                if key not in self._constants:
+                    detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
+                    self.refuse(CaptureError("undeclared-input", str(func), detail))
+                elif is_written:
+                    self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
+        return written
+
+    def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
+        for tensor, shape, address in written:
+            if func._schema.name not in _MOVING_OPERATORS and (
+                tensor.shape != shape or storage_address(tensor) != address
+            ):
+                owner = self.owner_of(tensor) or "its output"
+                detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
+                self.refuse(CaptureError("moved", str(func), detail))
+        leaves = tree_leaves(result)
+        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in leaves):
+            self.refuse(CaptureError("host-read", str(func), "it returns a number"))
+        has_inputs = any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
+        if self._device_type != "cpu" and not has_inputs:
+            for leaf in leaves:
+                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                    self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
+
+
+class MethodGuard(TorchFunctionMode):
+    """Refuses the tensor methods that no dispatch mode sees: host reads, addresses, memory that is replaced.
+
+    Args:
+        observer: what watches the operators of the same run.
+    """
+
+    def __init__(self, observer: StepObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.__setitem__:
+            return self._set_item(func, args, kwargs)
+        for kind, methods in (
+            ("host-read", _HOST_METHODS),
+            ("raw-pointer", _POINTER_METHODS),
+            ("moved", _MOVING_METHODS),
+        ):
+            if func in methods:
+                self._observer.refuse(CaptureError(kind, methods[func]))
+        if func is Tensor.to and _names_the_cpu(args, kwargs):
+            self._observer.refuse(CaptureError("host-read", "Tensor.to"))
+        return func(*args, **kwargs)
+
+    def _set_item(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        self._observer.in_setitem = not isinstance(args[2], Tensor)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._observer.in_setitem = False
+
+
+class WatchedBatch(Batch):
+    """A batch whose slots cannot be rebound unseen.
+
+    Args:
+        batch: the batch to stand in for.
+        refuse: what to do with a hazard.
+    """
+
+    def __init__(self, batch: Batch, refuse: Refuse) -> None:
+        self.__dict__.update(vars(batch), _refuse=refuse, _names=frozenset(vars(batch)))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `batch.x += 1` writes in place, and then binds the slot to itself
+        if name in self._names and value is not self.__dict__[name]:
+            self._refuse(CaptureError("moved", f"batch.{name} = ...", "a slot was rebound"))
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(CaptureError("moved", f"del batch.{name}", "a slot was deleted"))
+        del self.__dict__[name]
+
+
+@contextmanager
+def observed(observer: StepObserver, batch: Batch) -> Iterator[Batch]:
+    """Let an observer watch the step that runs over the batch that this gives."""
+    with (
+        torch.no_grad(),
+        launches_watched(lambda: observer.depth > 0, observer.refuse),
+        MethodGuard(observer),
+        observer,
+    ):
+        yield WatchedBatch(batch, observer.refuse)
+
+
+def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
+    """Yield each argument of an operator's schema with its value, defaults included."""
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    for argument in arguments[len(args) :]:
+        yield argument, kwargs.get(argument.name, argument.default_value)
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
+    values = {argument.name: value for argument, value in named_arguments(func, args, kwargs)}
+    return not (0.0 in (values.get("dropout_p"), values.get("p")) or values.get("train") is False)
 
 
 def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
@@ -130,8 +245,14 @@ def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
     return to_cpu and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
 
 
-def _is_dynamic(name: str, args: tuple) -> bool:
-    if name not in _INDEX_OPERATORS:
-        return True
+def _names_the_cpu(args: tuple, kwargs: dict) -> bool:
+    """Return whether a tensor is sent to the CPU by name; `x.to(y.device)` is no copy where all tensors live there."""
+    if not any(isinstance(value, str) and value == "cpu" for value in [*args[1:], kwargs.get("device")]):
+        return False
+    file, line = caller()
+    return file is not None and line is not None and "cpu" in linecache.getline(file, line)
+
+
+def _has_mask(args: tuple) -> bool:
     indices = args[1] if len(args) > 1 else ()
     return any(isinstance(index, Tensor) and index.dtype in _MASK_DTYPES for index in indices)

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from graphdecode.graphs.observer import HostReadGuard, StepObserver
+from graphdecode.buffers import Batch
+from graphdecode.graphs.errors import CaptureError, caller
+from graphdecode.graphs.observer import StepObserver, named_arguments, observed
+from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
+from graphdecode.graphs.step_graph import Argument, Node
 from graphdecode.kernels.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
@@ -32,51 +36,76 @@ _UNINITIALISED = {
 
 
 class Recorder(StepObserver):
-    """An observer that keeps what it sees as a flat list of calls without arguments."""
+    """An observer that keeps what it sees as a flat list of calls without arguments.
 
-    def __init__(self, owned: Iterable[Tensor], constants: Iterable[Tensor]) -> None:
-        super().__init__(owned, constants)
+    Attributes:
+        calls: the calls in order.
+        nodes: what each call does, for reports and audits.
+    """
+
+    def __init__(self, owners: Owners) -> None:
+        super().__init__(owners)
         self.calls: list[Callable[[], Any]] = []
-        self.nodes: Counter[str] = Counter()
+        self.nodes: list[Node] = []
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep a call that does again what the operator did, into the same memory."""
+        """Keep a call that does again what the operator did, into the same memory.
+
+        The call holds aliases: like a graph it stays with the memory of the capture, also when a tensor is given other
+        memory afterwards.
+        """
         schema = func._schema
-        if schema.name in _UNINITIALISED or _is_view(schema):
+        if schema.name in _UNINITIALISED:
             return
-        self.nodes[str(func)] += 1
-        own = bind(func, *_with_defaults(schema, args, kwargs))
+        args, kwargs, result = tree_map(_alias, (args, kwargs, result))
+        given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
+        outputs = [
+            leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None
+            for leaf in tree_leaves(result)
+        ]
+        makes = any(output is not None for output in outputs)
+        if not makes and not schema.is_mutable:
+            return  # a view
+        self.nodes.append(Node(str(func), *caller(), self._arguments(func, args, kwargs, outputs)))
+        own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
         if own is not None:
             self.calls.append(own)
-        elif schema.is_mutable:
+        elif not makes:
             self.calls.append(functools.partial(func._op, *args, **kwargs))
         else:
-            self.calls.append(_into_recorded_outputs(func, args, kwargs, result))
+            self.calls.append(_into_outputs(func, args, kwargs, outputs))
+
+    def _arguments(self, func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> tuple[Argument, ...]:
+        found = [
+            (argument.name, leaf, argument.alias_info is not None and argument.alias_info.is_write)
+            for argument, value in named_arguments(func, args, kwargs)
+            for leaf in tree_leaves(value)
+            if isinstance(leaf, Tensor)
+        ]
+        found += [("result", output, True) for output in outputs if output is not None]
+        return tuple(
+            Argument(name, tensor, storage_key(tensor), storage_address(tensor), self.owner_of(tensor), written)
+            for name, tensor, written in found
+        )
 
 
-def _is_view(schema: Any) -> bool:
-    returns = schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and not is_opaque(value) else value
 
 
-def _with_defaults(schema: Any, args: tuple, kwargs: dict) -> list[Any]:
-    rest = schema.arguments[len(args) :]
-    return [*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest)]
-
-
-def _into_recorded_outputs(func: Any, args: tuple, kwargs: dict, result: Any) -> Callable[[], Any]:
-    outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    out_version = _out_version(func)
-    if out_version is not None and len(outputs) == len(out_version.names):
+def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
+    """Return a call that computes into recorded outputs; None stands for an output that is a view of an argument."""
+    out_version = None if func._schema.is_mutable else _out_version(func)
+    if out_version is not None and None not in outputs and len(outputs) == len(out_version.names):
         targets = dict(zip(out_version.names, outputs, strict=True))
         return functools.partial(out_version.operator, *args, **kwargs, **targets)
     return functools.partial(_compute_and_copy, func._op, args, kwargs, outputs)
 
 
-def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Tensor]) -> None:
-    fresh = [leaf for leaf in tree_leaves(operator(*args, **kwargs)) if isinstance(leaf, Tensor)]
-    for target, source in zip(outputs, fresh, strict=True):
-        target.copy_(source)
+def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> None:
+    for target, source in zip(outputs, tree_leaves(operator(*args, **kwargs)), strict=True):
+        if target is not None:
+            target.copy_(source)
 
 
 @dataclass(frozen=True)
@@ -100,19 +129,46 @@ def _out_version(func: Any) -> _OutVersion | None:
 class RecordedStepGraph:
     """One bucket's step as a flat list of operators over fixed memory.
 
+    Args:
+        step: what is recorded; it is run once.
+        batch: the views that it is given.
+        owners: what it may touch.
+
     Attributes:
-        nodes: operator -> how often the step runs it.
+        kinds: operator -> how often the step runs it.
+        nodes: the operators in order.
         pool_bytes: memory of the intermediates.
+        moved_bytes: bytes of all tensors that the operators are given: what they read and write at most.
+        instantiate_ms: 0; there is no driver.
+
+    Raises:
+        CaptureError: the step does what no graph can replay, or raised an error.
     """
 
-    def __init__(self, step: Callable[[], None], owned: Iterable[Tensor], constants: Iterable[Tensor]) -> None:
-        recorder = Recorder(owned, constants)
-        with torch.no_grad(), HostReadGuard(), recorder:
-            step()
+    instantiate_ms = 0.0
+
+    def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
+        recorder = Recorder(owners)
+        try:
+            with observed(recorder, batch) as watched:
+                step(watched)
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError.of(error, recorder.last_operator) from error
         self._calls = recorder.calls
         self._pool = list(recorder.made.values())
-        self.nodes: Counter[str] = recorder.nodes
+        self.nodes = recorder.nodes
+        self.kinds = Counter(node.name for node in self.nodes)
         self.pool_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._pool)
+        self.moved_bytes = sum(
+            argument.tensor.nbytes for node in self.nodes for argument in node.arguments if argument.storage is not None
+        )
+
+    @property
+    def pool_storages(self) -> set[int | None]:
+        """The storages of the intermediates."""
+        return {storage_key(tensor) for tensor in self._pool}
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
@@ -124,12 +180,13 @@ class RecordedStepGraph:
         """Fill all intermediates with NaN or the largest integer; a replay may not depend on what they hold."""
         for tensor in self._pool:
             whole = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage())
-            if tensor.dtype == torch.bool:
-                whole.fill_(True)
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                whole.fill_(float("nan"))
             else:
-                whole.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+                whole.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
     def close(self) -> None:
         """Release the memory."""
         self._calls = []
         self._pool = []
+        self.nodes = []

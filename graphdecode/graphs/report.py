@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass, field
+
+_NAMES_SHOWN = 8
 
 
 @dataclass
@@ -12,21 +15,39 @@ class BucketReport:
 
     Attributes:
         bucket: rows.
-        state: "captured", "waiting" (for its first use), or "eager" (nothing is captured).
+        state: "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured).
         nodes: kind of node or operator -> count.
+        kernels: name of kernel or operator -> count.
         capture_ms: time that the capture took, without warm-up.
+        instantiate_ms: time of it that the driver took to make the graph fit to launch.
         pool_bytes: memory of the intermediates.
+        moved_bytes: what one replay reads and writes at most; 0 where it is not known.
         replays: how often it was replayed.
+        live_rows: rows that were live, over all replays.
         error: why the capture failed, for a bucket that stays eager.
     """
 
     bucket: int
     state: str
     nodes: Counter[str] = field(default_factory=Counter)
+    kernels: Counter[str] = field(default_factory=Counter)
     capture_ms: float = 0.0
+    instantiate_ms: float = 0.0
     pool_bytes: int = 0
+    moved_bytes: int = 0
     replays: int = 0
+    live_rows: int = 0
     error: str | None = None
+
+    @property
+    def padding_share(self) -> float:
+        """The share of replayed rows that were padding."""
+        return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
+
+    def as_dict(self) -> dict:
+        """Return the report as plain data."""
+        plain = {**vars(self), "nodes": dict(self.nodes), "kernels": dict(self.kernels)}
+        return plain | {"padding_share": self.padding_share}
 
 
 @dataclass
@@ -38,19 +59,26 @@ class GraphReport:
 
     def as_dict(self) -> dict:
         """Return the report as plain data, for JSON."""
-        return {
-            "backend": self.backend,
-            "buckets": [{**vars(bucket), "nodes": dict(bucket.nodes)} for bucket in self.buckets],
-        }
+        return {"backend": self.backend, "buckets": [bucket.as_dict() for bucket in self.buckets]}
+
+    def to_json(self) -> str:
+        """Return the report as JSON."""
+        return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
         lines = [
             f"{len(self.buckets)} buckets, {self.backend} backend",
-            f"{'bucket':>8} {'state':>9} {'nodes':>6} {'capture ms':>11} {'pool MiB':>9} {'replays':>8}",
+            f"{'bucket':>8} {'state':>9} {'nodes':>6} {'capture ms':>11} {'pool MiB':>9} {'replays':>8} {'padding':>8}",
         ]
         lines += [
-            f"{b.bucket:>8} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} "
-            f"{b.pool_bytes / 2**20:>9.2f} {b.replays:>8}" + (f"  {b.error}" if b.error else "")
+            f"{b.bucket:>8} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {b.pool_bytes / 2**20:>9.2f} "
+            f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
             for b in self.buckets
         ]
+        largest = self.buckets[-1]
+        if largest.kernels:
+            shown = largest.kernels.most_common(_NAMES_SHOWN)
+            rest = len(largest.kernels) - len(shown)
+            lines.append(f"in bucket {largest.bucket}: " + ", ".join(f"{count} {name}" for name, count in shown))
+            lines[-1] += f", and {rest} other kinds" if rest else ""
         return "\n".join(lines)

@@ -1,0 +1,114 @@
+"""Who owns the memory that a step touches: slots and adopted tensors, and constants, all by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.buffers import FrozenError, StepBuffers
+
+Constant = torch.nn.Module | Tensor
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Return whether a tensor has no storage that could be looked at (packed CPU weights)."""
+    return tensor.layout != torch.strided or tensor.is_mkldnn
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Return what identifies a tensor's storage as long as it lives; None for opaque tensors."""
+    return None if is_opaque(tensor) else tensor.untyped_storage()._cdata
+
+
+def storage_address(tensor: Tensor) -> int | None:
+    """Return where a tensor's storage begins; None for opaque tensors."""
+    return None if is_opaque(tensor) else tensor.untyped_storage().data_ptr()
+
+
+class MemoryMap:
+    """Names of tensors by the memory that they lie in.
+
+    Args:
+        tensors: by name; several may lie in one storage (slots of a staging block, parts of a fused weight).
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._named: dict[int, list[tuple[int, int, str]]] = {}
+        for name, tensor in tensors.items():
+            key = storage_key(tensor)
+            if key is not None:
+                begin = tensor.data_ptr()
+                self._named.setdefault(key, []).append((begin, begin + tensor.nbytes, name))
+
+    def __contains__(self, key: int | None) -> bool:
+        return key in self._named
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return whose memory a tensor lies in; None: nobody's, or its owner has left a shared storage."""
+        named = self._named.get(storage_key(tensor) or 0, [])
+        if len(named) == 1:
+            return named[0][2]
+        address = tensor.data_ptr() if named else 0
+        return next((name for begin, end, name in named if begin <= address < end), None)
+
+
+class Owners:
+    """The memory that a step may touch, and whether it is still where it was.
+
+    Args:
+        buffers: slots and adopted tensors.
+        constants: what the step only reads: modules, tensors, and lists or dicts of these; kept alive.
+
+    Attributes:
+        constants: every tensor of the constants, by name.
+
+    Raises:
+        ValueError: a constant is something else.
+    """
+
+    def __init__(self, buffers: StepBuffers, constants: Iterable[Any] = ()) -> None:
+        self.buffers = buffers
+        self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
+        self.constants = self._current_constants()
+        self._addresses = {name: storage_address(tensor) for name, tensor in self.constants.items()}
+
+    def _current_constants(self) -> dict[str, Tensor]:
+        return dict(_named_tensors(self._given, "constants"))
+
+    def slots(self) -> MemoryMap:
+        """Return where slots and adopted tensors are now."""
+        return MemoryMap(self.buffers.tensors)
+
+    def constants_now(self) -> MemoryMap:
+        """Return where the constants are now, as the modules hold them."""
+        return MemoryMap(self._current_constants())
+
+    def verify(self) -> None:
+        """Check that every slot, adopted tensor and constant is where it was.
+
+        Raises:
+            FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
+        """
+        self.buffers.verify_addresses()
+        for name, tensor in self.constants.items():
+            if storage_address(tensor) != self._addresses[name]:
+                raise FrozenError(f"{name} was moved after it was declared: graphs still point at its old memory")
+
+
+def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        for place, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{place}", tensor
+    elif isinstance(value, (list, tuple)):
+        for index, member in enumerate(value):
+            yield from _named_tensors(member, f"{name}[{index}]")
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            yield from _named_tensors(member, f"{name}[{key!r}]")
+    else:
+        raise ValueError(f"{name} must be a tensor, a module, or a list or dict of these, got {type(value).__name__}")
