@@ -103,6 +103,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """The hint that was given."""
         return self._use_tensor_cores
 
+    @property
+    def workspace(self) -> list[Tensor]:
+        """The tensors that `plan` and `run` write besides the output, to be declared with a captured step's buffers.
+
+        They stay where they are for as long as later plans need no more than those before; plan once before capture.
+        """
+        return [self._workspace, self._kv_lens, self._plan]
+
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
     ) -> None:
