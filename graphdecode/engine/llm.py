@@ -87,7 +87,7 @@ class LLM:
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
         self._closed = False
-        self.capture_report = self.graphs.capture(progress=progress)
+        self.graphs.capture(progress=progress)
         self._runner.buffers.freeze()
 
     @property
@@ -109,6 +109,11 @@ class LLM:
     def num_preemptions(self) -> int:
         """How often a sequence gave its pages back for others and was recomputed."""
         return self._loop.scheduler.num_preemptions
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no row yet."""
+        return len(self._loop.scheduler.waiting)
 
     @property
     def cache(self) -> PagedKVCacheManager:
@@ -148,7 +153,7 @@ class LLM:
         try:
             for sequence in sequences:
                 while not sequence.finished:
-                    self._step()
+                    self.step()
                     bar.update(min(self.stats.finished_answers - began, len(sequences)) - bar.n)
         except BaseException:
             self._abort(sequences)
@@ -178,7 +183,7 @@ class LLM:
         request, sequences = self._submit(prompt, self._encode(prompt), params)
         if request.error is not None and refuse == "raise":
             raise ValueError(request.error)
-        return Stream(request, sequences[0] if sequences else None, self._step, self._loop.abort)
+        return Stream(request, sequences[0] if sequences else None, self.step, self._loop.abort)
 
     def close(self) -> None:
         """Release graphs and buffers; the engine cannot be used afterwards."""
@@ -197,7 +202,11 @@ class LLM:
         if self._closed:
             raise RuntimeError("this LLM was closed")
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Do one round of the engine: what `generate` and streams do until their answers are there.
+
+        For callers that hand in streams and drive the engine themselves. Ctrl-C waits for the end of the round.
+        """
         with DeferredInterrupt():
             self._loop.step()
 

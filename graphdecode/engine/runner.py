@@ -130,6 +130,7 @@ class Runner:
             constants=model.constants,
             backend=config.backend,
             warmup_steps=config.warmup_steps,
+            capture_when=config.capture_when,
         )
 
     def _decode_slots(self, vocab_size: int, rows: int, pages: int) -> list[Slot]:

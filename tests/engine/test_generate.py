@@ -98,6 +98,13 @@ def test_n_answers_differ_and_are_numbered(llm: LLM) -> None:
     assert len({tuple(output.token_ids) for output in outputs}) > 1
 
 
+def test_capture_at_first_use_changes_no_answer(make_llm: MakeLLM, llm: LLM) -> None:
+    lazy = make_llm(capture_when="first-use")
+    prompts = task_prompts(9, seed=4)
+    assert tokens(lazy.generate(prompts, GREEDY)) == tokens(llm.generate(prompts, GREEDY))
+    assert {bucket.state for bucket in lazy.graphs.report().buckets if bucket.replays} == {"captured"}
+
+
 @pytest.mark.parametrize("steps_per_launch", [1, 3, 8])
 def test_several_steps_a_launch_change_no_answer(make_llm: MakeLLM, llm: LLM, steps_per_launch: int) -> None:
     prompts = task_prompts(9, seed=4)

@@ -27,7 +27,7 @@ class Rows:
         prompts = [[97 + (i * 7 + j) % 26 for j in range(3 + 5 * i % 23)] for i in range(count)]
         self.streams = [llm.stream(prompt, MIXED[i % len(MIXED)]) for i, prompt in enumerate(prompts)]
         for _ in range(3):
-            llm._step()
+            llm.step()
         self.sequences: list[Sequence] = list(llm._loop.scheduler.decoding)
         assert len(self.sequences) == count
         self.restage()
@@ -152,11 +152,11 @@ def test_law_8_a_steady_step_copies_nothing_to_the_device(
     long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     streams = [llm.stream([97] * 5, long) for _ in range(4)]
     for _ in range(5):
-        llm._step()
+        llm.step()
     assert uploads
     uploads.clear()
     for _ in range(300):
-        llm._step()
+        llm.step()
     assert llm.stats.batch_sizes[4] >= 300
     # with a tight pool the page table grows, once in a page's length
     assert set(uploads) <= {"pages"}

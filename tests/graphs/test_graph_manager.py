@@ -162,12 +162,14 @@ def test_a_failing_capture_leaves_the_process_fit_to_go_on(step, buffers, weight
     assert torch.randn(3).shape == (3,), "no mode is left behind"
 
 
-def test_an_error_of_the_step_itself_comes_through(buffers, weight) -> None:
+def test_an_error_of_the_step_itself_is_named_with_its_line(buffers, weight) -> None:
     def failing(batch: Batch) -> None:
         raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(CaptureError, match="mine") as caught:
         manager(failing, buffers, weight).capture(progress=False)
+    assert caught.value.kind == "failed"
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_two_managers_share_a_process_and_buffers(step, buffers, weight) -> None:
@@ -220,6 +222,23 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
     assert tensors_alive() <= before
 
 
+@pytest.mark.parametrize("batch_size", [3, 8])
+def test_a_bucket_is_captured_at_its_first_use(step, buffers, weight, batch_size: int) -> None:
+    graphs = manager(step, buffers, weight, capture_when="first-use")
+    graphs.capture(progress=False)
+    eager = manager(step, buffers, weight, backend="eager")
+    eager.capture(progress=False)
+    results = []
+    for either in (graphs, eager):
+        fill(buffers, seed=9)
+        for _ in range(3):
+            either.replay(batch_size)
+        results.append(buffers.y[:batch_size].clone())
+    assert torch.equal(*results)
+    states = {bucket.bucket: bucket.state for bucket in graphs.report().buckets}
+    assert states == {b: "captured" if b == graphs.bucket_for(batch_size) else "waiting" for b in graphs.buckets}
+
+
 def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
     graphs = manager(step, buffers, weight)
     assert {bucket.state for bucket in graphs.report().buckets} == {"waiting"}
@@ -240,7 +259,7 @@ def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
     [
         ({"backend": "metal"}, "backend must be one of"),
         ({"warmup_steps": 0}, "warmup_steps must be >= 1"),
-        ({"constants": ["weight"]}, "a constant is a tensor or a module, got str"),
+        ({"constants": ["weight"]}, "must be a tensor, a module, .* got str"),
     ],
 )
 def test_impossible_options_are_refused(step, buffers, options: dict, message: str) -> None:
