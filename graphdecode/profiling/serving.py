@@ -92,7 +92,9 @@ def serve(llm: LLM, arrivals: Sequence[Arrival], *, seed: int = 0, progress: boo
     """
     rng = random.Random(seed)
     vocab_size = llm.model.config.vocab_size
-    pending, running, done = list(reversed(arrivals)), [], []
+    pending = list(reversed(arrivals))
+    running: list[_Served] = []
+    done: list[_Served] = []
     batches_before, preempted_before = llm.stats.batch_sizes.copy(), llm.num_preemptions
     longest_queue = 0
     began = time.perf_counter()
