@@ -74,7 +74,7 @@ class StepObserver(TorchDispatchMode):
         is_literal = self.in_setitem and func._schema.name in _DATA_OPERATORS and args[0].numel() == 1
         if not is_literal:
             self._check_operator(func, args, kwargs)
-        written = self._check_inputs(func, args, kwargs, is_literal)
+        written = self._check_inputs(func, args, kwargs)
         self.depth += 1
         try:
             with torch._C.DisableTorchFunction():
@@ -115,9 +115,7 @@ class StepObserver(TorchDispatchMode):
             return _has_mask(args) and storage_key(args[2]) not in self.literals
         return torch.Tag.dynamic_output_shape in func.tags
 
-    def _check_inputs(
-        self, func: Any, args: tuple, kwargs: dict, is_literal: bool
-    ) -> list[tuple[Tensor, torch.Size, int | None]]:
+    def _check_inputs(self, func: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
         """Check where the arguments live, and return those that are written, with their present shape and address."""
         written = []
         for argument, value in named_arguments(func, args, kwargs):
@@ -128,8 +126,10 @@ class StepObserver(TorchDispatchMode):
                 if is_written:
                     written.append((tensor, tensor.shape, storage_address(tensor)))
                 key = storage_key(tensor)
-                if key is None or key in self._slots or key in self.made or key in self.literals or is_literal:
+                if key is None or key in self._slots or key in self.made or key in self.literals:
                     continue
+                if func._schema.name in _DATA_OPERATORS:
+                    continue  # where host data comes in, which is a hazard of its own
                 if key not in self._constants:
                     detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
                     self.refuse(CaptureError("undeclared-input", str(func), detail))

@@ -1,9 +1,11 @@
 """Steps that a graph would replay wrongly, each with the kind of its hazard."""
 
 import itertools
+import random
 import time
 from collections.abc import Callable
 
+import numpy
 import torch
 from step_buffers import WEIGHT
 
@@ -283,3 +285,163 @@ def bare_triton_launch(batch) -> None:
 @bad("failed")
 def raises(batch) -> None:
     raise ValueError("the step's own mistake")
+
+
+@torch.library.custom_op("graphdecode_tests::total", mutates_args=())
+def total(x: torch.Tensor) -> float:
+    """Return a number: the host has to wait for it."""
+    return float(x.sum())
+
+
+MODULE = torch.nn.Linear(8, 8)
+LAZY: dict[str, torch.Tensor] = {}
+CARRIED = [torch.zeros(4, 8)]
+
+
+@bad("host-read")
+def to_cpu(batch) -> None:
+    batch.x.add_(batch.y.cpu())
+
+
+@bad("host-read")
+def to_cpu_by_name(batch) -> None:
+    batch.x.add_(batch.y.to("cpu"))
+
+
+@bad("host-read")
+def as_array(batch) -> None:
+    numpy.asarray(batch.n)
+
+
+@bad("host-read")
+def range_of_a_tensor(batch) -> None:
+    for _ in range(batch.n[0]):
+        batch.x.add_(1.0)
+
+
+@bad("host-read")
+def slice_by_a_tensor(batch) -> None:
+    batch.x[: batch.n[0]].zero_()
+
+
+@bad("host-read")
+def sorting(batch) -> None:
+    sorted(batch.x[0, :3])
+
+
+@bad("host-read")
+def operator_that_returns_a_number(batch) -> None:
+    batch.x.mul_(total(batch.y))
+
+
+@bad("host-read")
+def conditional_expression(batch) -> None:
+    batch.x.mul_(2.0 if batch.flag[0] else 1.0)
+
+
+@bad("data-dependent-shape")
+def numbers_written_under_a_mask(batch) -> None:
+    batch.x[batch.flag] = batch.y[0]
+
+
+@bad("data-dependent-shape")
+def argwhere(batch) -> None:
+    batch.y.add_(torch.argwhere(batch.flag).sum())
+
+
+@bad("host-data")
+def list_as_index(batch) -> None:
+    batch.y[:2].copy_(batch.x[[0, 1]])
+
+
+@bad("undeclared-input")
+def module_that_nobody_declared(batch) -> None:
+    batch.y.copy_(MODULE(batch.x))
+
+
+@bad("undeclared-input")
+def state_kept_between_steps(batch) -> None:
+    CARRIED[0] = CARRIED[0] * 0.5 + batch.x
+    batch.y.copy_(CARRIED[0])
+
+
+@bad("undeclared-input")
+def made_at_the_first_step(batch) -> None:
+    if "mask" not in LAZY:
+        LAZY["mask"] = torch.ones(8)
+    batch.x.mul_(LAZY["mask"])
+
+
+@bad("torch-rng")
+def bernoulli(batch) -> None:
+    batch.flag.copy_(torch.bernoulli(batch.x.abs().clamp(0, 1)[:, 0]))
+
+
+@bad("torch-rng")
+def attention_with_dropout(batch) -> None:
+    q = batch.x.view(1, 1, 4, 8)
+    batch.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.1)[0, 0])
+
+
+@bad("constant-written")
+def constant_as_out(batch) -> None:
+    torch.add(batch.x[0], 1.0, alpha=2, out=WEIGHT[0])
+
+
+@bad("moved")
+def data_replaced(batch) -> None:
+    batch.y.data = batch.x * 2.0
+
+
+@bad("moved")
+def out_that_is_too_small(batch) -> None:
+    scratch = torch.empty(0)
+    torch.mul(batch.x, 2.0, out=scratch)
+
+
+@bad("moved")
+def slot_deleted(batch) -> None:
+    del batch.y
+
+
+@bad("moved")
+def slot_swapped(batch) -> None:
+    batch.x, batch.y = batch.y, batch.x
+
+
+@bad("raw-pointer")
+def address(batch) -> None:
+    batch.x.data_ptr()
+
+
+@bad("baked-value")
+def number_written_by_index(batch) -> None:
+    batch.x[0] = float(next(COUNTER))
+
+
+@bad("baked-value")
+def host_random(batch) -> None:
+    batch.x.mul_(random.random())
+
+
+@bad("baked-value")
+def fill_value(batch) -> None:
+    batch.y.copy_(torch.full((8,), float(next(COUNTER))))
+
+
+@bad("baked-value")
+def chosen_row(batch) -> None:
+    batch.y[next(COUNTER) % 4].add_(1.0)
+
+
+@bad("baked-value")
+def chosen_slot(batch) -> None:
+    chosen = batch.x if next(COUNTER) % 2 else batch.y
+    chosen.add_(1.0)
+
+
+@bad("baked-value")
+def skipped_step(batch) -> None:
+    if next(COUNTER) % 2:
+        return
+    batch.x.add_(1.0)

@@ -102,3 +102,83 @@ def dtype_changes(batch) -> None:
 @good
 def concatenation(batch) -> None:
     batch.y.copy_(torch.cat([batch.x[:, 4:], batch.x[:, :4]], dim=-1))
+
+
+@torch.library.custom_op("graphdecode_tests::append", mutates_args={"total"})
+def append(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Write into one tensor and return another."""
+    total.add_(x)
+    return total * 2.0
+
+
+@good
+def operator_that_writes_and_returns(batch) -> None:
+    batch.x.copy_(append(batch.y, batch.x))
+
+
+@good
+def numbers_written_by_index(batch) -> None:
+    batch.x[:, 0] = 1.0
+    batch.n[-1] = 3
+    batch.flag[0] = True
+
+
+@good
+def number_written_under_a_mask(batch) -> None:
+    batch.x[batch.flag] = 0.0
+
+
+@good
+def augmented_assignment(batch) -> None:
+    batch.x += batch.y
+    batch.x *= 0.5
+
+
+@good
+def attention(batch) -> None:
+    q = batch.x.view(1, 1, 4, 8)
+    batch.y.copy_(torch.nn.functional.scaled_dot_product_attention(q, q, q)[0, 0])
+
+
+@good
+def dropout_of_a_model_in_eval(batch) -> None:
+    batch.y.copy_(torch.nn.functional.dropout(batch.x, 0.5, training=False))
+
+
+@good
+def scratch_on_the_batch(batch) -> None:
+    batch.hidden = batch.x * 2.0
+    batch.y.copy_(batch.hidden)
+
+
+@good
+def cast_to_a_device_that_is_given(batch) -> None:
+    batch.x.add_(torch.arange(8).to(batch.x.device))
+
+
+@good
+def written_into_scratch(batch) -> None:
+    scratch = torch.empty_like(batch.x)
+    torch.mul(batch.x, batch.y, out=scratch)
+    batch.y.copy_(scratch)
+
+
+@good
+def keyword_arguments(batch) -> None:
+    torch.add(batch.x, batch.y, alpha=2, out=batch.y)
+
+
+@good
+def loop_over_rows(batch) -> None:
+    for row in batch.x.unbind(0):
+        row.add_(1.0)
+
+
+@good
+def step_that_reads_nothing(batch) -> None:
+    batch.y.zero_()
+
+
+@good
+def einsum(batch) -> None:
+    batch.y.copy_(torch.einsum("bi,oi->bo", batch.x, WEIGHT))
