@@ -20,6 +20,7 @@ from .registration import operator
 # torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
 # weight is faster. It is vectorised for bf16 alone.
 _INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
+_PACKED_ROWS = 8  # oneDNN's layout for so many rows is as good for one, and a third better than that for one at eight
 _REPETITIONS = 7
 _PLAIN_MARGIN = 1.15  # the plain product must be so much faster to be chosen: it is the one that load slows down
 _PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default._op
@@ -262,8 +263,7 @@ def prepare_linear(
         return LinearWeight("int8", out_features, in_features, kept, qweight=qweight, scales=scales, bias=bias)
     can_pack = torch.backends.mkldnn.is_available() and weight.dtype in (torch.float32, torch.bfloat16)
     if weight.is_cpu and can_pack:
-        # The layout is chosen for a batch size: the one for the largest serves the smaller ones as well.
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, max(batch_sizes))
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
         if tuner.choose(weight, packed, bias, tuple(batch_sizes)) == "packed":
             return LinearWeight("packed", out_features, in_features, kept, packed=packed, bias=bias)
     return LinearWeight("plain", out_features, in_features, weight, bias=bias)

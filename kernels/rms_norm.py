@@ -60,18 +60,20 @@ def add_rms_norm_triton(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor
 
 def bind_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], None]:
     """Return the norm of fixed tensors, in as few torch operators as can be; see `rms_norm`."""
-    root_eps = torch.full((), eps**0.5, device=x.device)
-    root_width = x.shape[-1] ** -0.5
+    width = x.shape[-1]
+    # x / sqrt(mean(x^2) + eps) * weight = x / sqrt(sum(x^2) + width * eps) * (weight * sqrt(width))
+    root_eps = torch.full((), (width * eps) ** 0.5, device=x.device)
+    gain = weight.float() * width**0.5
     is_wide = x.dtype == out.dtype == torch.float32 and x.data_ptr() != out.data_ptr()
-    weight = weight.float()
 
     def norm() -> None:
-        wide = x.float()
-        scale = torch.linalg.vector_norm(wide, 2, -1, True).mul_(root_width).hypot_(root_eps)
         if is_wide:
-            torch.mul(wide, weight, out=out).div_(scale)
+            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(root_eps)
+            torch.mul(x, gain, out=out).div_(length)
         else:
-            out.copy_((wide * weight).div_(scale))
+            wide = x.float()
+            length = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(root_eps)
+            torch.mul(wide / length, gain, out=out)
 
     return norm
 
