@@ -58,3 +58,9 @@ def test_commands_run(command: str, folder: Path) -> None:
 
 def test_the_readme_names_both_commands() -> None:
     assert {command.split()[0] for command in COMMANDS} >= {"tools/quickstart", "tools/test", "graphdecode"}
+
+
+def test_the_performance_table_is_the_committed_results() -> None:
+    command = [sys.executable, "tools/show_results.py"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.strip() in (ROOT / "README.md").read_text()
