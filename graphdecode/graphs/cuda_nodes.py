@@ -29,8 +29,8 @@ def nodes_of(raw_graph: int) -> tuple[Counter[str], list[Node]]:
     if runtime is None:
         return kinds, nodes
     _, count = _checked(runtime.cudaGraphGetNodes(raw_graph, numNodes=0))
-    handles, _ = _checked(runtime.cudaGraphGetNodes(raw_graph, numNodes=count))
-    for handle in handles[:count]:
+    handles, _ = _checked(runtime.cudaGraphGetNodes(raw_graph, numNodes=count)) if count else ([], 0)
+    for handle in handles:
         (node_type,) = _checked(runtime.cudaGraphNodeGetType(handle))
         kind = node_type.name.removeprefix(_TYPE_PREFIX).lower()
         kinds[kind] += 1

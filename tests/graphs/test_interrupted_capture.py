@@ -1,0 +1,138 @@
+"""A capture that does not come to its end leaves nothing behind: no mode, no hook, no graph, no changed slot."""
+
+import threading
+
+import pytest
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
+from graphdecode.buffers import Batch
+from graphdecode.graphs.launches import _KERNEL_CLASSES
+
+
+@pytest.fixture
+def buffers(device: str) -> StepBuffers:
+    slots = [Slot("x", ("batch", 4), torch.float32), Slot("n", (1,), torch.int32)]
+    buffers = StepBuffers(slots, max_batch_size=4, device=device)
+    buffers.x.fill_(2.0)
+    buffers.set_live_rows(3)
+    return buffers
+
+
+def good_step(batch: Batch) -> None:
+    batch.x.mul_(2.0)
+    batch.n.add_(1)
+
+
+def interrupted(batch: Batch) -> None:
+    batch.x.mul_(2.0)
+    if batch.size == 2:
+        raise KeyboardInterrupt
+
+
+def out_of_range(batch: Batch) -> None:
+    batch.x.mul_(2.0)
+    if batch.size == 2:
+        batch.x.index_select(1, torch.full((1,), 9, device=batch.x.device, dtype=torch.int64))
+        raise ValueError("not reached on a CPU")
+
+
+def reads(batch: Batch) -> None:
+    batch.x.mul_(2.0)
+    if batch.size == 2:
+        print(batch.x)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an index out of range ends a CUDA process")
+@pytest.mark.parametrize(
+    ("step", "error"), [(interrupted, KeyboardInterrupt), (out_of_range, CaptureError), (reads, CaptureError)]
+)
+def test_nothing_is_left_behind(buffers: StepBuffers, step, error: type) -> None:
+    before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
+    runs = [kernel_class.run for kernel_class in _KERNEL_CLASSES]
+    graphs = GraphManager(step, buffers, [1, 2, 4])
+    with pytest.raises(error):
+        graphs.capture(progress=False)
+    assert not _get_current_dispatch_mode_stack()
+    assert not _get_current_function_mode_stack()
+    assert [kernel_class.run for kernel_class in _KERNEL_CLASSES] == runs
+    assert torch.is_grad_enabled()
+    assert buffers.live_row_count == 3
+    for name, tensor in buffers.tensors.items():
+        assert torch.equal(tensor, before[name]), name
+    assert {bucket.state for bucket in graphs.report().buckets} == {"waiting"}
+    with pytest.raises(RuntimeError, match="was not captured"):
+        graphs.replay(4)
+    other = GraphManager(good_step, buffers, [4])
+    other.capture(progress=False)
+    other.replay(3)
+    assert buffers.n.item() == 1
+
+
+def test_an_error_of_an_operator_names_operator_and_line(buffers: StepBuffers) -> None:
+    def wrong_shapes(batch: Batch) -> None:
+        hidden = batch.x * 2.0
+        batch.x.copy_(hidden @ hidden)
+
+    with pytest.raises(CaptureError, match="RuntimeError: ") as caught:
+        GraphManager(wrong_shapes, buffers, [3]).capture(progress=False)
+    assert caught.value.kind == "failed"
+    assert caught.value.operator.startswith("aten.m")
+    assert caught.value.file == __file__
+    assert caught.value.line == wrong_shapes.__code__.co_firstlineno + 2
+
+
+def test_a_bar_is_shown_while_capturing_if_wanted(buffers: StepBuffers, capsys: pytest.CaptureFixture) -> None:
+    graphs = GraphManager(good_step, buffers, [1, 2, 4])
+    graphs.capture(progress=False)
+    assert capsys.readouterr() == ("", "")
+    graphs.capture(progress=True)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "capturing" in shown.err
+
+
+def test_a_capture_beside_another_thread_that_computes(buffers: StepBuffers) -> None:
+    stop, failures, products = threading.Event(), [], 0
+
+    def compute() -> None:
+        nonlocal products
+        mine = torch.randn(32, 32, device=buffers.device)
+        while not stop.is_set():
+            try:
+                if not torch.isfinite(mine @ mine).all().item():
+                    failures.append("not finite")
+                products += 1
+            except Exception as error:
+                failures.append(error)
+                return
+
+    other = threading.Thread(target=compute)
+    other.start()
+    try:
+        for _ in range(5):
+            graphs = GraphManager(good_step, buffers, [1, 2, 4])
+            graphs.capture(progress=False)
+            graphs.replay(4)
+            graphs.close()
+    finally:
+        stop.set()
+        other.join()
+    assert not failures
+    assert products > 0
+    assert buffers.n.item() == 5
+
+
+def test_an_engine_goes_on_while_another_manager_captures_and_fails(buffers: StepBuffers) -> None:
+    running = GraphManager(good_step, buffers, [4])
+    running.capture(progress=False)
+    running.replay(4)
+    for broken in (reads, interrupted):
+        with pytest.raises((CaptureError, KeyboardInterrupt)):
+            GraphManager(broken, buffers, [2, 4]).capture(progress=False)
+        running.replay(4)
+    assert buffers.n.item() == 3
+    running.close()
+    running.close()

@@ -1,0 +1,98 @@
+"""What a report says of each bucket, as table, JSON and picture."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from graphdecode import GraphManager, Slot, StepBuffers
+from graphdecode.buffers import Batch
+
+WEIGHT = torch.eye(8)
+
+
+def step(batch: Batch) -> None:
+    hidden = torch.tanh(batch.x @ WEIGHT.to(batch.x.device))
+    hidden = torch.tanh(hidden + hidden.sum(-1, keepdim=True))
+    batch.y.copy_(hidden)
+
+
+@pytest.fixture
+def graphs(device: str) -> GraphManager:
+    slots = [Slot("x", ("batch", 8), torch.float32), Slot("y", ("batch", 8), torch.float32)]
+    buffers = StepBuffers(slots, max_batch_size=4, device=device)
+    manager = GraphManager(step, buffers, [2, 4], constants=[WEIGHT])
+    manager.capture(progress=False)
+    return manager
+
+
+def test_padding_share_counts_the_rows_that_were_not_live(graphs: GraphManager) -> None:
+    for batch_size in (3, 3, 4, 1):
+        graphs.replay(batch_size)
+    small, large = graphs.report().buckets
+    assert (small.replays, small.live_rows, small.padding_share) == (1, 1, 0.5)
+    assert (large.replays, large.live_rows) == (3, 10)
+    assert large.padding_share == pytest.approx(2 / 12)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts operators")
+def test_nodes_kernels_and_bytes_of_a_recorded_step(graphs: GraphManager) -> None:
+    _, large = graphs.report().buckets
+    expected = {"aten.mm.default": 1, "aten.tanh.default": 2, "aten.sum.dim_IntList": 1}
+    assert large.kernels == {**expected, "aten.add.Tensor": 1, "aten.copy_.default": 1}
+    assert large.nodes == large.kernels
+    row, matrix = 4 * 8 * 4, 8 * 8 * 4
+    assert large.pool_bytes == 4 * row + 4 * 4  # mm, tanh, add, tanh; the sums
+    mm, tanh, total, add, copy = row + matrix + row, 2 * row, row + 16, row + 16 + row, 2 * row
+    assert large.moved_bytes == mm + 2 * tanh + total + add + copy
+
+
+def test_a_report_is_a_snapshot(graphs: GraphManager) -> None:
+    before = graphs.report()
+    graphs.replay(4)
+    assert before.buckets[1].replays == 0
+    assert graphs.report().buckets[1].replays == 1
+
+
+def test_json_says_the_same_as_the_report(graphs: GraphManager) -> None:
+    graphs.replay(3)
+    report = graphs.report()
+    plain = json.loads(report.to_json())
+    assert plain == report.as_dict()
+    assert plain["backend"] == graphs.backend
+    assert plain["buckets"][1]["padding_share"] == 0.25
+    assert plain["buckets"][1]["nodes"] == dict(report.buckets[1].nodes)
+
+
+def test_the_table_has_a_line_a_bucket(graphs: GraphManager) -> None:
+    graphs.replay(3)
+    lines = str(graphs.report()).splitlines()
+    assert lines[0] == f"2 buckets, {graphs.backend} backend"
+    assert re.match(r"\s+4\s+captured\s+\d+\s+[\d.]+\s+[\d.]+\s+1\s+25.0%$", lines[3]), lines[3]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pictures operators")
+def test_the_picture_has_a_box_an_operator_and_an_arrow_for_what_it_reads(graphs: GraphManager) -> None:
+    dot = graphs.dot(4)
+    boxes = dict(re.findall(r'(n\d+) \[label="([\w.]+)\\n', dot))
+    assert list(boxes.values()) == [
+        "aten.mm.default",
+        "aten.tanh.default",
+        "aten.sum.dim_IntList",
+        "aten.add.Tensor",
+        "aten.tanh.default",
+        "aten.copy_.default",
+    ]
+    arrows = set(re.findall(r"(\S+) -> (n\d+)", dot))
+    assert {('"x"', "n0"), ('"constants[0]"', "n0"), ("n0", "n1"), ("n1", "n2"), ("n1", "n3"), ("n2", "n3")} < arrows
+    assert ("n4", "n5") in arrows
+    assert ("n0", "n5") not in arrows
+    assert "test_report.py" in dot
+    assert dot.startswith("digraph")
+    assert dot.count("{") == dot.count("}")
+
+
+def test_there_is_no_picture_of_a_bucket_that_has_no_graph(graphs: GraphManager) -> None:
+    with pytest.raises(ValueError, match=r"bucket must be one of the captured \[2, 4\], got 3"):
+        graphs.dot(3)
