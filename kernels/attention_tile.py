@@ -25,7 +25,8 @@ def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
         # fp16 has the same layout with a bias of 15 in place of 7: right but for a factor of 2^8, subnormals too
         wide = x.to(tl.uint16)
         half = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
-        return (half.to(tl.float32) * 256.0).to(COMPUTE)
+        value = half.to(tl.float32) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(COMPUTE)
     if KV_BITS == "e5m2":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(COMPUTE)
     return x.to(COMPUTE)

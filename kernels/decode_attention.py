@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .attention_tile import LOG2_E
-from .attention_torch import LogitOptions, attend_row, row_entries
+from .attention_torch import LogitOptions, attend_row, is_slow, row_entries
 from .bare_decode import bind_bare_decode
 from .registration import operator
 from .split_decode import decode_attention_triton
@@ -48,6 +48,7 @@ def bind_decode_attention(
     options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta)
     is_bare = options.plain and v_scale == 1.0 and lse is None and indptr is None and q_len == 1 and q.is_contiguous()
     same_shapes = k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
+    is_bare = is_bare and not is_slow(q.dtype, group)
     if is_bare and same_shapes and q.dtype == k_cache.dtype == v_cache.dtype:
         return bind_bare_decode(out, q, k_cache, v_cache, table, kv_lens, sm_scale, window_left)
     lengths, pages = kv_lens.numpy()[:rows], table.numpy()

@@ -292,7 +292,22 @@ def decode_attention_triton(
         HAS_WINDOW=window_left >= 0,
         **tile,
     )
-    _merge_splits_kernel[(rows, q_len, heads)](
+    merge_splits_triton(out, lse, partial, partial_lse, plan, max_rows, q_len, v_scale)
+
+
+def merge_splits_triton(
+    out: Tensor,
+    lse: Tensor | None,
+    partial: Tensor,
+    partial_lse: Tensor,
+    plan: Tensor,
+    max_rows: int,
+    q_len: int,
+    v_scale: float,
+) -> None:
+    """Launch the second kernel alone: partial results of split rows to `out`."""
+    value_dim = out.shape[-1]
+    _merge_splits_kernel[(out.shape[0] // q_len, q_len, out.shape[1])](
         out,
         lse,
         partial,
@@ -302,7 +317,7 @@ def decode_attention_triton(
         q_len,
         v_scale,
         VALUE_DIM=value_dim,
-        BLOCK_V=tile["BLOCK_V"],
+        BLOCK_V=triton.next_power_of_2(value_dim),
         BLOCK_S=SPLITS_AT_ONCE,
         HAS_LSE=lse is not None,
         num_warps=2,

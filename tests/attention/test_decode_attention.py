@@ -11,6 +11,7 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode.kernels.attention_plan import paged_attention_plan_torch, plan_size, work_items
 from graphdecode.kernels.attention_plan import paged_attention_plan_triton as plan_triton
+from graphdecode.kernels.attention_torch import widen
 from graphdecode.kernels.decode_attention import decode_attention_torch
 from graphdecode.kernels.split_decode import decode_attention_triton
 
@@ -194,3 +195,22 @@ def test_fixed_splits_make_a_row_independent_of_the_batch(lens, device):
         out, lse = run(decode_attention_triton, alone, q[row : row + 1], Options(0.25), fixed_split=128)
         assert torch.equal(out[0], together[row])
         assert torch.equal(lse[0], sums[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_is_widened_exactly_for_every_byte(dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+    torch.testing.assert_close(widen(every), every.float(), atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("length", [5000, 20000])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_that_are_widened_in_pieces_agree_with_float64(length, dtype):
+    rows = PagedRows.random([length], page_size=64, kv_heads=2, head_dim=64, dtype=dtype)
+    q_dtype = torch.float16 if dtype.itemsize == 1 else dtype
+    q = torch.randn(1, 2, 64, generator=torch.Generator().manual_seed(9)).to(q_dtype)
+    out, lse = run(decode_attention_torch, rows, q, Options(0.5))
+    expected, expected_lse = rows.expected(q, 1, Options(0.5))
+    close = tolerance(q_dtype, dtype)
+    torch.testing.assert_close(out.double(), expected, atol=close, rtol=close)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=close, rtol=close)
