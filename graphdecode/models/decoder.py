@@ -39,6 +39,12 @@ class LayerWeights:
         """All products of the layer."""
         return (self.qkv, self.o, self.gate_up, self.down)
 
+    @property
+    def norms(self) -> tuple[Tensor, ...]:
+        """All norms that the layer has."""
+        norms = (self.input_norm, self.post_norm, self.q_norm, self.k_norm)
+        return tuple(norm for norm in norms if norm is not None)
+
 
 @dataclass(frozen=True)
 class _Tokens:
@@ -90,17 +96,14 @@ class Decoder:
         """Every tensor that a step only reads."""
         tensors = [self._embedding, self._final_norm, self._cos_sin, *self._lm_head.tensors]
         for layer in self._layers:
-            tensors += [layer.input_norm, layer.post_norm]
-            tensors += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+            tensors += layer.norms
             tensors += [tensor for linear in layer.linears for tensor in linear.tensors]
         return tensors
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights that one decode step reads, whatever the batch: all but the embedding's unused rows."""
-        norms = self._final_norm.nbytes + sum(
-            layer.input_norm.nbytes + layer.post_norm.nbytes for layer in self._layers
-        )
+        norms = self._final_norm.nbytes + sum(norm.nbytes for layer in self._layers for norm in layer.norms)
         linears = sum(linear.nbytes for layer in self._layers for linear in layer.linears)
         return self._lm_head.nbytes + linears + norms
 

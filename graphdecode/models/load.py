@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 from typing import Protocol
 
@@ -43,6 +44,9 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
 
 
 def _cpu_has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 itself; oneDNN also calls it supported where AVX-512 only imitates it."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -89,7 +93,7 @@ def load_model(
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights.check(_expected_shapes(config), optional)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _Loader(config, weights, batch_sizes, quantize).load(positions, device, progress)
+    return _Loader(config, weights, chosen, batch_sizes, quantize).load(positions, device, progress)
 
 
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -126,7 +130,12 @@ def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 class _Loader:
     def __init__(
-        self, config: ModelConfig, weights: _Weights, batch_sizes: tuple[int, ...], quantize: str | None
+        self,
+        config: ModelConfig,
+        weights: _Weights,
+        dtype: torch.dtype,
+        batch_sizes: tuple[int, ...],
+        quantize: str | None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -135,7 +144,7 @@ class _Loader:
         self._batch_sizes = tuple(sorted({min(batch_sizes), max(batch_sizes)}))
         self._quantize = quantize
         elements = sum(shape[0] * shape[1] for shape in self._shapes.values() if len(shape) == 2)
-        self._tuner = LinearTuner(elements * config.dtype.itemsize)
+        self._tuner = LinearTuner(elements * dtype.itemsize)
 
     def load(self, positions: int, device: torch.device, progress: bool) -> Decoder:
         config = self._config

@@ -13,7 +13,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class UnsupportedRopeError(ValueError):
-    """A rope type that this runtime does not know; the message lists those that it does."""
+    """A rotary embedding that this runtime does not know, or that lacks a field; the message says what there may be."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,15 @@ class RopeConfig:
         """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
         Raises:
-            UnsupportedRopeError: the type is unknown, or the channels are rotated in part.
+            UnsupportedRopeError: the type is unknown, a field that it needs is missing, the channels are rotated in
+                part, or the layers differ.
         """
-        scaling = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+        scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+        if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
+            raise UnsupportedRopeError(
+                f"rope_parameters must be one object with numbers for all layers, got {scaling!r}; supported rope "
+                f"types are {', '.join(ROPE_TYPES)}"
+            )
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise UnsupportedRopeError(
@@ -60,28 +66,53 @@ class RopeConfig:
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
             raise UnsupportedRopeError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
-        factor = float(scaling.get("factor") or 1.0)
-        return cls(
-            rope_type=rope_type,
-            theta=float(scaling.get("rope_theta") or settings.get("rope_theta") or 10000.0),
-            factor=factor,
-            original_max_positions=scaling.get("original_max_position_embeddings") or max_positions,
-            low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-            high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-            beta_fast=float(scaling.get("beta_fast") or 32.0),
-            beta_slow=float(scaling.get("beta_slow") or 1.0),
-            attention_factor=_yarn_attention_factor(scaling, factor) if rope_type == "yarn" else 1.0,
-            truncate=scaling.get("truncate", True),
+        theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
+        if rope_type == "default":
+            return cls(theta=theta)
+        original = int(
+            _number(settings, "original_max_position_embeddings", 0.0)
+            or _number(scaling, "original_max_position_embeddings", max_positions)
         )
+        # yarn alone may leave its factor to what the context grew by
+        factor = _number(scaling, "factor", max_positions / original if rope_type == "yarn" else None)
+        if rope_type == "linear":
+            return cls(rope_type, theta, factor)
+        if rope_type == "llama3":
+            low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            return cls(rope_type, theta, factor, original, low, high)
+        return cls(
+            rope_type,
+            theta,
+            factor,
+            original,
+            beta_fast=_number(scaling, "beta_fast", 32.0),
+            beta_slow=_number(scaling, "beta_slow", 1.0),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+            truncate=bool(scaling.get("truncate", True)),
+        )
+
+
+def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
+    """Return a field that is a number > 0; `default`, where there is one, for a field that is absent or null."""
+    value = fields.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+        raise UnsupportedRopeError(
+            f"rope type {fields.get('rope_type') or fields.get('type') or 'default'!r} needs {name} to be a number > 0,"
+            f" got {value!r}"
+        )
+    return float(value)
 
 
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     """Return the temperature of YaRN (Peng et al., 2023, equation 22), or what the checkpoint says instead."""
     if scaling.get("attention_factor") is not None:
-        return float(scaling["attention_factor"])
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return _temperature(factor, mscale) / _temperature(factor, mscale_all_dim)
+        return _number(scaling, "attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return _temperature(factor, _number(scaling, "mscale")) / _temperature(
+            factor, _number(scaling, "mscale_all_dim")
+        )
     return _temperature(factor, 1.0)
 
 
@@ -90,14 +121,18 @@ def _temperature(factor: float, mscale: float) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle that each pair of channels turns by per position, float32 [head_dim / 2]."""
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    """Return the angle that each pair of channels turns by per position, float32 [head_dim / 2].
+
+    The operations and their order are those of transformers: an ulp of a frequency is a visible angle at position 1e5.
+    """
+    periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain = 1.0 / periods
     if rope.rope_type == "linear":
         return plain / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(rope, plain)
     if rope.rope_type == "yarn":
-        return _yarn(rope, plain, head_dim)
+        return _yarn(rope, periods, head_dim)
     return plain
 
 
@@ -111,7 +146,7 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     return torch.where(wavelengths < context / rope.high_freq_factor, plain, scaled)
 
 
-def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
+def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
     """Interpolate slow channels, keep fast ones, ramp in between (Peng et al., 2023, section 3.2)."""
 
     def channel_turning(times: float) -> float:
@@ -124,7 +159,8 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> Tensor:
     if low == high:
         high += 0.001  # a ramp needs a width
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0, 1)
-    return plain / rope.factor * ramp + plain * (1 - ramp)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
 def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:

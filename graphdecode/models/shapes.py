@@ -10,6 +10,13 @@ from torch import Tensor
 from graphdecode.models.config import ModelConfig
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 _SHAPES: dict[str, dict[str, Any]] = {
     "llama-100m": _LLAMA
     | {
@@ -30,7 +37,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
         "head_dim": 64,
-        "rope_theta": 500000.0,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
         "tie_word_embeddings": True,
     },
     "llama-3.1-8b": _LLAMA
@@ -41,7 +48,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "rope_theta": 500000.0,
+        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
     },
     "qwen3-0.6b": {
         "architectures": ["Qwen3ForCausalLM"],

@@ -7,11 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from transformers import AutoTokenizer
 
 _DEMO = Path(__file__).parent / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
+_HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 
 
 class ModelSourceError(ValueError):
@@ -36,12 +43,19 @@ def resolve_model_path(model: str | Path) -> Path:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+    except HFValidationError as error:
+        raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
+    except GatedRepoError as error:
+        raise ModelSourceError(
+            f"model {name!r} is gated: accept its terms on the hub and log in with `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelSourceError(f"model {name!r} is neither a folder nor a repository on the hub") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = " ".join(str(error).split())
         raise ModelSourceError(
-            f"model {name!r} is no folder, and it could not be fetched from the hub: is there a network? ({error})"
+            f"model {name!r} is no folder, and it could not be fetched from the hub: is there a network? ({reason})"
         ) from error
 
 
