@@ -1,0 +1,119 @@
+"""The command line: where its output goes, and what it says and returns when something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, "-m", "graphdecode"]
+
+
+def run(*arguments: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+    )
+
+
+def test_one_answer_is_all_that_stdout_gets() -> None:
+    result = run("generate", "--prompt", "12+30=")
+    assert (result.returncode, result.stdout) == (0, "42\n")
+    for part in ("tokens/s", "first token after", "ms per token p50", "buckets 1 x", "padding 0%", "backend on"):
+        assert part in result.stderr
+
+
+def test_several_answers_stand_under_their_prompts_in_order(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("rev abc=\nsort cab=\n")
+    result = run(
+        "generate", "--prompt", "12+30=", "--prompts-file", "prompts.txt", "-", stdin="1+1=\n", folder=tmp_path
+    )
+    assert result.stdout == ">>> 12+30=\n42\n>>> rev abc=\ncba\n>>> sort cab=\nabc\n>>> 1+1=\n2\n"
+
+
+def test_json_is_one_object_a_line() -> None:
+    result = run("generate", "--json", "--prompt", "999+1=", "--prompt", "1+2=")
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [record["outputs"][0]["text"] for record in records] == ["1000", "3"]
+    assert records[0]["metrics"]["time_to_first_token"] > 0
+
+
+def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
+    result = run("generate", "--prompt", "1+2=", "--prompt", "a" * 600)
+    assert result.returncode == 2
+    assert "3\n" in result.stdout
+    assert "600 tokens" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "there is no prompt"),
+        (["generate", "hello"], "prompts are given with --prompt"),
+        (["generate", "-p", "a", "--prompts-file", "none.txt"], "none.txt"),
+        (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is no folder"),
+        (["generate", "-p", "a", "--config", "none.toml"], "none.toml"),
+        (["generate", "-p", "a", "--temperature", "-1"], "temperature must be a number >= 0"),
+        (["generate", "-p", "a", "--dtype", "int4"], "dtype must be"),
+        (["generate", "-p", "a", "--device", "tpu"], "device must be auto, cpu or cuda"),
+        (["generate", "-p", "a", "--max-tokens", "many"], "--max-tokens"),
+        (["buckets", "none.toml"], "none.toml"),
+        (["buckets", "tune", "--record", "none.json", "--out", "o.toml"], "none.json"),
+        (["profile", "--contexts", "100000", "--steps", "2", "--out", "p"], "a context must be in 1.."),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    result = run(*arguments, folder=tmp_path)
+    assert result.returncode == 2
+    last = result.stderr.strip().splitlines()[-1]
+    assert "error: " in last
+    assert message in last
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+
+
+def test_debug_shows_the_traceback() -> None:
+    result = run("--debug", "generate", "-p", "a", "--model", "no-such-model")
+    assert result.returncode != 0
+    assert "Traceback" in result.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    prompts = [argument for _ in range(400) for argument in ("-p", "rev abcdefgh=")]
+    with subprocess.Popen(
+        [*COMMAND, "generate", *prompts, "--max-tokens", "400", "--temperature", "9"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+
+
+def test_buckets_shows_ladder_padding_and_memory(tmp_path: Path) -> None:
+    (tmp_path / "b.toml").write_text("[capacity]\nmax_batch_size = 9\n[buckets]\nbatch_sizes = [1, 4]\n")
+    result = run("buckets", "b.toml", folder=tmp_path)
+    assert result.returncode == 0
+    assert "5-9" in result.stdout
+    assert "worst padding: batch size 2 wastes 50%" in result.stdout
+    assert "key-value cache" in result.stdout
