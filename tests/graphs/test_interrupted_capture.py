@@ -95,23 +95,24 @@ def test_a_bar_is_shown_while_capturing_if_wanted(buffers: StepBuffers, capsys: 
 
 
 def test_a_capture_beside_another_thread_that_computes(buffers: StepBuffers) -> None:
-    stop, failures, products = threading.Event(), [], 0
+    started, stop, failures = threading.Event(), threading.Event(), []
 
     def compute() -> None:
-        nonlocal products
         mine = torch.randn(32, 32, device=buffers.device)
         while not stop.is_set():
             try:
                 if not torch.isfinite(mine @ mine).all().item():
                     failures.append("not finite")
-                products += 1
+                started.set()
             except Exception as error:
                 failures.append(error)
                 return
 
     other = threading.Thread(target=compute)
     other.start()
+    assert started.wait(60)
     try:
+        assert started.wait(timeout=60)
         for _ in range(5):
             graphs = GraphManager(good_step, buffers, [1, 2, 4])
             graphs.capture(progress=False)
@@ -121,7 +122,6 @@ def test_a_capture_beside_another_thread_that_computes(buffers: StepBuffers) -> 
         stop.set()
         other.join()
     assert not failures
-    assert products > 0
     assert buffers.n.item() == 5
 
 
@@ -136,3 +136,17 @@ def test_an_engine_goes_on_while_another_manager_captures_and_fails(buffers: Ste
     assert buffers.n.item() == 3
     running.close()
     running.close()
+
+
+def test_a_step_that_keeps_what_it_made_once_is_refused(buffers: StepBuffers) -> None:
+    kept: list[torch.Tensor] = []
+
+    def step(batch: Batch) -> None:
+        if not kept:
+            kept.append(torch.ones(4, device=batch.x.device))
+        batch.x.mul_(kept[0])
+
+    with pytest.raises(CaptureError) as caught:
+        GraphManager(step, buffers, [4]).capture(progress=False)
+    assert caught.value.kind == "undeclared-input"
+    assert caught.value.line == step.__code__.co_firstlineno + 3
