@@ -63,7 +63,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("[capture]\nbackend = 'metal'", r"backend must be one of 'auto', 'cuda', 'recorded', 'eager', got 'metal'"),
         ("[capture]\nwhen = 'later'", r"when must be one of 'startup', 'first-use', got 'later'"),
         ("[loop]\nsteps_per_launch = 0", r"steps_per_launch must be an integer in 1\.\.4096, got 0"),
-        ("[capacity]\npage_size = ", r"buckets\.toml: .*line 2"),
+        ("[capacity]\npage_size = \n", r"buckets\.toml: .*line 2"),
     ],
 )
 def test_errors_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
