@@ -100,3 +100,12 @@ def test_law_2_one_capture_serves_every_membership(device: str, seed: int) -> No
         assert sequence.tokens == alone(sequence.prompt, len(sequence.tokens) - 1), f"seed {seed}"
     assert toy.graphs._graphs == captured, "nothing was captured again"
     assert len(finished) == 25
+
+
+def test_law_2_the_rows_of_each_replay_are_live_and_no_others(device: str) -> None:
+    toy = Recurrence(device)
+    for batch_size in (3, 6, 1, 4, 2, 5):
+        toy.buffers.lengths.zero_()
+        toy.graphs.replay(batch_size)
+        assert toy.buffers.lengths.tolist() == [1] * batch_size + [0] * (ROWS - batch_size)
+        assert toy.buffers.live_rows.item() == batch_size
