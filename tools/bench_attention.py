@@ -81,8 +81,8 @@ class Problem:
         self.kv_bytes = 2 * batch * context * shape.kv_heads * shape.head_dim * shape.kv_dtype.itemsize
         cold = COLD_BYTES if device.type == "cuda" else COLD_BYTES // 2
         self.copies = max(min(-(-cold // self.kv_bytes), 64), 1)
-        sizes = (pages + 1, 2, PAGE_SIZE, shape.kv_heads, shape.head_dim)
-        self.caches = [self._random(sizes) for _ in range(self.copies)]
+        sizes = (pages + 1, PAGE_SIZE, shape.kv_heads, shape.head_dim)
+        self.caches = [(self._random(sizes), self._random(sizes)) for _ in range(self.copies)]
         self.table = torch.randperm(pages, device=device).to(torch.int32).view(batch, self.pages_of_row)
         self.q = torch.randn(batch, shape.qo_heads, shape.head_dim, device=device).to(shape.dtype)
         self.out = torch.empty_like(self.q)
@@ -93,19 +93,17 @@ class Problem:
             page.copy_(torch.randn(page.shape, dtype=torch.float16, device=self.device))
         return cache
 
-    def gathered(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gathered(self, cache: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
         """Keys and values as [batch, heads, context, head_dim]."""
-        own = cache[self.table.long()]  # [batch, pages, 2, page, heads, dim]
-        keys, values = (own[:, :, i].flatten(1, 2)[:, : self.context].transpose(1, 2) for i in range(2))
-        return keys, values
+        index = self.table.long()
+        return [part[index].flatten(1, 2)[:, : self.context].transpose(1, 2) for part in cache]
 
 
 def ours(problem: Problem) -> list[Callable[[], None]]:
     """One call for each cache; planned once, as in a step."""
     attention = our_attention(problem)
     return [
-        lambda cache=cache: attention.run(problem.out, problem.q, cache[:, 0], cache[:, 1], problem.table)
-        for cache in problem.caches
+        lambda cache=cache: attention.run(problem.out, problem.q, *cache, problem.table) for cache in problem.caches
     ]
 
 
