@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import sys
 from pathlib import Path
 from typing import Protocol
 
@@ -96,6 +98,14 @@ def load_model(
     return _Loader(config, weights, chosen, batch_sizes, quantize).load(positions, device, progress)
 
 
+def _return_free_memory() -> None:
+    """Give the system back what was freed: the holes that packing leaves in the heap grow to a fifth of the model."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+        if trim is not None:
+            trim(0)
+
+
 def _expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, ff = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -149,12 +159,12 @@ class _Loader:
     def load(self, positions: int, device: torch.device, progress: bool) -> Decoder:
         config = self._config
         embedding_weight = self._weights.read("model.embed_tokens.weight")
-        layers = [
-            self._layer(f"model.layers.{index}.")
-            for index in tqdm(
-                range(config.num_hidden_layers), desc="loading", unit="layer", disable=not progress, leave=False
-            )
-        ]
+        layers = []
+        for index in tqdm(
+            range(config.num_hidden_layers), desc="loading", unit="layer", disable=not progress, leave=False
+        ):
+            layers.append(self._layer(f"model.layers.{index}."))
+            _return_free_memory()
         return Decoder(
             config,
             embedding_weight,

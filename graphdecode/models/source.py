@@ -29,17 +29,17 @@ def resolve_model_path(model: str | Path) -> Path:
     """Return the folder of a model.
 
     Args:
-        model: a folder, `"demo"`, or a Hugging Face repository id, which is fetched with a progress bar.
+        model: `"demo"` (a folder of that name is `"./demo"`), a folder, or a Hugging Face repository id, which is
+            fetched with a progress bar.
 
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
     """
-    path = Path(model)
-    if path.is_dir():
-        return path
-    if str(model) == "demo":
+    if model == "demo":
         return _DEMO
-    name = str(model)
+    name, path = str(model), Path(model)
+    if name and path.is_dir():
+        return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
     try:

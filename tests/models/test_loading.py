@@ -9,8 +9,8 @@ from family_checkpoints import edit_config, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.models import CheckpointError, ModelConfig, ModelSourceError, UnsupportedModelError, load_model
-from graphdecode.models.source import resolve_model_path
+from graphdecode.models import CheckpointError, ModelConfig, UnsupportedModelError, load_model
+from graphdecode.models.load import resolve_dtype
 
 PROMPT = [[65, 66, 67, 68]]
 CONFIG = BucketConfig(max_batch_size=1, max_sequence_length=64)
@@ -68,6 +68,43 @@ def test_all_faults_of_a_checkpoint_are_named_in_one_error(tmp_path: Path) -> No
     assert "model.layers.0.self_attn.k_proj.weight is [3, 64] and should be [32, 64]" in message
 
 
+def test_layers_with_the_same_fault_are_named_together_and_none_is_left_out(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("_proj.weight") and ".1." not in name]:
+        del tensors[name]
+    for layer in range(3, 9):
+        tensors[f"model.layers.{layer}.input_layernorm.weight"] = torch.zeros(64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        load_model(tmp_path, device="cpu")
+    message = str(caught.value)
+    for product in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"):
+        assert f"model.layers.{{0,2}}.{product}_proj.weight" in message
+    assert "unexpected: model.layers.{3-8}.input_layernorm.weight" in message
+
+
+def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"] = tensors["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.mlp\.up_proj\.weight is F8_E4M3 and should be one of F64, F32"
+    ):
+        load_model(tmp_path, device="cpu")
+
+
+def test_a_loaded_model_does_not_change_with_its_file(tmp_path: Path) -> None:
+    save_checkpoint("llama-3", tmp_path)
+    model = load_model(tmp_path, device="cpu", dtype="float32")
+    before = [tensor.clone() for tensor in model.constants]
+    file = tmp_path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.write(b"\xff" * file.stat().st_size)
+    assert all(map(torch.equal, model.constants, before))
+
+
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
@@ -105,18 +142,6 @@ def test_what_is_not_supported_is_said_with_what_is(tmp_path: Path, change: dict
     assert "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["no-such-folder", "/no/such/folder", "a/b/c"])
-def test_a_name_that_is_no_model_is_one_clear_error(name: str) -> None:
-    with pytest.raises(ModelSourceError, match="is no folder"):
-        resolve_model_path(name)
-
-
-def test_a_repository_out_of_reach_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelSourceError, match="nobody/no-model"):
-        resolve_model_path("nobody/no-model")
-
-
 def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"config\.json"):
         load_model(tmp_path, device="cpu")
@@ -126,6 +151,30 @@ def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
 def test_unknown_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         load_model("demo", device="cpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("avx512_bf16", "amx", "expected"),
+    [(True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)],
+)
+@pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
+def test_auto_keeps_bf16_on_a_cpu_only_where_it_multiplies_bf16(
+    monkeypatch: pytest.MonkeyPatch, machine: str, avx512_bf16: bool, amx: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    cpu = torch.device("cpu")
+    assert resolve_dtype("auto", torch.bfloat16, cpu) == expected
+    assert resolve_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
+
+
+def test_auto_takes_the_dtype_of_the_checkpoint_but_for_fp16_on_a_cpu() -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert resolve_dtype("auto", torch.float16, cpu) == torch.float32
+    assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert resolve_dtype("auto", dtype, gpu) == dtype
 
 
 def test_int8_weights_answer_like_full_ones() -> None:

@@ -1,0 +1,96 @@
+"""A decoder driven by hand: its buffers, a cache whose pages lie in any order, and nothing of the engine."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphdecode import Slot, StepBuffers
+from graphdecode.attention import PagedDecodeAttention
+from graphdecode.buffers import Batch
+from graphdecode.models import Decoder
+
+PAGE_SIZE = 8
+
+
+class DrivenDecoder:
+    """Rows of tokens, each with pages of its own; whatever no token was written to holds NaN."""
+
+    def __init__(self, model: Decoder, rows: int, max_length: int = 160, seed: int = 0) -> None:
+        self.model = model
+        config, device = model.config, model.device
+        pages_per_row = -(-max_length // PAGE_SIZE)
+        self.trash_page = rows * pages_per_row
+        shape = (self.trash_page + 1, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
+        self.caches = [
+            tuple(torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2))
+            for _ in range(model.num_layers)
+        ]
+        self.attention = PagedDecodeAttention(
+            max_batch_size=rows,
+            num_qo_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            page_size=PAGE_SIZE,
+            max_pages_per_row=pages_per_row,
+            dtype=model.dtype,
+            device=device,
+        )
+        slots = [
+            Slot("tokens", ("batch",), torch.int64, pad=1),
+            Slot("pre_step_seqlens", ("batch",), torch.int32),
+            Slot("rows", ("batch",), torch.int32),
+            Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.trash_page),
+            Slot("logits", ("batch", config.vocab_size), model.dtype),
+        ]
+        self.buffers = StepBuffers(slots, max_batch_size=rows, device=device)
+        for layer, (keys, values) in enumerate(self.caches):
+            self.buffers.adopt(f"k_cache_{layer}", keys)
+            self.buffers.adopt(f"v_cache_{layer}", values)
+        for index, tensor in enumerate(self.attention.workspace):
+            self.buffers.adopt(f"workspace_{index}", tensor)
+        order = torch.randperm(self.trash_page, generator=torch.Generator().manual_seed(seed))
+        self._page_table = order.to(torch.int32).view(rows, pages_per_row).to(device)
+
+    def step(self, batch: Batch) -> None:
+        """What would be captured: the decode step, its logits copied into their slot."""
+        batch.logits.copy_(self.model.decode(batch, self.caches, self.attention))
+
+    def prefill(self, texts: list[list[int]], starts: list[int]) -> None:
+        """Append the tokens of some rows, the first ones, behind the `starts` tokens that each has already."""
+        device = self.model.device
+
+        def int32(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        def cumulative(lengths: list[int]) -> Tensor:
+            return int32([sum(lengths[:end]) for end in range(len(lengths) + 1)])
+
+        lengths = [len(text) for text in texts]
+        self.model.prefill(
+            torch.tensor([token for text in texts for token in text], device=device),
+            int32([row for row, length in enumerate(lengths) for _ in range(length)]),
+            int32([start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]),
+            int32([sum(lengths)]),
+            cumulative(lengths),
+            cumulative([start + length for start, length in zip(starts, lengths, strict=True)]),
+            self._page_table[: len(texts)],
+            self.caches,
+        )
+
+    def stage(self, tokens: list[int], positions: list[int]) -> None:
+        """Make the first rows live, each about to be fed a token at a position."""
+        count = len(tokens)
+        self.buffers.set_live_rows(count)
+        self.buffers.tokens[:count] = torch.tensor(tokens)
+        self.buffers.pre_step_seqlens[:count] = torch.tensor(positions, dtype=torch.int32)
+        self.buffers.rows[:count] = torch.arange(count, dtype=torch.int32)
+        self.buffers.page_table[:count] = self._page_table[:count]
+
+    def decode(self, tokens: list[int], positions: list[int]) -> Tensor:
+        """Feed each row a token and return the logits [rows, vocab]."""
+        self.stage(tokens, positions)
+        self.step(self.buffers.narrow(len(tokens)))
+        return self.buffers.logits[: len(tokens)].clone()

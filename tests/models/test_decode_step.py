@@ -1,0 +1,73 @@
+"""The decode step of every family can be captured: nothing forbidden in it, replay is eager, padding is inert."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from family_checkpoints import FAMILIES
+from torch import Tensor
+
+from graphdecode import GraphManager
+from graphdecode.graphs import check
+from graphdecode.models import load_model
+
+ROWS = 6
+BUCKETS = (1, 2, 4, 6)
+LENGTHS = (3, 30, 8, 17, 1, 64)
+
+
+@pytest.fixture(params=FAMILIES)
+def driven(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path], device: str) -> DrivenDecoder:
+    """Rows of mixed lengths in the middle of their answers."""
+    model = load_model(checkpoint(request.param), device=device, dtype="float32", batch_sizes=BUCKETS)
+    driven = DrivenDecoder(model, ROWS, max_length=80)
+    driven.prefill([[(7 * i + row) % 256 for i in range(length)] for row, length in enumerate(LENGTHS)], [0] * ROWS)
+    return driven
+
+
+def live_state(driven: DrivenDecoder, count: int) -> list[Tensor]:
+    """Return the logits of the live rows and all pages but the trash page."""
+    caches = [cache[:-1].clone() for layer in driven.caches for cache in layer]
+    return [driven.buffers.logits[:count].clone(), *caches]
+
+
+def assert_same_bits(given: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(given, expected, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def stage(driven: DrivenDecoder, count: int) -> None:
+    driven.stage([40 + row for row in range(count)], list(LENGTHS[:count]))
+
+
+def test_nothing_in_the_step_is_forbidden_in_a_graph(driven: DrivenDecoder) -> None:
+    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
+
+
+def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder) -> None:
+    graphs = GraphManager(driven.step, driven.buffers, BUCKETS, constants=driven.model.constants)
+    graphs.capture(progress=False)
+    for count in range(1, ROWS + 1):
+        stage(driven, count)
+        graphs.run_eager(count)
+        eager = live_state(driven, count)
+        assert eager[0].isfinite().all()
+        for poisoned in (False, True):
+            driven.buffers.logits.fill_(torch.nan)
+            stage(driven, count)
+            if poisoned:
+                driven.buffers.poison(count)
+            graphs.replay(count)
+            assert_same_bits(live_state(driven, count), eager)
+    graphs.close()
+
+
+def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenDecoder) -> None:
+    model = driven.model
+    declared = {id(tensor) for tensor in model.constants}
+    linears = [linear for layer in model._layers for linear in layer.linears] + [model._lm_head]
+    norms = [norm for layer in model._layers for norm in layer.norms] + [model._final_norm]
+    assert declared >= {id(tensor) for linear in linears for tensor in linear.tensors} | {id(norm) for norm in norms}
+    assert model.weight_bytes == sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms)

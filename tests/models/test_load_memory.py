@@ -1,0 +1,71 @@
+"""While a model is loaded, no second copy of it is in memory, whichever form its weights take."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graphdecode.models import ModelConfig
+from graphdecode.models.load import _expected_shapes
+
+SETTINGS = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 4000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+}
+MIB = 2**20
+EVICTION_BYTES = 64 * MIB  # what the choice of paths overwrites to find weights as cold as they will be
+# the process's peak while the model is loaded, over what it had before: a first product brings oneDNN's own code
+SCRIPT = r"""
+import re, sys, torch
+from graphdecode.kernels.linear import LinearTuner, prepare_linear
+from graphdecode.models import load_model
+torch.set_num_threads(1)
+dtype = getattr(torch, sys.argv[2])
+warm = LinearTuner()
+for rows in (1, 8):
+    prepare_linear(torch.zeros(64, 64, dtype=dtype), tuner=warm, batch_sizes=(1, 8)).apply(
+        torch.empty(rows, 64, dtype=dtype), torch.zeros(rows, 64, dtype=dtype))
+memory = lambda name: 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
+before = memory("VmRSS")
+LinearTuner.choose = lambda *_: sys.argv[3]
+model = load_model(sys.argv[1], device="cpu", dtype=dtype)
+held = {tensor.data_ptr() if not tensor.is_mkldnn else id(tensor): tensor for tensor in model.constants}
+print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.element_size() for t in held.values()))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    (folder / "config.json").write_text(json.dumps(SETTINGS))
+    shapes = _expected_shapes(ModelConfig.from_dict(SETTINGS))
+    save_file(
+        {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+@pytest.mark.parametrize(("dtype", "path"), [("bfloat16", "plain"), ("float32", "packed")])
+def test_loading_takes_the_memory_of_the_model_and_of_one_product(folder: Path, dtype: str, path: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(folder), dtype, path], capture_output=True, text=True, check=True
+    )
+    peak, kept, model = map(int, ran.stdout.split())
+    assert model > 0.8 * (folder / "model.safetensors").stat().st_size
+    largest = SETTINGS["hidden_size"] * SETTINGS["intermediate_size"] * 2 * getattr(torch, dtype).itemsize
+    assert kept < 1.1 * model, f"{kept / MIB:.0f} MiB are kept of a model of {model / MIB:.0f} MiB"
+    # a product is fused from parts of the mapped file, and packed from that: two more copies of the largest
+    most = 1.1 * model + 2 * largest + EVICTION_BYTES
+    assert peak < most, f"{peak / MIB:.0f} MiB at most for a model of {model / MIB:.0f} MiB"

@@ -1,0 +1,93 @@
+"""The decoder's logits are those of transformers: after prefill, in one pass or in chunks, and through decode steps."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from family_checkpoints import FAMILIES, save_checkpoint
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from graphdecode.kernels.linear import LinearTuner
+from graphdecode.models import load_model
+
+TOLERANCE = 1e-4
+# mixed, at and around the borders of pages, windows and the contexts that yarn and llama3 stretch (32 and 64)
+PROMPT_LENGTHS = (1, 2, 8, 9, 20, 33, 64, 65, 130)
+STEPS = 12
+
+
+def texts() -> list[list[int]]:
+    """Return each row's tokens: a prompt, and what is fed to it after."""
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(0, 256, (length + STEPS,), generator=generator).tolist() for length in PROMPT_LENGTHS]
+
+
+def expected_logits(folder: Path, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return what transformers gives for each row's last `STEPS + 1` tokens, [STEPS + 1, vocab]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.no_grad():
+        return [model(torch.tensor([text])).logits[0, -STEPS - 1 :].float() for text in texts()]
+
+
+def decoded_logits(folder: Path, device: str, chunk: int, dtype: str = "float32") -> list[Tensor]:
+    """Return the same from the decoder: prompts but their last token in chunks, the rest by decode steps."""
+    model = load_model(folder, device=device, dtype=dtype)
+    rows = texts()
+    driven = DrivenDecoder(model, len(rows))
+    prompts = [text[: length - 1] for text, length in zip(rows, PROMPT_LENGTHS, strict=True)]
+    for start in range(0, max(PROMPT_LENGTHS), chunk):
+        parts = [prompt[start : start + chunk] for prompt in prompts]
+        driven.prefill(parts, [min(start, len(prompt)) for prompt in prompts])
+    steps = []
+    for step in range(STEPS + 1):
+        positions = [length - 1 + step for length in PROMPT_LENGTHS]
+        steps.append(driven.decode([text[at] for text, at in zip(rows, positions, strict=True)], positions))
+    return list(torch.stack(steps, dim=1).float().cpu())
+
+
+@pytest.mark.parametrize("chunk", [256, 13])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_transformers(
+    checkpoint: Callable[[str], Path], device: str, name: str, chunk: int
+) -> None:
+    expected = expected_logits(checkpoint(name))
+    for length, given, wanted in zip(
+        PROMPT_LENGTHS, decoded_logits(checkpoint(name), device, chunk), expected, strict=True
+    ):
+        error = (given - wanted).abs().amax(-1)
+        assert error.max() < TOLERANCE, f"prompt of {length}: step {int(error.argmax())} is off by {error.max():.2e}"
+        best, second = wanted.topk(2).values.unbind(-1)
+        clear = best - second > 2 * TOLERANCE
+        assert torch.equal(given.argmax(-1)[clear], wanted.argmax(-1)[clear])
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2.5-yarn-tied"])
+def test_packed_weights_give_the_logits_of_transformers(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(LinearTuner, "choose", lambda *_: "packed")
+    for given, wanted in zip(
+        decoded_logits(checkpoint(name), "cpu", 256), expected_logits(checkpoint(name)), strict=True
+    ):
+        assert (given - wanted).abs().max() < TOLERANCE
+
+
+def test_shards_give_the_bits_of_a_single_file(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    save_checkpoint("llama-3.1", tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    sharded, single = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.1")))
+    assert all(map(torch.equal, sharded, single))
+
+
+@pytest.mark.parametrize("name", ["llama-3.1", "qwen2-window", "qwen3-tied"])
+def test_bf16_logits_are_as_close_to_fp32_as_those_of_transformers(
+    checkpoint: Callable[[str], Path], device: str, name: str
+) -> None:
+    exact = torch.stack(expected_logits(checkpoint(name)))
+    theirs = torch.stack(expected_logits(checkpoint(name), torch.bfloat16))
+    ours = torch.stack(decoded_logits(checkpoint(name), device, 256, "bfloat16"))
+    assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()

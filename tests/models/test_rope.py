@@ -1,0 +1,102 @@
+"""Rotary angles are those of transformers, for every rope type, option and spelling, to the end of a long context."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from graphdecode.models.rope import RopeConfig, UnsupportedRopeError, cos_sin_table, inverse_frequencies
+
+MAX_POSITIONS = 131072
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "nothing": {},
+    "theta": {"rope_theta": 1e6},
+    "null-scaling": {"rope_theta": 5e5, "rope_scaling": None},
+    "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 3.0}},
+    "linear-older": {"rope_theta": 30000.0, "rope_scaling": {"type": "linear", "factor": 2.5}},
+    "llama3": {"rope_parameters": LLAMA3},
+    "llama3-32": {"rope_parameters": LLAMA3 | {"factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 5.0}},
+    "llama3-older": {
+        "rope_theta": 500000.0,
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"},
+    },
+    "yarn": {"rope_parameters": YARN},
+    "yarn-older": {
+        "rope_theta": 1e6,
+        "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    },
+    "yarn-attention-factor": {"rope_parameters": YARN | {"attention_factor": 0.7}},
+    "yarn-betas": {"rope_parameters": YARN | {"beta_fast": 64, "beta_slow": 2}},
+    "yarn-exact-borders": {"rope_parameters": YARN | {"truncate": False}},
+    "yarn-mscale": {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.7}},
+    "yarn-one-mscale": {"rope_parameters": YARN | {"mscale": 0.5}},
+    "yarn-factor-from-lengths": {"rope_parameters": YARN | {"factor": None}},
+    "yarn-outer-length": {"rope_parameters": YARN, "original_max_position_embeddings": 16384},
+    "yarn-no-ramp": {"rope_parameters": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False}},
+}
+
+
+def theirs(settings: dict[str, Any], head_dim: int) -> LlamaRotaryEmbedding:
+    config = LlamaConfig.from_dict({"head_dim": head_dim, "max_position_embeddings": MAX_POSITIONS} | settings)
+    return LlamaRotaryEmbedding(config)
+
+
+def copied(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy for one reader: transformers completes the dictionaries that it is given."""
+    return {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_are_those_of_transformers_bit_for_bit(name: str, head_dim: int) -> None:
+    rope = RopeConfig.from_dict(copied(ROPES[name]), MAX_POSITIONS)
+    reference = theirs(copied(ROPES[name]), head_dim)
+    assert torch.equal(inverse_frequencies(rope, head_dim), reference.inv_freq)
+    assert rope.attention_factor == reference.attention_scaling
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_the_table_is_that_of_transformers_at_both_ends_of_a_long_context(name: str) -> None:
+    rope = RopeConfig.from_dict(copied(ROPES[name]), MAX_POSITIONS)
+    table = cos_sin_table(rope, 64, MAX_POSITIONS, torch.device("cpu"))
+    positions = torch.cat([torch.arange(70), torch.arange(MAX_POSITIONS - 70, MAX_POSITIONS)])
+    with torch.no_grad():
+        cos, sin = theirs(copied(ROPES[name]), 64)(torch.zeros(1), positions[None])
+
+    def half(angles: Tensor) -> Tensor:
+        return angles[0, :, :32]
+
+    torch.testing.assert_close(table[positions], torch.stack([half(cos), half(sin)], 1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not .* default, linear, llama3, yarn"),
+        ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor to be a number > 0, got None"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor to be a number > 0, got '2'"),
+        ({"rope_parameters": LLAMA3 | {"factor": None}}, "'llama3' needs factor"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": None}}, "needs low_freq_factor"),
+        ({"rope_parameters": YARN | {"factor": -1.0}}, "factor to be a number > 0, got -1.0"),
+        ({"rope_theta": 0}, "rope_theta to be a number > 0, got 0"),
+        ({"rope_parameters": {"full_attention": YARN}}, "one object with numbers for all layers"),
+        ({"rope_parameters": "yarn"}, "one object with numbers for all layers, got 'yarn'"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+    ],
+)
+def test_a_rope_that_cannot_be_computed_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedRopeError, match=message):
+        RopeConfig.from_dict(settings, MAX_POSITIONS)

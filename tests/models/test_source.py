@@ -1,0 +1,107 @@
+"""A model by its name: a folder, the demo, a repository of the hub; what cannot be had is one clear error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
+
+import graphdecode.models.source as source
+from graphdecode.models import ModelSourceError, resolve_model_path
+
+REPOSITORY = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+]
+NOT_FETCHED = [
+    "pytorch_model.bin",
+    "consolidated.safetensors",
+    "consolidated.00.pth",
+    "original/params.json",
+    "original/model.safetensors",
+    "onnx/config.json",
+    "README.md",
+    "modeling_custom.py",
+]
+
+
+def test_a_folder_is_itself_and_the_demo_ships_with_the_package(tmp_path: Path) -> None:
+    assert resolve_model_path(tmp_path) == tmp_path
+    assert resolve_model_path(str(tmp_path)) == tmp_path
+    assert (resolve_model_path("demo") / "model.safetensors").exists()
+
+
+def test_the_demo_is_the_demo_wherever_one_stands(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (resolve_model_path("demo") / "model.safetensors").exists()
+    assert resolve_model_path("./demo").resolve() == tmp_path / "demo"
+    assert resolve_model_path(Path("demo")).resolve() == tmp_path / "demo"
+
+
+@pytest.mark.parametrize("name", ["no-such-folder", "/no/such/folder", "a/b/c", "", "a b/c"])
+def test_a_name_that_is_no_model_is_one_clear_error(name: str) -> None:
+    with pytest.raises(ModelSourceError, match="is no folder") as caught:
+        resolve_model_path(name)
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a--b/c", ".a/b.", "a/" + "b" * 120])
+def test_a_name_that_the_hub_forbids_is_one_clear_error(name: str) -> None:
+    with pytest.raises(ModelSourceError, match="no name of a repository"):
+        resolve_model_path(name)
+
+
+def test_only_what_is_needed_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fetched: list[str] = []
+
+    def snapshot_download(name: str, **options: list[str]) -> str:
+        assert name == "meta-llama/Llama-3.2-1B"
+        fetched.extend(filter_repo_objects(REPOSITORY + NOT_FETCHED, **options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    assert resolve_model_path("meta-llama/Llama-3.2-1B") == tmp_path
+    assert fetched == REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (GatedRepoError, "is gated: accept its terms on the hub and log in"),
+        (RepositoryNotFoundError, "neither a folder nor a repository on the hub"),
+    ],
+)
+def test_what_the_hub_refuses_says_why(monkeypatch: pytest.MonkeyPatch, error: type, message: str) -> None:
+    def snapshot_download(name: str, **_: object) -> str:
+        raise error.__new__(error, name)  # its constructor takes a response of the HTTP library's own
+
+    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    with pytest.raises(ModelSourceError, match=message):
+        resolve_model_path("meta-llama/Llama-3.2-1B")
+
+
+@pytest.mark.parametrize("setting", [{"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}])
+def test_without_a_network_a_repository_is_one_clear_error(setting: dict[str, str], tmp_path: Path) -> None:
+    # the hub's library reads its settings when it is imported, so this takes a process of its own
+    script = """
+from graphdecode.models import ModelSourceError, resolve_model_path
+try:
+    resolve_model_path("nobody/no-model")
+except ModelSourceError as error:
+    print(error)
+"""
+    environment = {**os.environ, "HF_HOME": str(tmp_path), **setting}
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert "'nobody/no-model' is no folder, and it could not be fetched from the hub: is there a network?" in ran.stdout
+    assert ran.stdout.count("\n") == 1
