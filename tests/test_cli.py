@@ -23,7 +23,7 @@ def run(*arguments: str, stdin: str = "", folder: Path | None = None) -> subproc
         timeout=120,
         check=False,
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120"},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
     )
 
 

@@ -18,7 +18,7 @@ OWN_TEST_COMMAND = "tools/test"  # what runs this
 def environment() -> dict[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     path = f"{Path(sys.executable).parent}{os.pathsep}{inherited['PATH']}"
-    return inherited | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    return inherited | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("source", [text for kind, text in BLOCKS if kind == "python"])
