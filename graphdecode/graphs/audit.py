@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from graphdecode.graphs.owners import MemoryMap, Owners, storage_address
-from graphdecode.graphs.recorded import RecordedStepGraph
-from graphdecode.graphs.step_graph import Argument
+from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.step_graph import StepGraph
 
 
 class StalePointerError(RuntimeError):
@@ -44,29 +43,17 @@ class StalePointer:
         return f"{where}bucket {self.bucket}: {self.node}, argument {self.argument}{address}: {self.problem}"
 
 
-def stale_pointers(bucket: int, graph: RecordedStepGraph, owners: Owners) -> Iterator[StalePointer]:
-    """Yield each argument of a recorded graph that points at memory which nobody owns now.
+def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[StalePointer]:
+    """Yield each argument of a graph that points at memory which has another owner than at capture, or none.
 
     An owner may have reallocated its storage in place (`resize_`), or taken another one (`set_`, `.data = ...`, a
-    parameter that was replaced in its module).
+    parameter that was replaced in its module); memory that was never declared may have been freed.
     """
-    owned = (owners.slots(), owners.constants_now())
-    pool = graph.pool_storages
+    problem_of = graph.problem_finder(owners)
     for node in graph.nodes:
         for argument in node.arguments:
-            problem = _problem(argument, owned, pool)
+            problem = problem_of(argument)
             if problem is not None:
                 yield StalePointer(
                     bucket, node.name, argument.name, argument.address, argument.owner, problem, node.file, node.line
                 )
-
-
-def _problem(argument: Argument, owned: tuple[MemoryMap, MemoryMap], pool: set[int | None]) -> str | None:
-    if argument.storage is None or (argument.owner is None and argument.storage not in pool):
-        return None  # opaque, or a number that the step's code wrote
-    owner = argument.owner or "an intermediate"
-    if storage_address(argument.tensor) != argument.address:
-        return f"the memory of {owner} was reallocated after capture"
-    if argument.owner is not None and not any(memory.name_of(argument.tensor) for memory in owned):
-        return f"{owner} has other memory now than at capture"
-    return None

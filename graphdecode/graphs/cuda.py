@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.buffers import Batch
+from graphdecode.graphs.cuda_memory import AddressMap
 from graphdecode.graphs.cuda_nodes import nodes_of
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.step_graph import Argument, Node
 
 
 class CudaCapture:
@@ -43,6 +48,7 @@ class CudaStepGraph:
         step: what is captured; warmed up already.
         batch: the views that it is given.
         shared: stream and pool.
+        owners: what it may touch.
 
     Attributes:
         kinds: kind of node -> count.
@@ -57,7 +63,7 @@ class CudaStepGraph:
 
     moved_bytes = 0
 
-    def __init__(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture) -> None:
+    def __init__(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture, owners: Owners) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
         torch.cuda.synchronize(shared.device)
         torch.cuda.empty_cache()
@@ -74,7 +80,17 @@ class CudaStepGraph:
             raise CaptureError.of(error, observer.name) from error
         torch.cuda.synchronize(shared.device)
         self.pool_bytes = max(torch.cuda.memory_reserved(shared.device) - before, 0)
-        self.kinds, self.nodes = nodes_of(self._graph.raw_cuda_graph())
+        self._pool = shared.pool
+        self.kinds: Counter[str] = Counter()
+        self.nodes: list[Node] = []
+        try:
+            self.nodes = nodes_of(self._graph.raw_cuda_graph(), self._addresses(owners).owner_at)
+            self.kinds.update(node.kind for node in self.nodes)
+        except RuntimeError as error:  # a graph that cannot be described can be launched all the same
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+    def _addresses(self, owners: Owners) -> AddressMap:
+        return AddressMap(owners, self._pool, torch.cuda.memory_snapshot())
 
     def _capture(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture) -> None:
         self._graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
@@ -100,6 +116,18 @@ class CudaStepGraph:
     def replay(self) -> None:
         """Launch the graph on the current stream."""
         self._graph.replay()
+
+    def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
+        """Return a function that says what has become of the memory at an address since capture; None if nothing."""
+        now = self._addresses(owners)
+
+        def problem_of(argument: Argument) -> str | None:
+            owner = None if argument.address is None else now.owner_at(argument.address)
+            if owner == argument.owner:
+                return None
+            return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
+
+        return problem_of
 
     def close(self) -> None:
         """Release the graph."""

@@ -146,7 +146,7 @@ class GraphManager:
                 self._shared = CudaCapture(self.buffers.device)
             self._warm_up_on(self._shared, batch)
             began = time.perf_counter()
-            graph: StepGraph = CudaStepGraph(self._step, batch, self._shared)
+            graph: StepGraph = CudaStepGraph(self._step, batch, self._shared, self._owners)
         else:
             self._warm_up(batch)
             began = time.perf_counter()
@@ -280,7 +280,6 @@ class GraphManager:
         return [
             stale
             for bucket, graph in sorted(self._graphs.items())
-            if isinstance(graph, RecordedStepGraph)
             for stale in stale_pointers(bucket, graph, self._owners)
         ]
 

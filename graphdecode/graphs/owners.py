@@ -54,6 +54,11 @@ class MemoryMap:
         address = tensor.data_ptr() if named else 0
         return next((name for begin, end, name in named if begin <= address < end), None)
 
+    def name_at(self, address: int) -> str | None:
+        """Return whose tensor an address lies in; None if nobody's."""
+        ranges = (entry for named in self._named.values() for entry in named)
+        return next((name for begin, end, name in ranges if begin <= address < end), None)
+
 
 class Owners:
     """The memory that a step may touch, and whether it is still where it was.

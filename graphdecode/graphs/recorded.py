@@ -66,7 +66,7 @@ class Recorder(StepObserver):
         makes = any(output is not None for output in outputs)
         if not makes and not schema.is_mutable:
             return  # a view
-        self.nodes.append(Node(str(func), *caller(), self._arguments(func, args, kwargs, outputs)))
+        self.nodes.append(Node(str(func), str(func), *caller(), self._arguments(func, args, kwargs, outputs)))
         own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
         if own is not None:
             self.calls.append(own)
@@ -84,7 +84,7 @@ class Recorder(StepObserver):
         ]
         found += [("result", output, True) for output in outputs if output is not None]
         return tuple(
-            Argument(name, tensor, storage_key(tensor), storage_address(tensor), self.owner_of(tensor), written)
+            Argument(name, storage_address(tensor), self.owner_of(tensor), tensor, storage_key(tensor), written)
             for name, tensor, written in found
         )
 
@@ -159,16 +159,29 @@ class RecordedStepGraph:
         self._calls = recorder.calls
         self._pool = list(recorder.made.values())
         self.nodes = recorder.nodes
-        self.kinds = Counter(node.name for node in self.nodes)
+        self.kinds = Counter(node.kind for node in self.nodes)
         self.pool_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._pool)
-        self.moved_bytes = sum(
-            argument.tensor.nbytes for node in self.nodes for argument in node.arguments if argument.storage is not None
-        )
+        tensors = [argument.tensor for node in self.nodes for argument in node.arguments]
+        self.moved_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_opaque(tensor))
 
-    @property
-    def pool_storages(self) -> set[int | None]:
-        """The storages of the intermediates."""
-        return {storage_key(tensor) for tensor in self._pool}
+    def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
+        """Return a function that says what has become of an argument's memory since capture; None if nothing."""
+        owned = (owners.slots(), owners.constants_now())
+        pool = {storage_key(tensor) for tensor in self._pool}
+
+        def problem_of(argument: Argument) -> str | None:
+            if argument.tensor is None or argument.storage is None:
+                return None  # opaque
+            if argument.owner is None and argument.storage not in pool:
+                return None  # a number that the step's code wrote
+            owner = argument.owner or "an intermediate"
+            if storage_address(argument.tensor) != argument.address:
+                return f"the memory of {owner} was reallocated after capture"
+            if argument.owner is not None and not any(memory.name_of(argument.tensor) for memory in owned):
+                return f"{owner} has other memory now than at capture"
+            return None
+
+        return problem_of
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""

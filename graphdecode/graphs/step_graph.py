@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from graphdecode.graphs.owners import Owners
+
 
 @dataclass(frozen=True)
 class Argument:
-    """One tensor of a node.
+    """One tensor of an operator, or one address among the arguments of a kernel.
 
     Attributes:
-        name: of the operator's argument; "result" for what it returns.
-        tensor: an alias of the tensor, which goes on pointing at the memory of the capture.
-        storage: what identifies its storage; None for opaque tensors.
-        address: where the storage began at capture.
-        owner: the slot or constant that it belongs to; None for the step's own intermediates.
-        is_written: whether the node writes into it.
+        name: of the operator's argument, "result" for what it returns; for a kernel, its number and the byte in it.
+        address: where the tensor's storage began at capture, or the address itself.
+        owner: the slot or constant that it belongs to; None for an operator's intermediates.
+        tensor: of an operator, an alias of the tensor, which goes on pointing at the memory of the capture.
+        storage: what identifies the tensor's storage; None for opaque tensors.
+        is_written: whether an operator writes into it.
     """
 
     name: str
-    tensor: Tensor
-    storage: int | None
     address: int | None
     owner: str | None
-    is_written: bool
+    tensor: Tensor | None = None
+    storage: int | None = None
+    is_written: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,14 @@ class Node:
 
     Attributes:
         name: of the operator or kernel.
+        kind: of the node ("kernel", "memcpy", ...); a recorded operator is a kind of its own.
         file: of the step's line that it comes from, where that is known.
         line: its number.
         arguments: its tensors, where they are known.
     """
 
     name: str
+    kind: str
     file: str | None = None
     line: int | None = None
     arguments: tuple[Argument, ...] = ()
@@ -66,6 +71,9 @@ class StepGraph(Protocol):
 
     def replay(self) -> None:
         """Run the step again over the same memory."""
+
+    def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
+        """Return a function that says what has become of an argument's memory since capture; None if nothing."""
 
     def close(self) -> None:
         """Release graph and memory."""

@@ -1,0 +1,47 @@
+"""Who owns which device address: slots and constants, the graphs' pool, or somebody else's live allocation."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+from typing import Any
+
+from graphdecode.graphs.owners import Owners
+
+POOL = "the graphs' pool"
+OTHERS = "memory that is no part of the buffers"
+
+
+class AddressMap:
+    """The owners of device memory at one moment.
+
+    Args:
+        owners: slots, adopted tensors and constants.
+        pool: id of the pool that the graphs share.
+        segments: what `torch.cuda.memory_snapshot()` says.
+    """
+
+    def __init__(self, owners: Owners, pool: Any, segments: Iterable[dict]) -> None:
+        self._declared = (owners.slots(), owners.constants_now())
+        self._blocks: list[tuple[int, int, str]] = []  # begin, end, owner; ascending
+        for segment in sorted(segments, key=lambda segment: segment["address"]):
+            begin = segment["address"]
+            if tuple(segment.get("segment_pool_id", ())) == tuple(pool):
+                self._blocks.append((begin, begin + segment["total_size"], POOL))
+                continue
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    self._blocks.append((begin, begin + block["size"], OTHERS))
+                begin += block["size"]
+        self._begins = [begin for begin, _, _ in self._blocks]
+
+    def owner_at(self, address: int) -> str | None:
+        """Return who owns an address; None if it is free, or no address that torch knows of."""
+        for memory in self._declared:
+            name = memory.name_at(address)
+            if name is not None:
+                return name
+        place = bisect_right(self._begins, address) - 1
+        if place >= 0 and address < self._blocks[place][1]:
+            return self._blocks[place][2]
+        return None
