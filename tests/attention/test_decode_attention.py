@@ -214,3 +214,14 @@ def test_rows_that_are_widened_in_pieces_agree_with_float64(length, dtype):
     close = tolerance(q_dtype, dtype)
     torch.testing.assert_close(out.double(), expected, atol=close, rtol=close)
     torch.testing.assert_close(lse.double(), expected_lse, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "ALIBI"])
+def test_a_row_of_many_splits_is_merged_in_several_steps(mode, device):
+    rows = PagedRows.random([3000, 0, 700], page_size=64, kv_heads=1, head_dim=16, dtype=torch.float32, device=device)
+    q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(11)).to(device)
+    options = Options(2.0, mode=mode)
+    out, lse = run(decode_attention_triton, rows, q, options, fixed_split=128)
+    expected, expected_lse = rows.expected(q, 1, options)
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-4, rtol=1e-4)
