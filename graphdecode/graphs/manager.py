@@ -40,7 +40,7 @@ class GraphManager:
         constants: modules and tensors that the step only reads; they are kept alive, and watched for being moved.
         backend: "cuda" (CUDA graphs), "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or
             "auto": CUDA graphs on a GPU, recorded ones on a CPU.
-        warmup_steps: eager steps before each capture; a recording needs them before the first only.
+        warmup_steps: eager steps before each capture; recordings after the first do with one.
         capture_when: "startup", or "first-use": a bucket is captured after the first step that needed it, and that
             step runs padded to the next captured bucket, or eagerly.
         strict: refuse a replay when an address in its graph has lost its owner.
@@ -82,7 +82,6 @@ class GraphManager:
         self._graphs: dict[int, StepGraph] = {}
         self._replays: dict[int, Callable[[], None]] = {}
         self._is_open = False
-        self._is_warm = False
         self._verified_size: int | None = None
         self._frozen = False
         self._reports: dict[int, BucketReport] = {}
@@ -165,15 +164,14 @@ class GraphManager:
         self._reports[bucket].state = "eager"
 
     def _warm_up(self, batch: Batch) -> None:
-        """Run the step before it is recorded for the first time: what it makes once is then no part of the recording.
+        """Run the step under observation before it is recorded, so that hazards have a name.
 
-        A CUDA graph would be warmed up too, and then point at memory that the step keeps in some Python object.
+        What it makes once and keeps in some Python object is then no part of the recording, and is refused: a CUDA
+        graph, which is warmed up too, would point at memory that nobody declared.
         """
-        if self._is_warm:
-            return
         observer = StepObserver(self._owners)
         try:
-            for _ in range(self._warmup_steps):
+            for _ in range(1 if self._graphs else self._warmup_steps):
                 observer.made.clear()
                 with observed(observer, batch) as watched:
                     self._step(watched)
@@ -181,7 +179,6 @@ class GraphManager:
             raise
         except Exception as error:
             raise CaptureError.of(error, observer.last_operator) from error
-        self._is_warm = True
 
     def _warm_up_on(self, shared: CudaCapture, batch: Batch) -> None:
         """Run the step on the stream of the capture, once under observation, so that hazards have a name."""
@@ -319,7 +316,7 @@ class GraphManager:
         self._owners = Owners(self.buffers)
 
     def _drop_graphs(self) -> None:
-        self._is_open = self._is_warm = False
+        self._is_open = False
         self._verified_size = None
         self._replays.clear()
         for graph in self._graphs.values():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,8 @@ class StepObserver(TorchDispatchMode):
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
         last_operator: the operator that ran last.
         depth: how many operators are running, one in the other.
+        in_setitem: whether Python code is writing into a tensor by index.
+        slot_views: ids of the tensors that the step's batch holds.
     """
 
     def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
@@ -60,6 +62,7 @@ class StepObserver(TorchDispatchMode):
         self.last_operator: str | None = None
         self.depth = 0
         self.in_setitem = False
+        self.slot_views: set[int] = set()
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
@@ -99,7 +102,7 @@ class StepObserver(TorchDispatchMode):
         hazards = {
             "host-read": name in _HOST_OPERATORS or _copies_to_host(name, args, kwargs),
             "host-data": name in _DATA_OPERATORS,
-            "moved": name in _MOVING_OPERATORS,
+            "moved": name in _MOVING_OPERATORS or (reshapes_in_place(func) and id(args[0]) in self.slot_views),
             "torch-rng": torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs),
             "data-dependent-shape": self._is_dynamic(func, args),
         }
@@ -138,10 +141,9 @@ class StepObserver(TorchDispatchMode):
         return written
 
     def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
+        reports_itself = func._schema.name in _MOVING_OPERATORS or reshapes_in_place(func)
         for tensor, shape, address in written:
-            if func._schema.name not in _MOVING_OPERATORS and (
-                tensor.shape != shape or storage_address(tensor) != address
-            ):
+            if not reports_itself and (tensor.shape != shape or storage_address(tensor) != address):
                 owner = self.owner_of(tensor) or "its output"
                 detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
                 self.refuse(CaptureError("moved", str(func), detail))
@@ -192,7 +194,7 @@ class MethodGuard(TorchFunctionMode):
 
 
 class WatchedBatch(Batch):
-    """A batch whose slots cannot be rebound unseen.
+    """A batch of aliases, so that what a step does to its slots' shapes stays here, and no slot is rebound unseen.
 
     Args:
         batch: the batch to stand in for.
@@ -200,7 +202,8 @@ class WatchedBatch(Batch):
     """
 
     def __init__(self, batch: Batch, refuse: Refuse) -> None:
-        self.__dict__.update(vars(batch), _refuse=refuse, _names=frozenset(vars(batch)))
+        aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+        self.__dict__.update(aliases, _refuse=refuse, _names=frozenset(aliases))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `batch.x += 1` writes in place, and then binds the slot to itself
@@ -214,15 +217,24 @@ class WatchedBatch(Batch):
 
 
 @contextmanager
-def observed(observer: StepObserver, batch: Batch) -> Iterator[Batch]:
-    """Let an observer watch the step that runs over the batch that this gives."""
+def observed(observer: StepObserver, batch: Batch, *, guards_methods: bool = True) -> Iterator[Batch]:
+    """Let an observer watch the step that runs over the batch that this gives.
+
+    Args:
+        observer: sees the operators.
+        batch: what to run over.
+        guards_methods: watch methods too. Some of torch's modules then take another path (they ask whether anybody
+            overrides torch functions), so that what is to be bit for bit what an eager step does is watched without.
+    """
+    watched = WatchedBatch(batch, observer.refuse)
+    observer.slot_views = {id(value) for value in vars(watched).values() if isinstance(value, Tensor)}
     with (
         torch.no_grad(),
         launches_watched(lambda: observer.depth > 0, observer.refuse),
-        MethodGuard(observer),
+        MethodGuard(observer) if guards_methods else nullcontext(),
         observer,
     ):
-        yield WatchedBatch(batch, observer.refuse)
+        yield watched
 
 
 def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
@@ -237,6 +249,11 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
     values = {argument.name: value for argument, value in named_arguments(func, args, kwargs)}
     return not (0.0 in (values.get("dropout_p"), values.get("p")) or values.get("train") is False)
+
+
+def reshapes_in_place(func: Any) -> bool:
+    """Return whether an operator only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)."""
+    return torch.Tag.inplace_view in func.tags
 
 
 def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller
-from graphdecode.graphs.observer import StepObserver, named_arguments, observed
+from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
 from graphdecode.kernels.registration import bind
@@ -45,6 +45,7 @@ class Recorder(StepObserver):
 
     def __init__(self, owners: Owners) -> None:
         super().__init__(owners)
+        self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
         self.nodes: list[Node] = []
 
@@ -55,7 +56,7 @@ class Recorder(StepObserver):
         memory afterwards.
         """
         schema = func._schema
-        if schema.name in _UNINITIALISED:
+        if schema.name in _UNINITIALISED or reshapes_in_place(func):
             return
         args, kwargs, result = tree_map(_alias, (args, kwargs, result))
         given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
@@ -130,7 +131,7 @@ class RecordedStepGraph:
     """One bucket's step as a flat list of operators over fixed memory.
 
     Args:
-        step: what is recorded; it is run once.
+        step: what is recorded; it is run once, and was run under full observation before.
         batch: the views that it is given.
         owners: what it may touch.
 
@@ -150,7 +151,7 @@ class RecordedStepGraph:
     def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
         recorder = Recorder(owners)
         try:
-            with observed(recorder, batch) as watched:
+            with observed(recorder, batch, guards_methods=False) as watched:
                 step(watched)
         except CaptureError:
             raise

@@ -445,3 +445,8 @@ def skipped_step(batch) -> None:
     if next(COUNTER) % 2:
         return
     batch.x.add_(1.0)
+
+
+@bad("moved")
+def slot_reshaped_in_place(batch) -> None:
+    batch.x.unsqueeze_(0)

@@ -182,3 +182,10 @@ def step_that_reads_nothing(batch) -> None:
 @good
 def einsum(batch) -> None:
     batch.y.copy_(torch.einsum("bi,oi->bo", batch.x, WEIGHT))
+
+
+@good
+def scratch_reshaped_in_place(batch) -> None:
+    scratch = batch.x * 2.0
+    scratch.transpose_(0, 1).unsqueeze_(0).mul_(3.0)
+    batch.y.copy_(scratch[0].t())
