@@ -84,6 +84,17 @@ def test_layers_with_the_same_fault_are_named_together_and_none_is_left_out(tmp_
     assert "unexpected: model.layers.{3-8}.input_layernorm.weight" in message
 
 
+@pytest.mark.parametrize("extra", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_a_tensor_that_is_not_needed_may_be_there(
+    checkpoint: Callable[[str], Path], tmp_path: Path, extra: str
+) -> None:
+    save_checkpoint("llama-3.2", tmp_path)  # its output layer is its embedding
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {extra: torch.zeros(3)}, tmp_path / "model.safetensors")
+    given, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint("llama-3.2")))
+    assert all(map(torch.equal, given, expected))
+
+
 def test_quantised_tensors_are_not_taken_for_weights(tmp_path: Path) -> None:
     save_checkpoint("llama-3", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
