@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,10 +49,9 @@ ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration 
 
 @app.callback()
 def _root(
-    context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback for errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback for errors; anywhere in the line.")] = False,
 ) -> None:
-    context.obj = {"debug": debug}
+    """Take the option for the help; `main` looks for it."""
 
 
 @app.command()
@@ -96,7 +96,7 @@ def generate(
             record_batch_sizes(record_batches, llm.stats.batch_sizes)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
-        STDERR.print(f"error: {output.prompt!r}: {output.error}", style="red", highlight=False, soft_wrap=True)
+        _print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")
     if refused:
         raise typer.Exit(2)
 
@@ -303,15 +303,21 @@ def check(
         raise typer.Exit(1)
 
 
+def _print_error(message: str) -> None:
+    STDERR.print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+
+
 def main() -> None:
     """Run the command line; an error is one line and exit code 2, with `--debug` a traceback."""
     try:
-        sys.exit(app(standalone_mode=False))  # what `typer.Exit` says, or None
+        arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
+        sys.exit(app(arguments, standalone_mode=False))  # what `typer.Exit` says, or None
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
         if "--debug" in sys.argv:
             raise
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        STDERR.print(f"error: {' '.join(message.split())}", style="red", highlight=False, soft_wrap=True)
+        if message:  # a command that shows its help says nothing more
+            _print_error(" ".join(message.split()))
         sys.exit(2)

@@ -144,13 +144,15 @@ class LLM:
         items = _as_prompts(prompts)
         params = _as_params(sampling_params, len(items))
         encoded = [self._encode(prompt) for prompt in items]
-        groups = [self._submit(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
+        groups = [self._make_request(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
         sequences = [sequence for _, group in groups for sequence in group]
         bar = tqdm(
             total=len(sequences), desc="generating", unit="answer", leave=False, disable=None if use_tqdm else True
         )
         began = self.stats.finished_answers
         try:
+            for sequence in sequences:
+                self._loop.add(sequence)
             for sequence in sequences:
                 while not sequence.finished:
                     self.step()
@@ -180,9 +182,11 @@ class LLM:
         params = sampling_params or SamplingParams()
         if params.n != 1:
             raise ValueError(f"a stream has one answer: n must be 1, got {params.n}")
-        request, sequences = self._submit(prompt, self._encode(prompt), params)
+        request, sequences = self._make_request(prompt, self._encode(prompt), params)
         if request.error is not None and refuse == "raise":
             raise ValueError(request.error)
+        for sequence in sequences:
+            self._loop.add(sequence)
         return Stream(request, sequences[0] if sequences else None, self.step, self._loop.abort)
 
     def close(self) -> None:
@@ -216,7 +220,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenizer(prompt).input_ids
+            ids = self.tokenizer(prompt, verbose=False).input_ids
             if not ids and self.tokenizer.bos_token_id is not None:
                 ids = [self.tokenizer.bos_token_id]
             return list(ids)
@@ -241,12 +245,17 @@ class LLM:
             return (
                 f"at most {MAX_STOP_IDS} tokens can end an answer, the model's and stop_token_ids are {len(stop_ids)}"
             )
+        beyond = [token for token in params.stop_token_ids or () if token >= self.model.config.vocab_size]
+        if beyond:
+            return f"stop_token_ids names {beyond}, the vocabulary ends at {self.model.config.vocab_size - 1}"
         too_large = [i for i in (params.logit_bias or {}) if i >= self.model.config.vocab_size]
         if too_large:
             return f"logit_bias names tokens {too_large}, the vocabulary ends at {self.model.config.vocab_size - 1}"
         return None
 
-    def _submit(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> tuple[RequestOutput, list[Sequence]]:
+    def _make_request(
+        self, prompt: Prompt, ids: list[int], params: SamplingParams
+    ) -> tuple[RequestOutput, list[Sequence]]:
         request_id = next(self._request_ids)
         outputs = [CompletionOutput(index) for index in range(params.n)]
         text = prompt if isinstance(prompt, str) else None
@@ -273,8 +282,6 @@ class LLM:
             )
             for output in outputs
         ]
-        for sequence in sequences:
-            self._loop.add(sequence)
         return request, sequences
 
 
@@ -301,6 +308,9 @@ def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
 def _as_params(params: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
+    if wrong:
+        raise ValueError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")
     if len(params) != count:
         raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
     return list(params)

@@ -114,10 +114,12 @@ class EngineLoop:
         pages_changed = self._reserve_pages(num_steps)
         if self.scheduler.decoding != self._staged:
             self._drain()  # what is under way belongs to the rows as they were
-            self._staged = list(self.scheduler.decoding)
-            if not self._staged:
+            self._staged = []
+            rows = list(self.scheduler.decoding)
+            if not rows:
                 return
-            self.runner.stage_rows(self._staged)
+            self.runner.stage_rows(rows)
+            self._staged = rows
         elif pages_changed:
             self.runner.stage_pages(self._staged)
         launch = self.runner.launch(self._staged, num_steps)

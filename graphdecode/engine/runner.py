@@ -31,6 +31,7 @@ from graphdecode.models import Decoder
 
 ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 PAGES = "pages"  # staging block: the page table
+_LEAST_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -225,7 +226,9 @@ class Runner:
         params = sequence.params
         staged["tokens"][row] = sequence.token_ids[-1]
         staged["pre_step_seqlens"][row] = len(sequence.token_ids) - 1
-        staged["temperature"][row] = params.temperature
+        # below, a division by it leaves the range of float32: what is left is the most likely token
+        temperature = params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0
+        staged["temperature"][row] = temperature
         staged["top_k"][row] = max(params.top_k, 0)
         staged["top_p"][row] = params.top_p
         staged["min_p"][row] = params.min_p
@@ -239,12 +242,12 @@ class Runner:
         staged["bias_values"][row, : len(bias)] = list(bias.values())
         staged["stop_ids"][row] = -1
         staged["stop_ids"][row, : len(sequence.stop_ids)] = sequence.stop_ids
-        staged["min_position"][row] = sequence.prompt_length + params.min_tokens
+        staged["min_position"][row] = min(sequence.prompt_length + params.min_tokens, sequence.max_length)
         staged["last_position"][row] = sequence.max_length - 1
         logprobs = -1 if params.logprobs is None else params.logprobs
         staged["num_logprobs"][row] = logprobs
         staged["sampling_flags"][row] = sampling_flags(
-            temperature=params.temperature,
+            temperature=temperature,
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
@@ -272,8 +275,12 @@ class Runner:
     def launch(self, sequences: list[Sequence], num_steps: int) -> Launch:
         """Start decode steps of the staged rows."""
         first_step, started = self._steps_launched, time.perf_counter()
-        for _ in range(num_steps):
-            bucket = self.graphs.replay(len(sequences))
+        try:
+            for _ in range(num_steps):
+                bucket = self.graphs.replay(len(sequences))
+        except BaseException:
+            self.buffers.step_index.fill_(first_step)  # the host would look for later tokens in the wrong places
+            raise
         self._steps_launched += num_steps
         done = None
         if self._is_cuda:
@@ -299,5 +306,7 @@ class Runner:
         return StepLogprobs(*(ring[place, :count].tolist() for ring in rings))
 
     def close(self) -> None:
-        """Release the graphs."""
+        """Release the graphs, once what is under way has come to its end."""
+        if self._is_cuda:
+            torch.cuda.synchronize(self.model.device)
         self.graphs.close()

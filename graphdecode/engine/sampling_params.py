@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from graphdecode.kernels.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 
+_LARGEST = 1e30  # well inside float32, which slots hold
+
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _is_integer(value: Any) -> bool:
@@ -30,7 +31,7 @@ class SamplingParams:
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
         seed: makes the answer reproducible, whatever else runs beside it; None takes one from the engine's seed and
             the order of requests.
-        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; > 0, 1 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
         presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
         logit_bias: token id -> value added to its logit; at most 64 entries.
@@ -77,7 +78,9 @@ class SamplingParams:
             "None or a 64-bit integer",
         )
         self._check(
-            "repetition_penalty", _is_number(self.repetition_penalty) and self.repetition_penalty > 0, "a number > 0"
+            "repetition_penalty",
+            _is_number(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
+            "a number in [0.001, 1000]",
         )
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)

@@ -68,9 +68,7 @@ class Sequence:
         generated = len(self.output.token_ids)
         if token_id in self.stop_ids and generated > self.params.min_tokens:
             self._finish("stop", None if token_id in self.eos_token_ids else token_id)
-            return
-        stop = self.detokenizer.push(token_id)
-        if stop is not None:
+        elif (stop := self.detokenizer.push(token_id)) is not None:
             self._finish("stop", stop)
         elif len(self.token_ids) >= self.max_length:
             self._finish("length", None)

@@ -180,6 +180,51 @@ def test_a_stop_string_cuts_the_text_and_is_named(llm: LLM) -> None:
     assert (output.text, output.finish_reason, output.stop_reason) == (full[:3], "stop", full[3:5])
 
 
+def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_it(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16, stop=["2x"])
+    assert llm.generate("12+30=", params)[0].outputs[0].text == "42"
+    assert "".join(llm.stream("12+30=", params)) == "42"
+
+
+def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm(steps_per_launch=4)
+    replay, calls = llm.graphs.replay, []
+
+    def failing(batch_size: int) -> int:
+        calls.append(batch_size)
+        if len(calls) == 3:
+            raise RuntimeError("in the middle")
+        return replay(batch_size)
+
+    monkeypatch.setattr(llm.graphs, "replay", failing)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        llm.generate("rev abc=", GREEDY)
+    assert_nothing_held(llm)
+    assert llm.generate("rev abcdef=", GREEDY)[0].outputs[0].text == "fedcba"
+
+
+@pytest.mark.parametrize("bad", [{"stop_token_ids": [2**40]}, {"logit_bias": {10**6: 1.0}}])
+def test_one_bad_request_is_refused_beside_a_good_one(llm: LLM, bad: dict) -> None:
+    params = [SamplingParams(temperature=0.0, **bad), GREEDY]
+    outputs = llm.generate(["12+30=", "12+30="], params)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["refused", "stop"]
+    assert "the vocabulary ends at 258" in (outputs[0].error or "")
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-38, 1e-60])
+def test_a_temperature_next_to_zero_is_greedy(llm: LLM, temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=16, min_tokens=0)
+    assert llm.generate("12+30=", params)[0].outputs[0].text == "42"
+
+
+def test_what_are_no_params_leaves_no_prompt_behind(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="must be SamplingParams"):
+        llm.generate(["12+30=", "1+1="], [GREEDY, None])  # type: ignore[list-item]
+    assert llm.num_waiting == 0
+
+
 def test_a_stop_token_ends_the_answer_and_stays_out_of_the_text(llm: LLM) -> None:
     full = llm.generate("rev abcdefgh=", GREEDY)[0].outputs[0]
     stop = full.token_ids[2]
