@@ -34,9 +34,15 @@ class AddressMap:
                     self._blocks.append((begin, begin + block["size"], OTHERS))
                 begin += block["size"]
         self._begins = [begin for begin, _, _ in self._blocks]
+        self._known: dict[int, str | None] = {}  # the kernels of a step share most of their arguments
 
     def owner_at(self, address: int) -> str | None:
         """Return who owns an address; None if it is free, or no address that torch knows of."""
+        if address not in self._known:
+            self._known[address] = self._look_up(address)
+        return self._known[address]
+
+    def _look_up(self, address: int) -> str | None:
         for memory in self._declared:
             name = memory.name_at(address)
             if name is not None:

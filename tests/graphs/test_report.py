@@ -9,11 +9,11 @@ import torch
 from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 
-WEIGHT = torch.eye(8)
+WEIGHT = torch.eye(8, device="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def step(batch: Batch) -> None:
-    hidden = torch.tanh(batch.x @ WEIGHT.to(batch.x.device))
+    hidden = torch.tanh(batch.x @ WEIGHT)
     hidden = torch.tanh(hidden + hidden.sum(-1, keepdim=True))
     batch.y.copy_(hidden)
 
