@@ -78,7 +78,7 @@ class Owners:
         self.buffers = buffers
         self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self.constants = self._current_constants()
-        self._addresses = {name: storage_address(tensor) for name, tensor in self.constants.items()}
+        self._addresses = [(name, t, t.data_ptr()) for name, t in self.constants.items() if not is_opaque(t)]
 
     def _current_constants(self) -> dict[str, Tensor]:
         return dict(_named_tensors(self._given, "constants"))
@@ -98,8 +98,8 @@ class Owners:
             FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
         """
         self.buffers.verify_addresses()
-        for name, tensor in self.constants.items():
-            if storage_address(tensor) != self._addresses[name]:
+        for name, tensor, address in self._addresses:
+            if tensor.data_ptr() != address:
                 raise FrozenError(f"{name} was moved after it was declared: graphs still point at its old memory")
 
 
