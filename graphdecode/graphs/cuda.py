@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,17 @@ class CudaCapture:
         self.device = device
         self.stream = torch.cuda.Stream(device)
         self.pool: Any = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Make the capture's stream the current one for a while, in order with what comes before and after."""
+        outer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outer.wait_stream(self.stream)
 
 
 class _LastOperator(TorchDispatchMode):

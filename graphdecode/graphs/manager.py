@@ -17,13 +17,13 @@ from graphdecode.buffers import Batch, FrozenError, StepBuffers
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
 from graphdecode.graphs.errors import CaptureError
-from graphdecode.graphs.observer import StepObserver, observed
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot
 from graphdecode.graphs.preserve import no_row_live
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import StepGraph
+from graphdecode.graphs.warm_up import warm_up
 
 Step = Callable[[Batch], None]
 BACKENDS = ("auto", "cuda", "recorded", "eager")
@@ -139,15 +139,16 @@ class GraphManager:
         if self.backend == "eager":
             self._replay_eagerly(bucket)
             return
-        began = time.perf_counter()
         if self.backend == "cuda":
             if self._shared is None or not self._graphs:
                 self._shared = CudaCapture(self.buffers.device)
-            self._warm_up_on(self._shared, batch)
+            with self._shared.on_stream():
+                warm_up(self._step, batch, self._owners, self._warmup_steps)
+                self._run(batch)  # under observation some modules take another path
             began = time.perf_counter()
             graph: StepGraph = CudaStepGraph(self._step, batch, self._shared, self._owners)
         else:
-            self._warm_up(batch)
+            warm_up(self._step, batch, self._owners, 1 if self._graphs else self._warmup_steps)
             began = time.perf_counter()
             graph = RecordedStepGraph(self._step, batch, self._owners)
         report.capture_ms = 1000 * (time.perf_counter() - began)
@@ -162,41 +163,6 @@ class GraphManager:
         batch = self.buffers.narrow(bucket)
         self._replays[bucket] = lambda: self._run(batch)
         self._reports[bucket].state = "eager"
-
-    def _warm_up(self, batch: Batch) -> None:
-        """Run the step under observation before it is recorded, so that hazards have a name.
-
-        What it makes once and keeps in some Python object is then no part of the recording, and is refused: a CUDA
-        graph, which is warmed up too, would point at memory that nobody declared.
-        """
-        observer = StepObserver(self._owners)
-        try:
-            for _ in range(1 if self._graphs else self._warmup_steps):
-                observer.made.clear()
-                with observed(observer, batch) as watched:
-                    self._step(watched)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError.of(error, observer.last_operator) from error
-
-    def _warm_up_on(self, shared: CudaCapture, batch: Batch) -> None:
-        """Run the step on the stream of the capture, once under observation, so that hazards have a name."""
-        observer = StepObserver(self._owners)
-        shared.stream.wait_stream(torch.cuda.current_stream(shared.device))
-        try:
-            with torch.cuda.stream(shared.stream):
-                with observed(observer, batch) as watched:
-                    self._step(watched)
-                observer.made.clear()
-                for _ in range(self._warmup_steps - 1):
-                    self._run(batch)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError.of(error, observer.last_operator) from error
-        finally:
-            torch.cuda.current_stream(shared.device).wait_stream(shared.stream)
 
     def _run(self, batch: Batch) -> None:
         with torch.no_grad():
