@@ -200,13 +200,14 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
     wide = compute_itemsize == 4
     # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
     room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
+    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16  # few queries: decoding fp8 takes the registers
     stages = (1 if block_d >= 256 else 2) if wide else 4 if kv_itemsize == 1 else 3  # one tile fewer is in flight
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "num_warps": 4 if block_m * max(block_v, block_n) <= room else 8,
+        "num_warps": 4 if block_m * max(block_v, block_n) <= room and not spread else 8,
         "num_stages": stages,
     }
 
