@@ -248,7 +248,8 @@ def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any,
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
     values = {argument.name: value for argument, value in named_arguments(func, args, kwargs)}
-    return not (0.0 in (values.get("dropout_p"), values.get("p")) or values.get("train") is False)
+    shares = [values.get(name) for name in ("dropout_p", "dropout", "p")]
+    return values.get("train") is not False and not any(isinstance(p, float) and p == 0.0 for p in shares)
 
 
 def reshapes_in_place(func: Any) -> bool:

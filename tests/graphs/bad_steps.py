@@ -294,6 +294,7 @@ def total(x: torch.Tensor) -> float:
 
 
 MODULE = torch.nn.Linear(8, 8)
+HALF = WEIGHT.half()
 LAZY: dict[str, torch.Tensor] = {}
 CARRIED = [torch.zeros(4, 8)]
 
@@ -450,3 +451,23 @@ def skipped_step(batch) -> None:
 @bad("moved")
 def slot_reshaped_in_place(batch) -> None:
     batch.x.unsqueeze_(0)
+
+
+@bad("torch-rng")
+def bernoulli_by_tensor(batch) -> None:
+    batch.y.bernoulli_(batch.x.clamp(0, 1))
+
+
+@bad("torch-rng")
+def permutation(batch) -> None:
+    batch.y.copy_(batch.x[torch.randperm(batch.size)])
+
+
+@bad("host-read")
+def multi_element_branch_by_all(batch) -> None:
+    batch.y.add_(1.0 if torch.all(batch.flag) else 0.0)
+
+
+@bad("undeclared-input")
+def weight_that_was_converted(batch) -> None:
+    batch.y.copy_(batch.x.half() @ HALF)
