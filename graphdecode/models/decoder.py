@@ -12,7 +12,7 @@ from graphdecode.attention import PagedDecodeAttention, extend_attention
 from graphdecode.buffers import Batch
 from graphdecode.kernels.act_mul import act_mul
 from graphdecode.kernels.embedding import embedding
-from graphdecode.kernels.linear import LinearWeight
+from graphdecode.kernels.linear_weight import LinearWeight
 from graphdecode.kernels.rms_norm import add_rms_norm, rms_norm
 from graphdecode.kernels.rope_append import rope_append
 from graphdecode.models.config import ModelConfig

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from graphdecode.kernels.linear import LinearTuner, LinearWeight, prepare_linear
+from graphdecode.kernels.linear_choice import LinearTuner
+from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.decoder import Decoder, LayerWeights

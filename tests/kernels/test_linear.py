@@ -3,14 +3,11 @@
 import pytest
 import torch
 
-from graphdecode.kernels.linear import (
-    LinearTuner,
-    int8_linear,
-    linear,
-    packed_linear,
-    prepare_linear,
-    quantise_int8,
-)
+from graphdecode.kernels.int8_linear import int8_linear, quantise_int8
+from graphdecode.kernels.linear import linear
+from graphdecode.kernels.linear_choice import LinearTuner
+from graphdecode.kernels.linear_weight import prepare_linear
+from graphdecode.kernels.packed_linear import packed_linear
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
 cpu_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")

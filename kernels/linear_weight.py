@@ -1,0 +1,102 @@
+"""A layer's weight in the form that a decode step reads fastest, and the product with it.
+
+A decode step multiplies a few rows with every weight of the model, so its time is the time to read them.
+`prepare_linear` measures the paths for a weight's shape and keeps the winner's copy of the weight alone.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .int8_linear import int8_linear, quantise_int8
+from .linear import linear
+from .linear_choice import LinearTuner
+from .packed_linear import can_pack, pack, packed_linear
+
+
+@dataclass(frozen=True)
+class LinearWeight:
+    """One layer's weight, in the form that its path reads, and the product with it.
+
+    Attributes:
+        path: "plain", "packed" or "int8".
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        weight: the plain weight [out_features, in_features]; None where another form replaced it.
+        packed: oneDNN's opaque form, for "packed".
+        qweight: int8 [out_features, in_features], for "int8".
+        scales: [out_features], for "int8".
+        bias: [out_features] or None.
+    """
+
+    path: str
+    out_features: int
+    in_features: int
+    weight: Tensor | None = None
+    packed: Tensor | None = None
+    qweight: Tensor | None = None
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        if self.packed is not None:
+            packed_linear(out, x, self.packed, self.bias)
+        elif self.qweight is not None and self.scales is not None:
+            int8_linear(out, x, self.qweight, self.scales, self.bias)
+        elif self.weight is not None:
+            linear(out, x, self.weight, self.bias)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of weight one product reads."""
+        read = (self.packed, None) if self.packed is not None else (self.qweight, self.scales)
+        if self.path == "plain":
+            read = (self.weight, None)
+        return sum(tensor.numel() * tensor.element_size() for tensor in (*read, self.bias) if tensor is not None)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the product may read, to be declared as constants of a recorded step."""
+        held = (self.weight, self.packed, self.qweight, self.scales, self.bias)
+        return [tensor for tensor in held if tensor is not None]
+
+
+def prepare_linear(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tuner: LinearTuner,
+    batch_sizes: tuple[int, ...] = (1, 8),
+    quantize: str | None = None,
+    keep_plain: bool = False,
+) -> LinearWeight:
+    """Return the weight in the form that a decode step reads fastest.
+
+    The plain weight is not kept where another form replaces it; the caller drops its own reference too.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features] or None.
+        tuner: measures, and remembers for the next layer of this shape.
+        batch_sizes: the rows of the decode steps that matter; the result is right for any number of rows.
+        quantize: None, or "int8" for one byte per weight.
+        keep_plain: keep the plain weight as well (an embedding table that is also the output layer).
+
+    Raises:
+        ValueError: `quantize` is not known, or `batch_sizes` is empty or not positive.
+    """
+    if quantize not in (None, "int8"):
+        raise ValueError(f"quantize is {quantize!r}; it must be None or 'int8'")
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise ValueError(f"batch_sizes is {batch_sizes}; it must hold at least one size, each >= 1")
+    out_features, in_features = weight.shape
+    kept = weight if keep_plain else None
+    if quantize == "int8":
+        qweight, scales = quantise_int8(weight)
+        return LinearWeight("int8", out_features, in_features, kept, qweight=qweight, scales=scales, bias=bias)
+    if can_pack(weight):
+        packed = pack(weight)
+        if tuner.choose(weight, packed, bias, tuple(batch_sizes)) == "packed":
+            return LinearWeight("packed", out_features, in_features, kept, packed=packed, bias=bias)
+    return LinearWeight("plain", out_features, in_features, weight, bias=bias)
