@@ -160,7 +160,7 @@ def test_the_tuner_takes_the_faster_path(monkeypatch):
         monkeypatch.setattr(
             tuner,
             "_best_seconds",
-            lambda product, *_, seconds=seconds: seconds[product.name().split("::")[1].split(".")[0]],
+            lambda product, *_, seconds=seconds: seconds[product.__name__],
         )
         assert prepare_linear(weight, tuner=tuner).path == winner
 
