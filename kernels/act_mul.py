@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 
@@ -65,10 +66,19 @@ def act_mul_torch(out: Tensor, gate_up: Tensor, activation: str) -> None:
     bind_act_mul(out, gate_up, activation)()
 
 
+def native_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> NativeCall | None:
+    """Return the compiled product of fixed tensors, if it serves them; see `act_mul`."""
+    if gate_up.stride(1) != 1 or not fits(out, gate_up):
+        return None
+    sizes = (*out.shape, gate_up.stride(0))
+    return NativeCall("act_mul", out.dtype, out, gate_up, *sizes, ACTIVATIONS.index(activation))
+
+
 _act_mul = operator(
     "act_mul(Tensor(a!) out, Tensor gate_up, str activation) -> ()",
     torch_version=act_mul_torch,
     bound_version=bind_act_mul,
+    native_version=native_act_mul,
     triton_version=act_mul_triton,
 )
 

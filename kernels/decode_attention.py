@@ -13,6 +13,7 @@ from torch import Tensor
 from .attention_tile import LOG2_E
 from .attention_torch import LogitOptions, attend_row, is_slow, row_entries
 from .bare_decode import bind_bare_decode
+from .native import LANES, NativeCall, fits
 from .registration import operator
 from .split_decode import decode_attention_triton
 
@@ -150,6 +151,39 @@ def _join(out: Tensor, parts: list[Tensor]) -> None:
         torch.cat(parts, out=out)
 
 
+def native_decode_attention(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    indptr: Tensor | None,
+    kv_lens: Tensor,
+    plan: Tensor,
+    partial: Tensor,
+    partial_lse: Tensor,
+    q_len: int,
+    max_items: int,
+    sm_scale: float,
+    v_scale: float,
+    window_left: int,
+    soft_cap: float,
+    position_mode: str,
+    rope_scale: float,
+    rope_theta: float,
+) -> NativeCall | None:
+    """Return the compiled attention of fixed tensors, if it serves them; see `decode_attention`."""
+    dense = (out, q, k_cache, v_cache, table)
+    pages, page_size, kv_heads, dim = k_cache.shape
+    is_bare = position_mode == "NONE" and soft_cap <= 0.0 and v_scale == 1.0 and lse is None and indptr is None
+    is_bare = is_bare and q_len == 1 and k_cache.shape == v_cache.shape and dim % LANES == 0
+    if not is_bare or not all(tensor.is_contiguous() for tensor in dense) or not fits(out, q, k_cache, v_cache):
+        return None
+    sizes = (q.shape[0], kv_heads, q.shape[1] // kv_heads, dim, page_size, pages, table.shape[1], window_left)
+    return NativeCall("decode_attention", q.dtype, out, q, k_cache, v_cache, table, kv_lens, *sizes, float(sm_scale))
+
+
 _decode_attention = operator(
     "decode_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, "
     "Tensor? indptr, Tensor kv_lens, Tensor plan, Tensor(c!) partial, Tensor(d!) partial_lse, int q_len, "
@@ -157,6 +191,7 @@ _decode_attention = operator(
     "float rope_scale, float rope_theta) -> ()",
     torch_version=decode_attention_torch,
     bound_version=bind_decode_attention,
+    native_version=native_decode_attention,
     triton_version=decode_attention_triton,
 )
 

@@ -1,16 +1,14 @@
 """Which path reads the weight of a linear layer fastest: measured, once for each shape."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from .linear import linear
-from .packed_linear import packed_linear
-
+Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
 _REPETITIONS = 7
-_PLAIN_MARGIN = 1.15  # the plain product must be so much faster to be chosen: it is the one that load slows down
+_MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
 
@@ -28,34 +26,46 @@ class LinearTuner:
         cold = model_bytes > _EVICTION_BYTES // 2
         self._eviction = torch.zeros(_EVICTION_BYTES // 4) if cold else None
 
-    def choose(self, weight: Tensor, packed: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> str:
-        """Return "plain" or "packed", whichever takes less time: the geometric mean over the batch sizes.
+    def choose(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_sizes: tuple[int, ...],
+        paths: Mapping[str, Callable[[], Product]],
+    ) -> str:
+        """Return the path that takes the least time: the geometric mean over the batch sizes.
 
         Args:
             weight: the plain weight, on the CPU.
-            packed: the same weight packed.
             bias: [out_features] or None.
             batch_sizes: how many rows a decode step may have.
+            paths: name of each path -> what makes its product, the one that is to be preferred first.
         """
         key = (tuple(weight.shape), weight.dtype, torch.get_num_threads(), batch_sizes, bias is not None)
         if key not in self.choices:
-            ratio = 1.0
-            for rows in batch_sizes:
-                x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-                out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
-                plain_s = self._best_seconds(linear, out, x, weight, bias)
-                packed_s = self._best_seconds(packed_linear, out, x, packed, bias)
-                ratio *= packed_s / plain_s
-            self.choices[key] = "packed" if ratio < _PLAIN_MARGIN ** len(batch_sizes) else "plain"
+            best, best_s = "", float("inf")
+            for path, make in paths.items():
+                seconds = self._typical_seconds(make(), weight, batch_sizes)
+                if seconds * (_MARGIN if best else 1.0) < best_s:
+                    best, best_s = path, seconds
+            self.choices[key] = best
         return self.choices[key]
 
-    def _best_seconds(self, product: Callable[..., None], *arguments: Tensor | None) -> float:
-        product(*arguments)
+    def _typical_seconds(self, product: Product, weight: Tensor, batch_sizes: tuple[int, ...]) -> float:
+        typical = 1.0
+        for rows in batch_sizes:
+            x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+            out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
+            typical *= self._best_seconds(product, out, x) ** (1 / len(batch_sizes))
+        return typical
+
+    def _best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
+        product(out, x)
         best = float("inf")
         for _ in range(_REPETITIONS):
             if self._eviction is not None:
                 self._eviction.add_(1)
             start = time.perf_counter()
-            product(*arguments)
+            product(out, x)
             best = min(best, time.perf_counter() - start)
         return best

@@ -4,13 +4,16 @@ A decode step multiplies a few rows with every weight of the model, so its time 
 `prepare_linear` measures the paths for a weight's shape and keeps the winner's copy of the weight alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from .int8_linear import int8_linear, quantise_int8
 from .linear import linear
-from .linear_choice import LinearTuner
+from .linear_choice import LinearTuner, Product
+from .native_linear import can_panel, native_linear, to_panels
 from .packed_linear import can_pack, pack, packed_linear
 
 
@@ -19,12 +22,13 @@ class LinearWeight:
     """One layer's weight, in the form that its path reads, and the product with it.
 
     Attributes:
-        path: "plain", "packed" or "int8".
+        path: "plain", "packed", "native" or "int8".
         out_features: rows of the weight.
         in_features: columns of the weight.
         weight: the plain weight [out_features, in_features]; None where another form replaced it.
         packed: oneDNN's opaque form, for "packed".
-        qweight: int8 [out_features, in_features], for "int8".
+        panels: what `to_panels` made of the weight, for "native", or of the int8 weight, for "int8".
+        qweight: int8 [out_features, in_features], for "int8" where there are no compiled kernels.
         scales: [out_features], for "int8".
         bias: [out_features] or None.
     """
@@ -34,13 +38,16 @@ class LinearWeight:
     in_features: int
     weight: Tensor | None = None
     packed: Tensor | None = None
+    panels: Tensor | None = None
     qweight: Tensor | None = None
     scales: Tensor | None = None
     bias: Tensor | None = None
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        if self.packed is not None:
+        if self.panels is not None:
+            native_linear(out, x, self.panels, self.scales, self.bias)
+        elif self.packed is not None:
             packed_linear(out, x, self.packed, self.bias)
         elif self.qweight is not None and self.scales is not None:
             int8_linear(out, x, self.qweight, self.scales, self.bias)
@@ -50,15 +57,15 @@ class LinearWeight:
     @property
     def nbytes(self) -> int:
         """How many bytes of weight one product reads."""
-        read = (self.packed, None) if self.packed is not None else (self.qweight, self.scales)
-        if self.path == "plain":
-            read = (self.weight, None)
-        return sum(tensor.numel() * tensor.element_size() for tensor in (*read, self.bias) if tensor is not None)
+        other_forms = (self.packed, self.panels, self.qweight)
+        read = (self.weight,) if self.path == "plain" else other_forms
+        held = (*read, self.scales, self.bias)
+        return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the product may read, to be declared as constants of a recorded step."""
-        held = (self.weight, self.packed, self.qweight, self.scales, self.bias)
+        held = (self.weight, self.packed, self.panels, self.qweight, self.scales, self.bias)
         return [tensor for tensor in held if tensor is not None]
 
 
@@ -94,9 +101,25 @@ def prepare_linear(
     kept = weight if keep_plain else None
     if quantize == "int8":
         qweight, scales = quantise_int8(weight)
+        if can_panel(weight):
+            panels = to_panels(qweight)
+            return LinearWeight("int8", out_features, in_features, kept, panels=panels, scales=scales, bias=bias)
         return LinearWeight("int8", out_features, in_features, kept, qweight=qweight, scales=scales, bias=bias)
+    forms: dict[str, Callable[[], LinearWeight]] = {}
+    if can_panel(weight):
+        forms["native"] = lambda: LinearWeight(
+            "native", out_features, in_features, kept, panels=to_panels(weight), bias=bias
+        )
     if can_pack(weight):
-        packed = pack(weight)
-        if tuner.choose(weight, packed, bias, tuple(batch_sizes)) == "packed":
-            return LinearWeight("packed", out_features, in_features, kept, packed=packed, bias=bias)
-    return LinearWeight("plain", out_features, in_features, weight, bias=bias)
+        forms["packed"] = lambda: LinearWeight(
+            "packed", out_features, in_features, kept, packed=pack(weight), bias=bias
+        )
+    forms["plain"] = lambda: LinearWeight("plain", out_features, in_features, weight, bias=bias)
+    if len(forms) == 1:
+        return forms["plain"]()
+    products = {path: partial(_product_of, make) for path, make in forms.items()}
+    return forms[tuner.choose(weight, bias, tuple(batch_sizes), products)]()
+
+
+def _product_of(make: Callable[[], LinearWeight]) -> Product:
+    return make().apply

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 
@@ -99,16 +100,34 @@ def add_rms_norm_torch(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor,
     bind_add_rms_norm(out, residual, x, weight, eps)()
 
 
+def native_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
+    """Return the compiled norm of fixed tensors, if it serves them; see `rms_norm`."""
+    return _native(out, None, x, weight, eps)
+
+
+def native_add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
+    """Return the compiled sum and norm of fixed tensors, if it serves them; see `add_rms_norm`."""
+    return _native(out, residual, x, weight, eps)
+
+
+def _native(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
+    if x.dim() != 2 or x.stride(1) != 1 or not fits(out, residual, x, weight):
+        return None
+    return NativeCall("rms_norm", x.dtype, out, residual, x, weight, *x.shape, x.stride(0), float(eps))
+
+
 _rms_norm = operator(
     "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
     torch_version=rms_norm_torch,
     bound_version=bind_rms_norm,
+    native_version=native_rms_norm,
     triton_version=rms_norm_triton,
 )
 _add_rms_norm = operator(
     "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
     torch_version=add_rms_norm_torch,
     bound_version=bind_add_rms_norm,
+    native_version=native_add_rms_norm,
     triton_version=add_rms_norm_triton,
 )
 

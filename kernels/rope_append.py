@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 from .rms_norm import rms_norm_torch
@@ -155,7 +156,7 @@ class _Rotation:
     cos: Tensor
     sin: Tensor
     source: Tensor  # queries and keys as the product left them
-    wide: Tensor  # float32, the same; the very same where they are float32 already
+    wide: Tensor  # float32, the same; the very same where they are float32 already and stay as they are
     first: Tensor
     second: Tensor
     rotated: Tensor  # float32
@@ -163,9 +164,10 @@ class _Rotation:
     rotated_second: Tensor
 
     @classmethod
-    def of(cls, count: int, positions: Tensor, joined: Tensor, heads: int, half: int) -> "_Rotation":
+    def of(cls, count: int, positions: Tensor, joined: Tensor, heads: int, half: int, is_normed: bool) -> "_Rotation":
         source = joined[:count, :heads]
-        wide = source if source.dtype == torch.float32 else torch.empty(source.shape, dtype=torch.float32)
+        in_place = source.dtype == torch.float32 and not is_normed  # the norm is written over what it is of
+        wide = source if in_place else torch.empty(source.shape, dtype=torch.float32)
         rotated = torch.empty(source.shape, dtype=torch.float32)
         angles = torch.empty(count, 2, half)
         low, high = slice(0, half), slice(half, 2 * half)
@@ -213,7 +215,7 @@ def bind_rope_append(
         if count == 0:
             return
         if count not in rotations:
-            rotations[count] = _Rotation.of(count, positions, joined, heads, half)
+            rotations[count] = _Rotation.of(count, positions, joined, heads, half, q_norm is not None)
         memory = rotations[count]
         if memory.wide is not memory.source:
             memory.wide.copy_(memory.source)
@@ -261,11 +263,36 @@ def rope_append_torch(
     bind_rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)()
 
 
+def native_rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> NativeCall | None:
+    """Return the compiled rotation and append of fixed tensors, if it serves them; see `rope_append`."""
+    is_dense = all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
+    if not is_dense or not fits(q_out, k_cache, v_cache, qkv, q_norm, k_norm):
+        return None
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    heads = (*q_out.shape[:2], kv_heads, head_dim, cos_sin.shape[-1])
+    memory = (q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm)
+    return NativeCall("rope_append", qkv.dtype, *memory, *heads, page_size, pages, page_table.shape[1], float(eps))
+
+
 _rope_append = operator(
     "rope_append(Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor qkv, Tensor rows, Tensor positions, "
     "Tensor live, Tensor page_table, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
     torch_version=rope_append_torch,
     bound_version=bind_rope_append,
+    native_version=native_rope_append,
     triton_version=rope_append_triton,
 )
 

@@ -22,6 +22,7 @@ from graphdecode.graphs.errors import CaptureError, caller
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
+from graphdecode.kernels.native import joined
 from graphdecode.kernels.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
@@ -157,7 +158,7 @@ class RecordedStepGraph:
             raise
         except Exception as error:
             raise CaptureError.of(error, recorder.last_operator) from error
-        self._calls = recorder.calls
+        self._calls = joined(recorder.calls)
         self._pool = list(recorder.made.values())
         self.nodes = recorder.nodes
         self.kinds = Counter(node.kind for node in self.nodes)

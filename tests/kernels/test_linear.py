@@ -7,6 +7,7 @@ from graphdecode.kernels.int8_linear import int8_linear, quantise_int8
 from graphdecode.kernels.linear import linear
 from graphdecode.kernels.linear_choice import LinearTuner
 from graphdecode.kernels.linear_weight import prepare_linear
+from graphdecode.kernels.native_linear import can_panel
 from graphdecode.kernels.packed_linear import packed_linear
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -100,20 +101,21 @@ class FixedTuner(LinearTuner):
         super().__init__()
         self._path = path
 
-    def choose(self, weight, packed, bias, batch_sizes):
+    def choose(self, weight, bias, batch_sizes, paths):
         return self._path
 
 
 @cpu_only
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
-    ("path", "quantize", "keep_plain"), [("plain", None, False), ("packed", None, False), ("packed", None, True)]
+    ("path", "quantize", "keep_plain"),
+    [("plain", None, False), ("packed", None, False), ("packed", None, True), ("native", None, False)],
 )
 def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_bias):
     x, weight, bias = inputs(5, torch.float32, with_bias)
     prepared = prepare_linear(weight, bias, tuner=FixedTuner(path), quantize=quantize, keep_plain=keep_plain)
     assert prepared.path == path
-    assert (prepared.weight is None) == (path == "packed" and not keep_plain)
+    assert (prepared.weight is None) == (path != "plain" and not keep_plain)
     assert prepared.nbytes == 96 * 80 * 4 + (96 * 4 if with_bias else 0)
     assert len(prepared.tensors) == 1 + with_bias + keep_plain
     out = torch.zeros(5, 96)
@@ -140,29 +142,33 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch):
     _, weight, _ = inputs(1, torch.float32, False)
     tuner = LinearTuner(model_bytes)
     measured = []
-    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: measured.append(product) or float(len(measured)))
+    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: measured.append(product) or 2.0 ** len(measured))
     for _ in range(3):
-        assert prepare_linear(weight, tuner=tuner, batch_sizes=(1, 4)).path == "plain"  # the first timed is faster
-    assert len(measured) == 4
+        prepare_linear(weight, tuner=tuner, batch_sizes=(1, 4))
+    first = len(measured)
+    assert first == 2 * (2 + can_panel(weight))  # each path at each batch size
     prepare_linear(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
-    assert len(measured) == 8
-    assert set(tuner.choices.values()) == {"plain"}
+    assert len(measured) == 2 * first
+    assert set(tuner.choices.values()) == {"native" if can_panel(weight) else "packed"}  # the first timed is faster
 
 
 @cpu_only
-def test_the_tuner_takes_the_faster_path(monkeypatch):
+@pytest.mark.parametrize(
+    ("seconds", "winner"),
+    [
+        ({"native": 2.0, "packed": 1.0, "plain": 1.1}, "packed"),
+        ({"native": 2.0, "packed": 1.9, "plain": 1.0}, "plain"),
+        ({"native": 1.0, "packed": 2.0, "plain": 2.0}, "native"),
+        ({"native": 1.0, "packed": 0.9, "plain": 0.9}, "native"),  # too near to tell on a busy machine
+    ],
+)
+def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch):
     _, weight, _ = inputs(1, torch.float32, False)
-    for seconds, winner in (
-        ({"linear": 2.0, "packed_linear": 1.0}, "packed"),
-        ({"linear": 1.0, "packed_linear": 2.0}, "plain"),
-    ):
-        tuner = LinearTuner()
-        monkeypatch.setattr(
-            tuner,
-            "_best_seconds",
-            lambda product, *_, seconds=seconds: seconds[product.__name__],
-        )
-        assert prepare_linear(weight, tuner=tuner).path == winner
+    if not can_panel(weight):
+        pytest.skip("there are no compiled kernels here")
+    tuner = LinearTuner()
+    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: seconds[product.__self__.path])
+    assert prepare_linear(weight, tuner=tuner).path == winner
 
 
 @cpu_only

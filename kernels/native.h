@@ -1,0 +1,129 @@
+/* What the CPU kernels share: vectors of 16 floats, bf16, the exponential, and how arguments arrive.
+ *
+ * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_BF16 is defined or not, and NAME()
+ * gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
+ * AVX2 and NEON. Sums run in an order that depends on the row alone: not on how many rows there are, which other rows,
+ * or how many threads.
+ */
+#ifndef GRAPHDECODE_NATIVE_H
+#define GRAPHDECODE_NATIVE_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define PARALLEL_WORK 16384 /* elements below which one thread is done before others would have woken */
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ivec __attribute__((vector_size(64)));
+typedef uint32_t uvec __attribute__((vector_size(64)));
+typedef uint16_t hvec __attribute__((vector_size(32)));
+typedef int8_t bvec __attribute__((vector_size(16)));
+
+/* Kernels take one array of such arguments, so that all have one type and a list of them can be run in one call. */
+typedef union {
+    int64_t i;
+    double d;
+    void *p;
+} arg;
+
+static inline vec splat(float value) { return (vec){0} + value; }
+
+static inline float sum_lanes(vec v) {
+    float sums[LANES];
+    memcpy(sums, &v, sizeof v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+    return sums[0];
+}
+
+static inline float max_lanes(vec v) {
+    float values[LANES];
+    memcpy(values, &v, sizeof v);
+    float largest = values[0];
+    for (int i = 1; i < LANES; i++) largest = values[i] > largest ? values[i] : largest;
+    return largest;
+}
+
+/* e^v to about 2 ulp: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2; 0 below the smallest normal float. */
+static inline vec exp_lanes(vec v) {
+    ivec tiny = v < -87.0f, huge = v > 88.0f;
+    vec clamped = (vec)((~tiny & ~huge & (ivec)v) | (tiny & (ivec)splat(-87.0f)) | (huge & (ivec)splat(88.0f)));
+    vec shifted = clamped * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
+    vec n = shifted - 12582912.0f;
+    vec rest = clamped - n * 0.693359375f;
+    rest = rest + n * 2.12194440e-4f; /* ln(2) in two parts, the first of few bits */
+    vec sum = splat(1.0f / 5040);
+    sum = sum * rest + 1.0f / 720;
+    sum = sum * rest + 1.0f / 120;
+    sum = sum * rest + 1.0f / 24;
+    sum = sum * rest + 1.0f / 6;
+    sum = sum * rest + 0.5f;
+    sum = sum * rest + 1.0f;
+    sum = sum * rest + 1.0f;
+    ivec exponent = (__builtin_convertvector(n, ivec) + 127) << 23;
+    vec power = sum * (vec)exponent;
+    return (vec)(~tiny & (ivec)power);
+}
+
+static inline float float_of_bf16(uint16_t value) {
+    uint32_t bits = (uint32_t)value << 16;
+    float wide;
+    memcpy(&wide, &bits, sizeof wide);
+    return wide;
+}
+
+static inline uint16_t bf16_of_float(float value) { /* to nearest, ties to even; a NaN stays one */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static inline vec load_f32(const float *at) {
+    vec v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+static inline void store_f32(float *at, vec v) { memcpy(at, &v, sizeof v); }
+
+static inline vec load_bf16(const uint16_t *at) {
+    hvec narrow;
+    memcpy(&narrow, at, sizeof narrow);
+    return (vec)(__builtin_convertvector(narrow, uvec) << 16);
+}
+
+static inline void store_bf16(uint16_t *at, vec v) {
+    uvec bits = (uvec)v;
+    uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
+    uvec chosen = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
+    hvec narrow = __builtin_convertvector(chosen, hvec);
+    memcpy(at, &narrow, sizeof narrow);
+}
+
+#endif
+
+#undef NAME
+#undef element
+#undef load
+#undef store
+#undef widen
+#undef narrow
+#ifdef ELEMENT_BF16
+#define NAME(kernel) kernel##_bf16
+#define element uint16_t
+#define load load_bf16
+#define store store_bf16
+#define widen float_of_bf16
+#define narrow bf16_of_float
+#else
+#define NAME(kernel) kernel##_f32
+#define element float
+#define load load_f32
+#define store store_f32
+#define widen(value) (value)
+#define narrow(value) (value)
+#endif

@@ -1,0 +1,191 @@
+/* Linear layers over weights in panels; see native_linear.py for the layouts.
+ *
+ * A panel is PANEL output features: for each step of input features their weights stand side by side, so that a product
+ * reads one stream from its beginning to its end. Up to ROWS rows share what was read. Each sum runs over the input
+ * features in order, in one accumulator, whatever the number of rows and threads.
+ */
+#include "native.h"
+
+#ifndef GRAPHDECODE_LINEAR
+#define GRAPHDECODE_LINEAR
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+#define PANEL 32
+#define ROWS 8
+#define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
+#define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE void add_products(const int count, vec (*sums)[2], const float *x, int64_t stride, vec low, vec high) {
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+        sums[r][0] += low * x[r * stride];
+        sums[r][1] += high * x[r * stride];
+    }
+}
+
+INLINE void int8_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const int8_t *at) {
+    ivec low, high;
+    memcpy(&low, at, sizeof low);
+    memcpy(&high, at + INT8_STEP * LANES, sizeof high);
+#pragma GCC unroll 4
+    for (int byte = 0; byte < INT8_STEP; byte++) {
+        vec low_weights = __builtin_convertvector((low << (24 - 8 * byte)) >> 24, vec);
+        vec high_weights = __builtin_convertvector((high << (24 - 8 * byte)) >> 24, vec);
+        add_products(count, sums, x + byte, stride, low_weights, high_weights);
+    }
+}
+
+INLINE void f32_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const float *at) {
+    add_products(count, sums, x, stride, load_f32(at), load_f32(at + LANES));
+}
+
+#ifdef __AVX512BF16__ /* the processor multiplies pairs of bf16 itself */
+typedef uint16_t bf16_input;
+INLINE void bf16_step(const int count, vec (*sums)[2], const uint16_t *x, int64_t stride, const uint16_t *at) {
+    __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * stride, sizeof pair);
+        __m512bh pairs = (__m512bh)_mm512_set1_epi32(pair);
+        sums[r][0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)low, pairs);
+        sums[r][1] = (vec)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)high, pairs);
+    }
+}
+#else
+typedef float bf16_input;
+INLINE void bf16_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const uint16_t *at) {
+    uvec low, high;
+    memcpy(&low, at, sizeof low);
+    memcpy(&high, at + 2 * LANES, sizeof high);
+    add_products(count, sums, x, stride, (vec)(low << 16), (vec)(high << 16));
+    add_products(count, sums, x + 1, stride, (vec)(low & 0xffff0000), (vec)(high & 0xffff0000));
+}
+#endif
+#endif
+
+#undef STEP
+#undef step
+#undef input
+#ifdef ELEMENT_BF16
+#define STEP 2 /* [panel][in / 2][PANEL][2] */
+#define step bf16_step
+#define input bf16_input
+#else
+#define STEP 1 /* [panel][in][PANEL] */
+#define step f32_step
+#define input float
+#endif
+
+/* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in
+ * `memory`, or where they are. */
+static const float *NAME(widened)(const element *x, int64_t *stride, void *memory, int64_t rows, int64_t in,
+                                  int64_t multiple) {
+    int64_t padded = (in + multiple - 1) / multiple * multiple;
+    if (sizeof(element) == sizeof(float) && padded == in) return (const float *)x;
+    float *wide = memory;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t i = 0;
+        for (; i + LANES <= in; i += LANES) store_f32(wide + row * padded + i, load(x + row * *stride + i));
+        for (; i < padded; i++) wide[row * padded + i] = i < in ? widen(x[row * *stride + i]) : 0.0f;
+    }
+    *stride = padded;
+    return wide;
+}
+
+static const input *NAME(prepared)(const element *x, int64_t *stride, void *memory, int64_t rows, int64_t in) {
+    if (sizeof(input) == sizeof(float)) return (const input *)NAME(widened)(x, stride, memory, rows, in, STEP);
+    if (in % STEP == 0) return (const input *)x;
+    input *copy = memory;
+    for (int64_t row = 0; row < rows; row++) {
+        memcpy(copy + row * (in + 1), x + row * *stride, in * sizeof(input));
+        copy[row * (in + 1) + in] = 0;
+    }
+    *stride = in + 1;
+    return copy;
+}
+
+/* Write a tile's sums, scaled and biased, where they belong; the last panel may be narrower than PANEL. */
+static void NAME(write_tile)(element *out, vec (*sums)[2], const element *scales, const element *bias, int64_t rows,
+                             int64_t first, int64_t out_features) {
+    int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
+    for (int64_t r = 0; r < rows; r++) {
+        float values[PANEL];
+        memcpy(values, sums[r], sizeof values);
+        for (int64_t j = 0; j < width; j++) {
+            if (scales) values[j] *= widen(scales[first + j]);
+            if (bias) values[j] += widen(bias[first + j]);
+            out[r * out_features + first + j] = narrow(values[j]);
+        }
+    }
+}
+
+/* One tile: `count` rows, a constant where this is used, times one panel. */
+#define TILE(STEP_FUNCTION, WIDTH)                                             \
+    for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = splat(0.0f);     \
+    for (int64_t i = 0; i < in; i += WIDTH) {                                  \
+        __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD);         \
+        __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD + 64);    \
+        STEP_FUNCTION(count, sums, x + i, stride, panel + i * PANEL);          \
+    }
+
+INLINE void NAME(tile)(const int count, vec (*out)[2], const input *x, int64_t stride, const element *panel,
+                       int64_t in) {
+    vec sums[ROWS][2];
+    TILE(step, STEP)
+    memcpy(out, sums, count * sizeof *sums);
+}
+
+INLINE void NAME(int8_tile)(const int count, vec (*out)[2], const float *x, int64_t stride, const int8_t *panel,
+                            int64_t in) {
+    vec sums[ROWS][2];
+    TILE(int8_step, INT8_STEP)
+    memcpy(out, sums, count * sizeof *sums);
+}
+
+#undef FOR_COUNT
+#define FOR_COUNT(TILE_FUNCTION, count, ...)          \
+    switch (count) {                                  \
+        case 1: TILE_FUNCTION(1, __VA_ARGS__); break; \
+        case 2: TILE_FUNCTION(2, __VA_ARGS__); break; \
+        case 3: TILE_FUNCTION(3, __VA_ARGS__); break; \
+        case 4: TILE_FUNCTION(4, __VA_ARGS__); break; \
+        case 5: TILE_FUNCTION(5, __VA_ARGS__); break; \
+        case 6: TILE_FUNCTION(6, __VA_ARGS__); break; \
+        case 7: TILE_FUNCTION(7, __VA_ARGS__); break; \
+        default: TILE_FUNCTION(8, __VA_ARGS__);       \
+    }
+#undef TILE_LOOP
+#define TILE_LOOP(TILE_FUNCTION, WEIGHT, WIDTH)                                                                      \
+    int64_t panels = (out_features + PANEL - 1) / PANEL, panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;      \
+    _Pragma("omp parallel for schedule(static) if (panels * panel_size > PARALLEL_WORK)") for (int64_t panel = 0;    \
+                                                                                               panel < panels;       \
+                                                                                               panel++) {            \
+        for (int64_t row = 0; row < rows; row += ROWS) {                                                             \
+            vec sums[ROWS][2];                                                                                       \
+            int64_t count = rows - row < ROWS ? rows - row : ROWS;                                                   \
+            FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)         \
+            NAME(write_tile)(out + row * out_features, sums, scales, bias, count, panel * PANEL, out_features);      \
+        }                                                                                                            \
+    }
+
+/* out, x, weight, bias or null, memory for the rows as floats, rows, in features, out features, stride of x */
+void NAME(linear)(const arg *args) {
+    element *out = args[0].p;
+    const element *weight = args[2].p, *bias = args[3].p, *scales = 0;
+    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i, stride = args[8].i;
+    const input *x = NAME(prepared)(args[1].p, &stride, args[4].p, rows, in);
+    TILE_LOOP(NAME(tile), element, STEP)
+}
+
+/* the same, and the scales */
+void NAME(int8_linear)(const arg *args) {
+    element *out = args[0].p;
+    const int8_t *weight = args[2].p;
+    const element *bias = args[3].p, *scales = args[9].p;
+    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i, stride = args[8].i;
+    const float *x = NAME(widened)(args[1].p, &stride, args[4].p, rows, in, INT8_STEP);
+    TILE_LOOP(NAME(int8_tile), int8_t, INT8_STEP)
+}

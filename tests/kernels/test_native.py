@@ -1,0 +1,251 @@
+"""The compiled kernels of the CPU: each against a float64 oracle or the torch version, and what is around them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphdecode.kernels import native
+from graphdecode.kernels.act_mul import ACTIVATIONS, native_act_mul
+from graphdecode.kernels.decode_attention import decode_attention_torch, native_decode_attention
+from graphdecode.kernels.int8_linear import quantise_int8
+from graphdecode.kernels.native import NativeCall, NativeSequence, joined
+from graphdecode.kernels.native_linear import native_linear, to_panels
+from graphdecode.kernels.rms_norm import native_add_rms_norm, native_rms_norm
+from graphdecode.kernels.rope_append import native_rope_append, rope_append_torch
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
+EPS = 1e-5
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(7)
+
+
+def close(actual, expected, dtype):
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [1, 15, 16, 33, 768])
+def test_the_norm_is_the_formula(hidden, dtype, generator):
+    x, residual = (torch.randn(2, 3, hidden + 2, generator=generator) * 3).to(dtype)
+    weight = torch.randn(hidden, generator=generator).to(dtype)
+    x, residual = x[:, 1 : hidden + 1], residual[:, :hidden].contiguous()
+    for given in (None, residual):
+        source = (x if given is None else (residual.float() + x.float()).to(dtype)).double()
+        expected = source / (source.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+        out = torch.full((3, hidden), torch.nan, dtype=dtype)
+        call = (
+            native_rms_norm(out, x, weight, EPS) if given is None else native_add_rms_norm(out, given, x, weight, EPS)
+        )
+        call()
+        close(out, expected, dtype)
+        if given is not None:
+            close(given, source, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_gate_is_the_formula(activation, dtype, generator):
+    gate_up = (torch.randn(5, 70, generator=generator) * 20).to(dtype)
+    gate_up[0, :6] = torch.tensor([0.0, -0.0, 1e4, -1e4, 88.5, -88.5])
+    gate, up = gate_up[:, :35].double(), gate_up[:, 35:].double()
+    apply = torch.nn.functional.silu if activation == "silu" else torch.nn.functional.gelu
+    options = {} if activation == "silu" else {"approximate": "tanh" if activation == "gelu_tanh" else "none"}
+    out = torch.full((5, 35), torch.nan, dtype=dtype)
+    native_act_mul(out, gate_up, activation)()
+    torch.testing.assert_close(out.double(), apply(gate, **options) * up, rtol=TOLERANCE[dtype], atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 7), (64, 64), (100, 257)])
+@pytest.mark.parametrize("form", ["plain", "int8"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_product_is_the_formula_for_any_number_of_rows(
+    out_features, in_features, dtype, form, with_bias, generator
+):
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
+    quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
+    exact = quantised.double() * (1.0 if scales is None else scales.double()[:, None])
+    panels = to_panels(quantised)
+    for rows in (1, 2, 3, 7, 8, 9, 17):
+        x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, 1:-2]
+        out = torch.full((rows, out_features), torch.nan, dtype=dtype)
+        native_linear(out, x, panels, scales, bias)
+        expected = x.double() @ exact.T + (0.0 if bias is None else bias.double())
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["plain", "int8"])
+def test_a_products_row_depends_on_nothing_but_the_row(dtype, form, generator):
+    """Neither on how many rows there are, nor which others, nor how many threads work."""
+    weight = torch.randn(1000, 300, generator=generator).to(dtype)
+    quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
+    panels = to_panels(quantised)
+    x = torch.randn(20, 300, generator=generator).to(dtype)
+    whole = torch.empty(20, 1000, dtype=dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        native_linear(whole, x, panels, scales)
+        torch.set_num_threads(3)
+        for rows in (1, 2, 5, 8, 13):
+            part = torch.empty(rows, 1000, dtype=dtype)
+            hostile = x[:rows].clone()
+            hostile[1:] = torch.nan
+            native_linear(part, hostile, panels, scales)
+            assert torch.equal(part[0], whole[0]), rows
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (48, 24), (64, 16)])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype, generator):
+    pages, page_size, rows, live = 9, 4, 3, 6
+    qkv = torch.randn(8, (5 + 2 * 2) * dim, generator=generator).to(dtype)
+    norms = torch.randn(2, dim, generator=generator).to(dtype) if with_norms else (None, None)
+    table = torch.randperm(pages - 1, generator=generator)[: rows * 2].view(rows, 2).int()
+    row_of = torch.tensor([0, 0, 1, 2, 2, 2, 2**31 - 1, -5], dtype=torch.int32)
+    positions = torch.tensor([2, 3, 7, 0, 1, 4, 2**31 - 1, -9], dtype=torch.int32)
+    cos_sin = torch.randn(8, 2, half, generator=generator)
+    results = []
+    for version in (rope_append_torch, lambda *given: native_rope_append(*given)()):
+        q_out = torch.zeros(8, 5, dim, dtype=dtype)
+        caches = torch.zeros(2, pages, page_size, 2, dim, dtype=dtype)
+        alive = torch.tensor([live], dtype=torch.int32)
+        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *norms, EPS)
+        results.append((q_out, caches))
+    for actual, expected in zip(*results, strict=True):
+        close(actual, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("group", "dim", "page_size"), [(1, 16, 1), (3, 48, 5), (4, 64, 16), (7, 128, 64)])
+@pytest.mark.parametrize("window", [-1, 0, 10, 70])
+def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, generator):
+    lengths = torch.tensor([0, 1, page_size, page_size + 1, 63, 64, 65, 200, -3], dtype=torch.int32)
+    row_pages = -(-200 // page_size)
+    pages = row_pages * 4 + 1
+    k_cache, v_cache = torch.randn(2, pages, page_size, 2, dim, generator=generator).to(dtype)
+    k_cache[-1] = v_cache[-1] = torch.nan  # the trash page
+    table = torch.full((9, row_pages), pages - 1, dtype=torch.int32)
+    for row, length in enumerate(lengths.tolist()):
+        used = -(-max(length, 0) // page_size)
+        table[row, :used] = torch.randint(0, pages - 1, (used,), generator=generator).int()
+    q = torch.randn(9, 2 * group, dim, generator=generator).to(dtype)
+    nothing = torch.zeros(1)
+    results = []
+    for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
+        out = torch.full_like(q, torch.nan)
+        given = (out, None, q, k_cache, v_cache, table, None, lengths, nothing, nothing, nothing, 1, 1)
+        version(*given, dim**-0.5, 1.0, window, 0.0, "NONE", 1.0, 1e4)
+        results.append(out)
+    torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
+    assert not results[1][0].any()
+    assert not results[1][-1].any()
+
+
+def test_a_wrong_page_table_reaches_no_other_memory(generator):
+    k_cache, v_cache = torch.randn(2, 3, 4, 1, 16, generator=generator)
+    before = k_cache.clone()
+    table = torch.tensor([[2**31 - 1]], dtype=torch.int32)
+    position = torch.zeros(1, dtype=torch.int32)
+    q_out, qkv, one = torch.zeros(1, 1, 16), torch.randn(1, 48, generator=generator), torch.ones(1, dtype=torch.int32)
+    native_rope_append(
+        q_out, k_cache, v_cache, qkv, position, position, one, table, torch.ones(4, 2, 8), None, None, EPS
+    )()
+    assert torch.equal(k_cache, before)
+    out, nothing = torch.zeros_like(q_out), torch.zeros(1)
+    given = (out, None, q_out, k_cache, v_cache, table, None, one, nothing, nothing, nothing, 1, 1)
+    native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
+    assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
+
+
+def test_what_the_kernels_do_not_serve_is_left_to_torch():
+    half = torch.zeros(2, 16, dtype=torch.float16)
+    assert native_rms_norm(half, half, half[0], EPS) is None
+    mixed = torch.zeros(2, 16)
+    assert native_rms_norm(mixed, mixed, torch.zeros(16, dtype=torch.bfloat16), EPS) is None
+    assert native_act_mul(mixed, torch.zeros(2, 64)[:, ::2], "silu") is None
+
+
+def test_neighbouring_kernels_become_one_call(generator):
+    x, weight = torch.randn(3, 16, generator=generator), torch.ones(16)
+    outs = torch.full((4, 3, 16), torch.nan)
+    other = []
+    calls = [native_rms_norm(out, x * n, weight, EPS) for n, out in enumerate(outs, 1)]
+    assert all(isinstance(call, NativeCall) for call in calls)
+    merged = joined([calls[0], calls[1], lambda: other.append(outs[2].isnan().all()), calls[2], calls[3]])
+    assert [type(call) for call in merged[::2]] == [NativeSequence, NativeSequence]
+    assert len(merged) == 3
+    for call in merged:
+        call()
+    assert not outs.isnan().any()
+    assert other == [True]  # in the same order as before
+
+
+ANSWER = """
+import torch
+from graphdecode import LLM, SamplingParams
+from graphdecode.kernels import native
+print(native.why_not())
+outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
+print("|".join(output.outputs[0].text.strip() for output in outputs))
+"""
+
+
+def run(code: str, **environment: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"GRAPHDECODE_NATIVE": "0"}, "GRAPHDECODE_NATIVE is 0"),
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "false"}, "false"),
+    ],
+)
+def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_known(environment, reason, tmp_path):
+    why, answers = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
+    assert reason in why
+    assert answers == "802|cinaeco"
+
+
+def test_the_library_is_compiled_once_and_found_again(tmp_path):
+    code = "from graphdecode.kernels import native; print(native.library()._name)"
+    (first,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
+    made = Path(first).stat().st_mtime_ns
+    (second,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
+    assert first == second
+    assert Path(second).stat().st_mtime_ns == made
+    assert len(list(Path(first).parent.iterdir())) == 1  # nothing else is left behind
+
+
+def test_a_damaged_library_is_a_reason_and_no_crash(tmp_path):
+    code = "from graphdecode.kernels import native; print(native.library()._name)"
+    (made,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path))
+    Path(made).write_bytes(b"not a library")
+    (why,) = run("from graphdecode.kernels import native; print(native.why_not())", GRAPHDECODE_CACHE_DIR=str(tmp_path))
+    assert made in why
