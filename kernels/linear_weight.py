@@ -1,20 +1,25 @@
 """A layer's weight in the form that a decode step reads fastest, and the product with it.
 
 A decode step multiplies a few rows with every weight of the model, so its time is the time to read them.
-`prepare_linear` measures the paths for a weight's shape and keeps the winner's copy of the weight alone.
+`prepare_linear` measures the paths for a weight's shape and keeps the winner's copy of the weight alone. On a GPU the
+weight stays as it is, and the product is chosen for each number of rows.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
 
 from .int8_linear import int8_linear, quantise_int8
 from .linear import linear
-from .linear_choice import LinearTuner, Product
+from .linear_choice import LinearChoice, LinearTuner, Product
 from .native_linear import can_panel, native_linear, to_panels
 from .packed_linear import can_pack, pack, packed_linear
+from .small_linear import small_linear
+from .small_linear_config import SmallLinearConfig, fixed_config
+
+_FIXED_ROWS = 512  # that the invariant product takes at a time: more would need more workspace
 
 
 @dataclass(frozen=True)
@@ -22,7 +27,8 @@ class LinearWeight:
     """One layer's weight, in the form that its path reads, and the product with it.
 
     Attributes:
-        path: "plain", "packed", "native" or "int8".
+        path: "plain", "packed", "native", "int8", or "fixed": the small product with one configuration for any number
+            of rows.
         out_features: rows of the weight.
         in_features: columns of the weight.
         weight: the plain weight [out_features, in_features]; None where another form replaced it.
@@ -31,6 +37,9 @@ class LinearWeight:
         qweight: int8 [out_features, in_features], for "int8" where there are no compiled kernels.
         scales: [out_features], for "int8".
         bias: [out_features] or None.
+        choices: what was measured for each number of rows; on a GPU those rows take the path that it names.
+        config: for "fixed".
+        counters: int32, the workspace of small products with splits; shared by all weights of a model.
     """
 
     path: str
@@ -42,6 +51,13 @@ class LinearWeight:
     qweight: Tensor | None = None
     scales: Tensor | None = None
     bias: Tensor | None = None
+    choices: Mapping[int, LinearChoice] = field(default_factory=dict)
+    config: SmallLinearConfig | None = None
+    counters: Tensor | None = None
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the path that products of so many rows take, with what was measured, if anything was."""
+        return self.choices.get(rows) or LinearChoice(self.path, self.config)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
@@ -52,13 +68,19 @@ class LinearWeight:
         elif self.qweight is not None and self.scales is not None:
             int8_linear(out, x, self.qweight, self.scales, self.bias)
         elif self.weight is not None:
-            linear(out, x, self.weight, self.bias)
+            config = self.choice(x.shape[0]).config
+            if config is None:
+                linear(out, x, self.weight, self.bias)
+            else:
+                for begin in range(0, x.shape[0], _FIXED_ROWS):
+                    rows = slice(begin, begin + _FIXED_ROWS)
+                    small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, config)
 
     @property
     def nbytes(self) -> int:
         """How many bytes of weight one product reads."""
         other_forms = (self.packed, self.panels, self.qweight)
-        read = (self.weight,) if self.path == "plain" else other_forms
+        read = (self.weight,) if self.path in ("plain", "fixed") else other_forms
         held = (*read, self.scales, self.bias)
         return sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
 
@@ -77,6 +99,7 @@ def prepare_linear(
     batch_sizes: tuple[int, ...] = (1, 8),
     quantize: str | None = None,
     keep_plain: bool = False,
+    batch_invariant: bool = False,
 ) -> LinearWeight:
     """Return the weight in the form that a decode step reads fastest.
 
@@ -89,6 +112,8 @@ def prepare_linear(
         batch_sizes: the rows of the decode steps that matter; the result is right for any number of rows.
         quantize: None, or "int8" for one byte per weight.
         keep_plain: keep the plain weight as well (an embedding table that is also the output layer).
+        batch_invariant: on a GPU, take one configuration for any number of rows, so that a row's bits do not depend on
+            the others; slower than the plain product for many rows.
 
     Raises:
         ValueError: `quantize` is not known, or `batch_sizes` is empty or not positive.
@@ -105,6 +130,13 @@ def prepare_linear(
             panels = to_panels(qweight)
             return LinearWeight("int8", out_features, in_features, kept, panels=panels, scales=scales, bias=bias)
         return LinearWeight("int8", out_features, in_features, kept, qweight=qweight, scales=scales, bias=bias)
+    if weight.is_cuda:
+        counters = tuner.counters(weight.device)
+        if batch_invariant:
+            config = fixed_config(out_features, in_features, weight.element_size())
+            return LinearWeight("fixed", out_features, in_features, weight, bias=bias, config=config, counters=counters)
+        choices = tuner.choose_small(weight, bias, tuple(batch_sizes))
+        return LinearWeight("plain", out_features, in_features, weight, bias=bias, choices=choices, counters=counters)
     forms: dict[str, Callable[[], LinearWeight]] = {}
     if can_panel(weight):
         forms["native"] = lambda: LinearWeight(
@@ -118,7 +150,8 @@ def prepare_linear(
     if len(forms) == 1:
         return forms["plain"]()
     products = {path: partial(_product_of, make) for path, make in forms.items()}
-    return forms[tuner.choose(weight, bias, tuple(batch_sizes), products)]()
+    choices = tuner.choose(weight, bias, tuple(batch_sizes), products)
+    return replace(forms[choices[batch_sizes[0]].path](), choices=choices)
 
 
 def _product_of(make: Callable[[], LinearWeight]) -> Product:

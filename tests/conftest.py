@@ -1,6 +1,7 @@
 """What all tests share: where they run, and Triton's interpreter where there is no GPU."""
 
 import os
+import tempfile
 
 import torch
 
@@ -8,6 +9,11 @@ HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # must stand before the first import of triton
 
+# what one run measures must not decide about the next one
+CHOICES = tempfile.TemporaryDirectory(prefix="graphdecode-choices-")
+os.environ["GRAPHDECODE_CACHE_DIR"] = CHOICES.name
+
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 # threads that wait for one another on busy cores take milliseconds for microseconds of work
@@ -27,3 +33,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> str:
     """The device that the operators run on here."""
     return "cuda" if HAS_CUDA else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `tl.dot` of the interpreter widen bfloat16, which it keeps as 16-bit integers."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.create_dot
+
+    def widened(handle: TensorHandle) -> TensorHandle:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        wide = (handle.data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return TensorHandle(wide, tl.float32)
+
+    def create_dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: object) -> TensorHandle:
+        return original(self, widened(a), widened(b), *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)

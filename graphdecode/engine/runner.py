@@ -132,6 +132,7 @@ class Runner:
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
+            choices=model.linear_choices,
         )
 
     def _decode_slots(self, vocab_size: int, rows: int, pages: int) -> list[Slot]:
@@ -166,6 +167,8 @@ class Runner:
             self.buffers.adopt(f"v_cache_{layer}", values)
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
+        for index, tensor in enumerate(self.model.workspace):
+            self.buffers.adopt(f"linear_workspace_{index}", tensor)
         if self._is_cuda:
             self.buffers.adopt("host_ring", self._host_ring)
 

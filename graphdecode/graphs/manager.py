@@ -44,6 +44,7 @@ class GraphManager:
         capture_when: "startup", or "first-use": a bucket is captured after the first step that needed it, and that
             step runs padded to the next captured bucket, or eagerly.
         strict: refuse a replay when an address in its graph has lost its owner.
+        choices: given a bucket, says by name what the step's owner chose for it, for the report.
 
     Raises:
         ValueError: an argument is unknown or does not fit the buffers' device; the ladder exceeds their capacity.
@@ -60,6 +61,7 @@ class GraphManager:
         warmup_steps: int = 2,
         capture_when: str = "startup",
         strict: bool = False,
+        choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
     ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
@@ -78,6 +80,7 @@ class GraphManager:
         self._warmup_steps = warmup_steps
         self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
         self._strict = strict
+        self._choices = choices
         self._owners = Owners(buffers, constants)
         self._graphs: dict[int, StepGraph] = {}
         self._replays: dict[int, Callable[[], None]] = {}
@@ -264,7 +267,8 @@ class GraphManager:
 
     def report(self) -> GraphReport:
         """Return what was captured and replayed up to now, bucket by bucket."""
-        return GraphReport(self.backend, [dataclasses.replace(self._reports[bucket]) for bucket in self.buckets])
+        buckets = [dataclasses.replace(self._reports[b], choices=self._choices(b)) for b in self.buckets]
+        return GraphReport(self.backend, buckets)
 
     def dot(self, bucket: int) -> str:
         """Return a picture of one bucket's step, in Graphviz' language.

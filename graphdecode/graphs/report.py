@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 _NAMES_SHOWN = 8
 
@@ -24,6 +26,7 @@ class BucketReport:
         moved_bytes: what one replay reads and writes at most; 0 where it is not known.
         replays: how often it was replayed.
         live_rows: rows that were live, over all replays.
+        choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
         error: why the capture failed, for a bucket that stays eager.
     """
 
@@ -37,6 +40,7 @@ class BucketReport:
     moved_bytes: int = 0
     replays: int = 0
     live_rows: int = 0
+    choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: str | None = None
 
     @property
@@ -81,4 +85,12 @@ class GraphReport:
             rest = len(largest.kernels) - len(shown)
             lines.append(f"in bucket {largest.bucket}: " + ", ".join(f"{count} {name}" for name, count in shown))
             lines[-1] += f", and {rest} other kinds" if rest else ""
+        for choices, alike in groupby(self.buckets, key=lambda bucket: bucket.choices):
+            if choices:
+                lines.append("chosen for bucket " + ", ".join(str(bucket.bucket) for bucket in alike) + ":")
+                lines += [f"  {name}: {_figures(facts)}" for name, facts in choices.items()]
         return "\n".join(lines)
+
+
+def _figures(facts: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,6 +100,30 @@ class Decoder:
             tensors += layer.norms
             tensors += [tensor for linear in layer.linears for tensor in linear.tensors]
         return tensors
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Tensors that products of few rows leave as they found them, and write in between."""
+        counters = (linear.counters for linear in self._linears().values())
+        return list({id(tensor): tensor for tensor in counters if tensor is not None}.values())
+
+    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
+        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
+        return {
+            f"{name} {linear.out_features}x{linear.in_features}": linear.choice(rows).as_report()
+            for name, linear in self._linears().items()
+        }
+
+    def _linears(self) -> dict[str, LinearWeight]:
+        """The products of the first layer, whose shapes all layers have, and the output layer, by name."""
+        first = self._layers[0]
+        return {
+            "qkv": first.qkv,
+            "o": first.o,
+            "gate_up": first.gate_up,
+            "down": first.down,
+            "lm_head": self._lm_head,
+        }
 
     @property
     def weight_bytes(self) -> int:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from graphdecode.kernels.choice_cache import ChoiceCache
 from graphdecode.kernels.linear_choice import LinearTuner
 from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
 from graphdecode.models.checkpoint import Checkpoint
@@ -71,7 +72,7 @@ def load_model(
         device: where the weights go.
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
-        batch_sizes: of the decode steps, for the choice of linear paths on a CPU.
+        batch_sizes: of the decode steps, for the choice of linear paths.
         quantize: None, or `"int8"` for 8-bit weights on a CPU.
         progress: show a bar on standard error.
 
@@ -96,7 +97,7 @@ def load_model(
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights.check(_expected_shapes(config), optional)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _Loader(config, weights, chosen, batch_sizes, quantize).load(positions, device, progress)
+    return _Loader(config, weights, chosen, device, batch_sizes, quantize).load(positions, progress)
 
 
 def _return_free_memory() -> None:
@@ -145,19 +146,23 @@ class _Loader:
         config: ModelConfig,
         weights: _Weights,
         dtype: torch.dtype,
+        device: torch.device,
         batch_sizes: tuple[int, ...],
         quantize: str | None,
     ) -> None:
         self._config = config
         self._weights = weights
+        self._device = device
         self._shapes = _expected_shapes(config)
-        # the smallest and the largest bucket stand for all; timing every one would take longer than loading
-        self._batch_sizes = tuple(sorted({min(batch_sizes), max(batch_sizes)}))
+        # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
+        self._batch_sizes = (
+            batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
+        )
         self._quantize = quantize
         elements = sum(shape[0] * shape[1] for shape in self._shapes.values() if len(shape) == 2)
-        self._tuner = LinearTuner(elements * dtype.itemsize)
+        self._tuner = LinearTuner(elements * dtype.itemsize, ChoiceCache())
 
-    def load(self, positions: int, device: torch.device, progress: bool) -> Decoder:
+    def load(self, positions: int, progress: bool) -> Decoder:
         config = self._config
         embedding_weight = self._weights.read("model.embed_tokens.weight")
         layers = []
@@ -172,7 +177,7 @@ class _Loader:
             layers,
             self._weights.read("model.norm.weight"),
             self._prepare(embedding_weight, None) if config.tie_word_embeddings else self._linear("", "lm_head"),
-            cos_sin_table(config.rope, config.head_dim, positions, device),
+            cos_sin_table(config.rope, config.head_dim, positions, self._device),
         )
 
     def _layer(self, prefix: str) -> LayerWeights:

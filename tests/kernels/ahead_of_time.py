@@ -6,6 +6,7 @@ process of its own, for Triton's interpreter cannot be switched off again.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -33,9 +34,11 @@ from graphdecode.kernels import (
     rms_norm,
     rope_append,
     sample,
+    small_linear,
     split_decode,
 )
 from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS
+from graphdecode.kernels.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -97,7 +100,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     results: dict[str, dict[str, int]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         results[kernel.fn.__name__.strip("_")] = compiled(kernel, arguments, options, arch)
 
@@ -209,6 +212,32 @@ def step_cases() -> dict[str, Callable[[], None]]:
     }
 
 
+def linear_case(config: SmallLinearConfig, dtype: torch.dtype, rows: int) -> Callable[[], None]:
+    """One configuration of the product of few rows, over the down projection of a model."""
+    x, weight = torch.empty(rows, FEED_FORWARD, dtype=dtype), torch.empty(HIDDEN, FEED_FORWARD, dtype=dtype)
+    out, partial = torch.empty(rows, HIDDEN, dtype=dtype), torch.empty(config.splits, rows, HIDDEN)
+    counters = torch.empty(HIDDEN, dtype=torch.int32)
+    fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
+    return lambda: small_linear.small_linear_triton(out, x, weight, None, partial, counters, *fields, config.pdl)
+
+
+def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
+    """Every tile that may be chosen: columns split and not, with and without an early start where there is one."""
+    cases: dict[str, Callable[[], None]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        found = [fixed_config(HIDDEN, FEED_FORWARD, dtype.itemsize)]
+        found += candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, GEMV_ROWS, 132)
+        for config in found:
+            for splits, pdl in ((1, False), (2, False), (2, True)):
+                if pdl and arch < 90:
+                    continue
+                chosen = dataclasses.replace(config, splits=splits, pdl=pdl)
+                for rows in (1, 2, GEMV_ROWS) if config.kind == "gemv" else (ROWS,):
+                    name = f"{config.kind}-{config.block_n}x{config.block_k}-{str(dtype)[6:]}-rows{rows}"
+                    cases[f"{name}{'-split' * (splits > 1)}{'-pdl' * pdl}"] = linear_case(chosen, dtype, rows)
+    return cases
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -221,6 +250,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
         cases[f"append-d{head_dim}"] = append_case(head_dim, False)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, True)
     cases |= step_cases()
+    cases |= linear_cases(arch)
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)

@@ -5,7 +5,7 @@ import torch
 
 from graphdecode.kernels.int8_linear import int8_linear, quantise_int8
 from graphdecode.kernels.linear import linear
-from graphdecode.kernels.linear_choice import LinearTuner
+from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
 from graphdecode.kernels.linear_weight import prepare_linear
 from graphdecode.kernels.native_linear import can_panel
 from graphdecode.kernels.packed_linear import packed_linear
@@ -102,7 +102,7 @@ class FixedTuner(LinearTuner):
         self._path = path
 
     def choose(self, weight, bias, batch_sizes, paths):
-        return self._path
+        return dict.fromkeys(batch_sizes, LinearChoice(self._path))
 
 
 @cpu_only
@@ -149,7 +149,8 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch):
     assert first == 2 * (2 + can_panel(weight))  # each path at each batch size
     prepare_linear(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
     assert len(measured) == 2 * first
-    assert set(tuner.choices.values()) == {"native" if can_panel(weight) else "packed"}  # the first timed is faster
+    chosen = {choice.path for choices in tuner.choices.values() for choice in choices.values()}
+    assert chosen == {"native" if can_panel(weight) else "packed"}  # the first timed is faster
 
 
 @cpu_only
@@ -176,7 +177,11 @@ def test_a_real_measurement_gives_a_right_layer():
     x, weight, bias = inputs(3, torch.float32, True)
     tuner = LinearTuner(model_bytes=2**30)
     prepared = prepare_linear(weight, bias, tuner=tuner)
-    assert prepared.path == next(iter(tuner.choices.values()))
+    (choices,) = tuner.choices.values()
+    assert prepared.path == choices[1].path == choices[8].path
+    assert prepared.choice(8).us > 0
+    assert prepared.choice(8).gb_per_s > 0
+    assert prepared.choice(5).us is None, "five rows were not measured"
     out = torch.zeros(3, 96)
     prepared.apply(out, x)
     check(out, x, weight, bias)

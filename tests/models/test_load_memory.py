@@ -28,7 +28,7 @@ EVICTION_BYTES = 64 * MIB  # what the choice of paths overwrites to find weights
 # the process's peak while the model is loaded, over what it had before: a first product brings oneDNN's own code
 SCRIPT = r"""
 import re, sys, torch
-from graphdecode.kernels.linear_choice import LinearTuner
+from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
 from graphdecode.kernels.linear_weight import prepare_linear
 from graphdecode.models import load_model
 torch.set_num_threads(1)
@@ -39,7 +39,7 @@ for rows in (1, 8):
         torch.empty(rows, 64, dtype=dtype), torch.zeros(rows, 64, dtype=dtype))
 memory = lambda name: 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
 before = memory("VmRSS")
-LinearTuner.choose = lambda *_: sys.argv[3]
+LinearTuner.choose = lambda *given: dict.fromkeys(given[-2], LinearChoice(sys.argv[3]))
 model = load_model(sys.argv[1], device="cpu", dtype=dtype)
 held = {tensor.data_ptr() if not tensor.is_mkldnn else id(tensor): tensor for tensor in model.constants}
 print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.element_size() for t in held.values()))

@@ -1,0 +1,309 @@
+"""The choice between linear paths: remembered on disk, checked before it may win, fixed where it must not vary."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from graphdecode.kernels import choice_cache, linear_choice, small_linear_timing
+from graphdecode.kernels.choice_cache import ChoiceCache, cache_folder
+from graphdecode.kernels.linear import linear
+from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
+from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
+from graphdecode.kernels.native_linear import can_panel
+from graphdecode.kernels.small_linear_config import SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.small_linear_timing import Contest, fastest_product
+
+TIMINGS = 2 * (2 + can_panel(torch.zeros(1, 1)))  # each path at both batch sizes
+CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
+cpu_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+
+
+def weight_of(out_features=96, in_features=80, dtype=torch.float32):
+    return torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    """The products that any tuner times, in order; the later ones are slower."""
+    timed = []
+    monkeypatch.setattr(
+        LinearTuner, "_best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
+    )
+    return timed
+
+
+def start(folder, weight=None, **options):
+    """What a process does at its start: a tuner of its own, over the cache that all share."""
+    return prepare_linear(
+        weight_of() if weight is None else weight, tuner=LinearTuner(cache=ChoiceCache(folder)), **options
+    )
+
+
+@cpu_only
+def test_a_second_start_times_nothing_and_knows_as_much(tmp_path, timings):
+    first = start(tmp_path)
+    assert len(timings) == TIMINGS
+    second = start(tmp_path)
+    assert len(timings) == TIMINGS
+    assert second.path == first.path == first.choice(8).path
+    assert second.choices == first.choices
+    assert second.choice(8).us > 0
+    assert second.choice(8).runner_up in ("packed", "plain")
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"weight": weight_of(96, 81)},
+        {"weight": weight_of(dtype=torch.bfloat16)},
+        {"bias": torch.zeros(96)},
+        {"batch_sizes": (1, 4)},
+    ],
+    ids=["shape", "dtype", "bias", "batch sizes"],
+)
+def test_another_layer_is_timed_anew(tmp_path, timings, changed):
+    start(tmp_path)
+    start(tmp_path, **changed)
+    assert len(timings) == 2 * TIMINGS
+
+
+@cpu_only
+@pytest.mark.parametrize("name", ["torch", "triton", "source", "processor", "threads", "model size"])
+def test_another_machine_or_version_is_timed_anew(tmp_path, timings, monkeypatch, name):
+    start(tmp_path)
+    model_bytes = 0
+    if name == "torch":
+        monkeypatch.setattr(torch, "__version__", "99.0")
+    elif name == "triton":
+        monkeypatch.setattr(choice_cache.metadata, "version", lambda _: "99.0")
+    elif name == "source":
+        copy = tmp_path / "kernels"
+        copy.mkdir()
+        (copy / "linear.py").write_text("changed")
+        monkeypatch.setattr(choice_cache, "__file__", str(copy / "choice_cache.py"))
+    elif name == "processor":
+        monkeypatch.setattr(linear_choice, "processor_name", lambda _: "another")
+    elif name == "threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    else:
+        model_bytes = 1 << 40
+    prepare_linear(weight_of(), tuner=LinearTuner(model_bytes, ChoiceCache(tmp_path)))
+    assert len(timings) == 2 * TIMINGS
+
+
+@cpu_only
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[1, 2]", '{"KEY": 5}', '{"KEY": {"1": {"path": "plain", "no_such": 1}}}', '{"KEY": {"x": {}}}'],
+)
+def test_a_corrupt_file_costs_a_measurement_and_is_mended(tmp_path, timings, content):
+    start(tmp_path)
+    (file,) = tmp_path.iterdir()
+    (key,) = json.loads(file.read_text())
+    file.write_text(content.replace('"KEY"', json.dumps(key)))
+    start(tmp_path)
+    assert len(timings) == 2 * TIMINGS
+    start(tmp_path)
+    assert len(timings) == 2 * TIMINGS
+
+
+@cpu_only
+def test_a_folder_that_cannot_be_written_costs_a_measurement(tmp_path, timings):
+    (tmp_path / "file").write_text("in the way")
+    assert start(tmp_path / "file" / "cache").path == start(tmp_path / "file" / "cache").path
+    assert len(timings) == 2 * TIMINGS
+
+
+def test_processes_keep_what_the_others_wrote(tmp_path):
+    here, there = ChoiceCache(tmp_path), ChoiceCache(tmp_path)
+    here.put("a", 1)
+    there.put("b", 2)
+    assert there.get("a") == 1
+    here.put("c", 3)
+    assert [ChoiceCache(tmp_path).get(key) for key in "abcd"] == [1, 2, 3, None]
+    assert [file.name for file in tmp_path.iterdir()] == ["choices.json"]
+
+
+def test_the_folder_is_where_the_variables_say(monkeypatch, tmp_path):
+    monkeypatch.setenv("GRAPHDECODE_CACHE_DIR", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+    monkeypatch.delenv("GRAPHDECODE_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "graphdecode"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "graphdecode"
+
+
+def test_a_choice_survives_the_disk():
+    times = {"plain": 3e-6, str(CONFIG): 1.5e-6, "other": 2e-6}
+    choice = LinearChoice.among("small", CONFIG, times, nbytes=3000)
+    assert (choice.us, choice.gb_per_s, choice.runner_up, choice.runner_up_us) == (1.5, 2.0, "other", 2.0)
+    stored = json.loads(json.dumps(dataclasses.asdict(choice)))
+    assert LinearChoice.from_dict(stored) == choice
+    assert choice.as_report()["config"] == "dot 32x64, 2 splits, 4 warps, 2 stages, early start"
+
+
+class StandInClock:
+    """Runs every call, and says what a test wants to hear."""
+
+    units = 132
+
+    def __init__(self, seconds, has_pdl=True):
+        self._seconds = seconds
+        self.has_pdl = has_pdl
+        self.timed = []
+
+    def seconds(self, calls):
+        for call in calls:
+            call()
+        if len(self.timed) < 2:
+            self.timed.append(("nothing", "plain")[len(self.timed)])
+            return {"nothing": 1e-6, "plain": 11e-6}[self.timed[-1]]
+        config = calls[0].__closure__[[*calls[0].__code__.co_freevars].index("config")].cell_contents
+        self.timed.append(config)
+        return 1e-6 + self._seconds(config)
+
+
+def contest(seconds, rows=8, has_pdl=True, dtype=torch.bfloat16):
+    clock = StandInClock(seconds, has_pdl)
+    winner, times = fastest_product(weight_of(64, 512, dtype), None, rows, clock)
+    return winner, times, clock.timed[2:]
+
+
+def test_the_fastest_candidate_wins_and_the_best_two_are_tried_with_an_early_start():
+    all_configs = candidates(64, 512, 2, 8, 132)
+    winner, times, timed = contest(
+        lambda config: (5e-6 if config.block_n == all_configs[2].block_n else 8e-6) - 1e-6 * config.pdl
+    )
+    assert winner == dataclasses.replace(all_configs[2], pdl=True)
+    assert timed[: len(all_configs)] == all_configs
+    assert [config.pdl for config in timed[len(all_configs) :]] == [True, True]
+    assert times["plain"] == pytest.approx(10e-6)
+    assert times[str(winner)] == pytest.approx(4e-6)
+    assert len(times) == len(all_configs) + 3
+
+
+def test_no_early_start_where_the_gpu_has_none():
+    _, _, timed = contest(lambda _: 5e-6, has_pdl=False)
+    assert timed
+    assert not any(config.pdl for config in timed)
+
+
+@pytest.mark.parametrize("seconds", [20e-6, 9.9e-6])
+def test_cublas_stays_where_no_candidate_is_clearly_faster(seconds):
+    assert contest(lambda _: seconds)[0] is None
+
+
+def test_a_wrong_candidate_is_dropped_with_a_warning(monkeypatch):
+    """However fast it is."""
+    fast, fickle, broken, *_ = candidates(64, 512, 2, 8, 132)
+    calls = []
+
+    def faulty(out, x, weight, bias, counters, config):
+        calls.append(config)
+        if config == broken:
+            raise RuntimeError("out of resources")
+        linear(out, x, weight, bias)
+        if config == fast:
+            out[0, 0] += 100
+        if config == fickle:
+            out[0, 0] += len(calls) % 2
+
+    monkeypatch.setattr(small_linear_timing, "small_linear", faulty)
+    with pytest.warns(RuntimeWarning) as caught:
+        winner, times, _ = contest(lambda config: 1e-6 if config in (fast, fickle, broken) else 5e-6, has_pdl=False)
+    assert winner not in (None, fast, fickle, broken)
+    assert not {str(fast), str(fickle), str(broken)} & times.keys()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 3
+    assert "is off by " in told[0]
+    assert "same bits" in told[1]
+    assert "out of resources" in told[2]
+
+
+def test_a_candidate_that_writes_nothing_is_dropped(monkeypatch):
+    monkeypatch.setattr(small_linear_timing, "small_linear", lambda *_: None)
+    with pytest.warns(RuntimeWarning, match="is off by nan"):
+        assert contest(lambda _: 1e-6)[0] is None
+
+
+def test_the_weights_are_rotated_until_no_cache_holds_them():
+    weight = weight_of(64, 256)
+    cold = Contest(weight, None, 4, cold_bytes=10 * weight.nbytes)
+    calls = cold.calls(None)
+    read = {id(call.__closure__[[*call.__code__.co_freevars].index("weight")].cell_contents) for call in calls}
+    assert len(read) == len(calls) == 10
+
+
+def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_path, monkeypatch):
+    timed = []
+
+    def timing(weight, bias, rows):
+        timed.append(rows)
+        config = None if rows == 2 else CONFIG
+        return config, {"plain": 2e-6, str(CONFIG): 1e-6 if config else 3e-6}
+
+    monkeypatch.setattr(linear_choice, "fastest_product", timing)
+    weight = weight_of()
+    for _ in range(2):
+        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight, None, (1, 2, 16, 17, 64))
+        assert timed == [1, 2, 16]
+        assert [choices[rows].path for rows in (1, 2, 16)] == ["small", "plain", "small"]
+        assert choices.keys() == {1, 2, 16}
+    held = LinearWeight("plain", 96, 80, weight, choices=choices, counters=torch.zeros(64, dtype=torch.int32))
+    taken = []
+    monkeypatch.setattr("graphdecode.kernels.linear_weight.small_linear", lambda *given: taken.append(given[-1]))
+    for rows in (1, 2, 3, 16, 17):
+        held.apply(torch.zeros(rows, 96), torch.zeros(rows, 80))
+    assert taken == [CONFIG, CONFIG]
+
+
+def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
+    weight, config = weight_of(), fixed_config(96, 80, 4)
+    held = LinearWeight("fixed", 96, 80, weight, config=config, counters=torch.zeros(4096, dtype=torch.int32))
+    for rows in (1, 16, 17, 700):
+        assert held.choice(rows).config == config
+        x, out = torch.randn(rows, 80), torch.full((rows, 96), torch.nan)
+        held.apply(out, x)
+        torch.testing.assert_close(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+    assert held.nbytes == weight.nbytes
+    assert [tensor.data_ptr() for tensor in held.tensors] == [weight.data_ptr()], "the counters are no constant"
+
+
+@cpu_only
+@pytest.mark.slow
+def test_a_process_finds_what_another_measured(tmp_path):
+    script = (
+        "from graphdecode.kernels.linear_choice import LinearTuner\n"
+        "from graphdecode.models import load_model\n"
+        "measured, best = [], LinearTuner._best_seconds\n"
+        "LinearTuner._best_seconds = lambda *given: measured.append(1) or best(*given)\n"
+        "load_model('demo', device='cpu')\n"
+        "print(len(measured))\n"
+    )
+    environment = {**os.environ, "GRAPHDECODE_CACHE_DIR": str(tmp_path)}
+    counts = [
+        int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout)
+        for _ in range(2)
+    ]
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 16])
+def test_a_real_contest_has_no_wrong_candidate(rows, recwarn):
+    weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
+    winner, times = fastest_product(weight, None, rows)
+    assert not [str(warning.message) for warning in recwarn if "small linear" in str(warning.message)]
+    assert len(times) >= 1 + len(candidates(2048, 1024, 2, rows, 132)) // 2
+    assert min(times.values()) > 1e-7
+    choice = LinearChoice.among("plain" if winner is None else "small", winner, times, weight.nbytes)
+    assert 1 < choice.gb_per_s < 20000

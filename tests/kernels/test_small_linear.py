@@ -1,0 +1,205 @@
+"""The product of a few rows: both kernels against float64, and what a batch-invariant step relies on."""
+
+import os
+
+import pytest
+import torch
+
+from graphdecode.kernels import small_linear as module
+from graphdecode.kernels.small_linear import small_linear, small_linear_torch, small_linear_triton
+from graphdecode.kernels.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+
+pytest.importorskip("triton")
+interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+ROWS = [1, 2, 3, 4, 5, 8, 16, 33]
+SHAPES = [(64, 256), (50, 130), (7, 33)]  # out_features, in_features: the blocks divide the first alone
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def config(kind="dot", splits=1, pdl=False, block_n=32, block_k=64):
+    return SmallLinearConfig(kind, block_n, block_k, splits, num_warps=4, num_stages=2, pdl=pdl)
+
+
+def inputs(rows, out_features, in_features, dtype, where, with_bias=True):
+    generator = torch.Generator().manual_seed(rows * 1000 + in_features)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype).to(where)
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype).to(where)
+    bias = torch.randn(out_features, generator=generator).to(dtype).to(where) if with_bias else None
+    return x, weight, bias
+
+
+def launch(chosen, x, weight, bias, counters=None):
+    """The Triton version, over workspaces that hold garbage where they may."""
+    rows, out_features = x.shape[0], weight.shape[0]
+    out = torch.full((rows, out_features), torch.nan, dtype=x.dtype, device=x.device)
+    if counters is None:
+        counters = torch.zeros(max(chosen.counters(rows, out_features), 1), dtype=torch.int32, device=x.device)
+    partial = torch.full((chosen.splits, rows, out_features), torch.nan, device=x.device)
+    fields = (chosen.kind, chosen.block_n, chosen.block_k, chosen.splits, chosen.num_warps, chosen.num_stages)
+    small_linear_triton(out, x, weight, bias, partial, counters, *fields, chosen.pdl)
+    assert not counters.any(), "the counters are not ready for the next product"
+    return out
+
+
+def exact(x, weight, bias):
+    return x.double() @ weight.double().T + (0 if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows", ROWS)
+def test_the_dot_kernel_is_the_product(rows, splits, out_features, in_features, dtype, device):
+    x, weight, bias = inputs(rows, out_features, in_features, dtype, device, with_bias=splits == 3)
+    out = launch(config("dot", splits), x, weight, bias)
+    torch.testing.assert_close(out.double(), exact(x, weight, bias), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("rows", range(1, GEMV_ROWS + 1))
+def test_the_gemv_kernel_is_the_product(rows, splits, out_features, in_features, dtype, device):
+    x, weight, bias = inputs(rows, out_features, in_features, dtype, device, with_bias=splits == 3)
+    out = launch(config("gemv", splits, block_n=8), x, weight, bias)
+    torch.testing.assert_close(out.double(), exact(x, weight, bias), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("rows", ROWS[1:])
+def test_a_row_has_the_bits_that_it_has_alone(rows, splits, device):
+    x, weight, bias = inputs(rows, 50, 130, torch.float16, device)
+    together = launch(config("dot", splits), x, weight, bias)
+    for row in range(rows):
+        alone = launch(config("dot", splits), x[row : row + 1], weight, bias)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize("kind", ["dot", "gemv"])
+def test_a_hostile_row_changes_no_other(kind, device):
+    """Law: padding is inert."""
+    x, weight, bias = inputs(4, 50, 130, torch.float32, device)
+    calm = launch(config(kind, 2), x, weight, bias)
+    x[2] = torch.nan
+    hostile = launch(config(kind, 2), x, weight, bias)
+    assert torch.equal(calm[[0, 1, 3]], hostile[[0, 1, 3]])
+    assert hostile[2].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["dot", "gemv"])
+def test_rows_of_the_input_may_be_strided(kind, device):
+    x, weight, bias = inputs(3, 50, 300, torch.float32, device)
+    weight = weight[:, :130].contiguous()
+    out = launch(config(kind, 2), x[:, 20:150], weight, bias)
+    torch.testing.assert_close(out.double(), exact(x[:, 20:150], weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def test_products_share_their_counters(device):
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    for rows, out_features, in_features in ((1, 64, 256), (16, 50, 130), (33, 64, 130)):
+        x, weight, bias = inputs(rows, out_features, in_features, torch.float32, device)
+        out = launch(config("dot", 2), x, weight, bias, counters)
+        torch.testing.assert_close(out.double(), exact(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not interpreted, reason="watches the order of loads in the interpreter")
+@pytest.mark.parametrize("kind", ["dot", "gemv"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_an_early_start_waits_before_it_reads_activations(kind, splits, monkeypatch):
+    """The kernel before it may still be writing `x`: here it writes when it is waited for."""
+    x, weight, bias = inputs(2, 50, 130, torch.float32, "cpu")
+    ready = x.clone()
+    x.fill_(torch.nan)
+    calls = []
+
+    class Gdc:
+        @staticmethod
+        def gdc_wait():
+            calls.append("wait")
+            x.copy_(ready)
+
+        @staticmethod
+        def gdc_launch_dependents():
+            calls.append("launch")
+
+    monkeypatch.setattr(module.tl.extra, "cuda", Gdc, raising=False)
+    pdl_config = config(kind, splits, pdl=True)
+    out = launch(pdl_config, x, weight, bias)
+    torch.testing.assert_close(out.double(), exact(ready, weight, bias), rtol=1e-5, atol=1e-5)
+    blocks = -(-50 // pdl_config.block_n)
+    assert calls == ["wait", "launch"] * (blocks * splits), "each program waits once, whatever it does"
+    assert torch.equal(out, launch(config(kind, splits), ready, weight, bias))
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_the_torch_version_is_the_product(rows, with_bias):
+    x, weight, bias = inputs(rows, 50, 130, torch.float32, "cpu", with_bias)
+    out = torch.full((rows, 50), torch.nan)
+    small_linear_torch(out, x, weight, bias, None, None, "dot", 32, 64, 1, 4, 2, False)
+    torch.testing.assert_close(out.double(), exact(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (6144, 4096), (28672, 4096), (4096, 14336), (128256, 4096), (9, 7)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_every_candidate_gives_each_program_work(shape, itemsize):
+    for rows in (1, GEMV_ROWS, 16):
+        found = candidates(*shape, itemsize, rows, 132)
+        assert len(set(found)) == len(found) >= 3
+        assert {chosen.kind for chosen in found} == ({"dot", "gemv"} if rows <= GEMV_ROWS else {"dot"})
+        for chosen in [*found, fixed_config(*shape, itemsize)]:
+            tiles = -(-shape[1] // chosen.block_k)
+            assert chosen.splits == 1 or tiles >= 2 * chosen.splits
+            assert chosen.counters(512, shape[0]) <= 1 << 16
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "counters", "message"),
+    [
+        (5, {"kind": "gemv"}, 8, "x has 5 rows; the gemv kernel takes 1..4"),
+        (2, {"kind": "gem"}, 8, "config.kind is 'gem'; it must be one of dot, gemv"),
+        (33, {"splits": 2}, 5, "counters holds 5; 6 are needed"),
+        (1, {"splits": 2}, None, "counters holds 0; 2 are needed"),
+    ],
+)
+def test_what_does_not_fit_is_refused(rows, changes, counters, message):
+    x, weight, bias = inputs(rows, 50, 130, torch.float32, "cpu")
+    held = None if counters is None else torch.zeros(counters, dtype=torch.int32)
+    out = torch.zeros(rows, 50)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared literally
+        small_linear(out, x, weight, bias, held, config(**changes))
+    assert str(caught.value) == message
+    assert not out.any()
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_the_operator_passes_opcheck(splits, device):
+    x, weight, bias = inputs(2, 50, 130, torch.float32, device)
+    out = torch.zeros(2, 50, device=device)
+    partial = torch.zeros(splits, 2, 50, device=device) if splits > 1 else None
+    counters = torch.zeros(2, dtype=torch.int32, device=device) if splits > 1 else None
+    arguments = (out, x, weight, bias, partial, counters, "dot", 32, 64, splits, 4, 2, False)
+    torch.library.opcheck(torch.ops.graphdecode.small_linear.default, arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(("kind", "rows"), [("dot", 1), ("dot", 16), ("gemv", 1), ("gemv", 4)])
+def test_replays_give_the_bits_of_eager_runs(kind, rows, pdl):
+    """Law: replay is eager. Many programs race for the last place here."""
+    if pdl and torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("needs sm_90")
+    x, weight, bias = inputs(rows, 4096, 2048, torch.bfloat16, "cuda")
+    chosen = config(kind, 8, pdl, block_n=32 if kind == "dot" else 4, block_k=128)
+    counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    outs = [torch.zeros(rows, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    small_linear(outs[0], x, weight, bias, counters, chosen)
+    torch.testing.assert_close(outs[0].double(), exact(x, weight, bias), rtol=1.6e-2, atol=1.6e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs[1:]:
+            small_linear(out, x, weight, bias, counters, chosen)
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert not counters.any()
