@@ -55,7 +55,7 @@ def _add_parts(
 
 # One program multiplies 16 rows with block_n rows of the weight, over one part of the columns: it reads
 # block_n * depth / splits values of the weight once, and as many columns of x, which the L2 cache holds.
-@triton.jit(do_not_specialize=["rows"])  # one code for every number of rows: a row's bits must not depend on it
+@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
 def _dot_linear_kernel(
     out,
     x,
@@ -121,7 +121,7 @@ def _load_row(x, row, x_stride, k, end, EVEN_K: tl.constexpr):
 
 # One program multiplies up to 4 rows with block_n rows of the weight, over one part of the columns. Each thread keeps
 # its own sums until the end. It reads block_n * depth / splits values of the weight once.
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _gemv_linear_kernel(
     out,
     x,

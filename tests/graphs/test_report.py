@@ -96,3 +96,21 @@ def test_the_picture_has_a_box_an_operator_and_an_arrow_for_what_it_reads(graphs
 def test_there_is_no_picture_of_a_bucket_that_has_no_graph(graphs: GraphManager) -> None:
     with pytest.raises(ValueError, match=r"bucket must be one of the captured \[2, 4\], got 3"):
         graphs.dot(3)
+
+
+def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -> None:
+    slots = [Slot("x", ("batch", 8), torch.float32), Slot("y", ("batch", 8), torch.float32)]
+    chosen = {1: {"tile": {"path": "a", "us": 1.5}}, 2: {"tile": {"path": "b"}}, 4: {"tile": {"path": "b"}}}
+    buffers = StepBuffers(slots, max_batch_size=4, device=device)
+    graphs = GraphManager(step, buffers, [1, 2, 4], constants=[WEIGHT], choices=chosen.__getitem__)
+    assert [bucket["choices"] for bucket in json.loads(graphs.report().to_json())["buckets"]] == list(chosen.values())
+    assert str(graphs.report()).splitlines()[-4:] == [
+        "chosen for bucket 1:",
+        "  tile: path a, us 1.5",
+        "chosen for bucket 2, 4:",
+        "  tile: path b",
+    ]
+
+
+def test_a_step_of_no_choices_says_nothing_of_them(graphs: GraphManager) -> None:
+    assert "chosen" not in str(graphs.report())

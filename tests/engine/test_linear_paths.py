@@ -1,0 +1,70 @@
+"""The linear paths of an engine: shown in the capture report, and those of a GPU with the workspace that they need."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.kernels.linear_choice import LinearChoice
+from graphdecode.kernels.linear_weight import LinearWeight
+from graphdecode.kernels.small_linear_config import SmallLinearConfig
+from graphdecode.models import load
+
+SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)
+PROMPTS = ["12+30=", "rev abc=", "417+385="]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+LAYERS = {"qkv 256x128", "o 128x128", "gate_up 768x128", "down 128x384", "lm_head 259x128"}
+
+
+def make_llm() -> LLM:
+    return LLM("demo", config=BucketConfig(max_batch_size=4, max_sequence_length=64, batch_sizes=[1, 2, 4]))
+
+
+def test_the_capture_report_names_the_path_of_each_layer_shape() -> None:
+    with make_llm() as llm:
+        report = llm.graphs.report()
+        for bucket in report.buckets:
+            assert bucket.choices.keys() == LAYERS
+        smallest, largest = report.buckets[0].choices, report.buckets[-1].choices
+        for layer in LAYERS:
+            assert smallest[layer]["path"] == largest[layer]["path"]
+            assert f"  {layer}: path {smallest[layer]['path']}" in str(report)
+
+
+@pytest.mark.parametrize("is_fixed", [False, True])
+def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
+    monkeypatch: pytest.MonkeyPatch, is_fixed: bool
+) -> None:
+    """What a GPU's choice makes of the model, with the torch version in the kernel's place where there is no GPU."""
+    with make_llm() as plain:
+        expected = [output.outputs[0].text for output in plain.generate(PROMPTS, GREEDY)]
+        device = plain.device
+    counters = torch.zeros(4096, dtype=torch.int32, device=device)
+
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> LinearWeight:
+        held = LinearWeight("plain", *weight.shape, weight, bias=bias, counters=counters)
+        if is_fixed:
+            return dataclasses.replace(held, path="fixed", config=SPLIT)
+        return dataclasses.replace(held, choices={2: LinearChoice("small", SPLIT, us=1.0, gb_per_s=2.0)})
+
+    monkeypatch.setattr(load, "prepare_linear", prepare)
+    with make_llm() as llm:
+        assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected
+        report = llm.graphs.report()
+    kernels = {bucket.bucket: bucket.kernels for bucket in report.buckets}
+    products = {1: 17 * is_fixed, 2: 17, 4: 17 * is_fixed}
+    if device.type == "cpu":
+        found = {bucket: names["graphdecode.small_linear.default"] for bucket, names in kernels.items()}
+        assert found == products
+    paths = {bucket.bucket: bucket.choices["qkv 256x128"]["path"] for bucket in report.buckets}
+    assert paths == ({1: "fixed", 2: "fixed", 4: "fixed"} if is_fixed else {1: "plain", 2: "small", 4: "plain"})
+    assert report.buckets[1].choices["down 128x384"]["config"] == str(SPLIT)
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_has_a_measured_choice_for_every_small_bucket() -> None:
+    with make_llm() as llm:
+        for bucket in llm.graphs.report().buckets:
+            for layer in LAYERS:
+                assert bucket.choices[layer]["us"] > 0
