@@ -30,14 +30,18 @@ static void NAME(gate_row)(element *out, const element *gate, const element *up,
     }
 }
 
-/* out, gate and up, rows, width, stride of gate and up, activation */
-void NAME(act_mul)(const arg *args) {
+static void NAME(gate_rows)(const void *job, int64_t begin, int64_t end) {
+    const arg *args = job;
     element *out = args[0].p;
     const element *gate_up = args[1].p;
-    int64_t rows = args[2].i, width = args[3].i, stride = args[4].i, activation = args[5].i;
-#pragma omp parallel for schedule(static) if (rows * width > PARALLEL_WORK)
-    for (int64_t row = 0; row < rows; row++) {
+    int64_t width = args[3].i, stride = args[4].i, activation = args[5].i;
+    for (int64_t row = begin; row < end; row++) {
         const element *gate = gate_up + row * stride;
         NAME(gate_row)(out + row * width, gate, gate + width, width, activation);
     }
+}
+
+/* out, gate and up, rows, width, stride of gate and up, activation */
+void NAME(act_mul)(const arg *args) {
+    parallel(NAME(gate_rows), args, args[2].i, items_of(PARALLEL_WORK, args[3].i));
 }

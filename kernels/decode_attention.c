@@ -69,29 +69,35 @@ static void NAME(attend_group)(element *out, const element *q, const element *k_
         for (int64_t i = 0; i < dim; i++) out[g * dim + i] = narrow(sums[g * dim + i] / total[g]);
 }
 
-/* out, q, k_cache, v_cache, page_table, kv_lens, rows, key heads, group, head_dim, page size, pages, pages of a row,
- * window or -1, scale */
-void NAME(decode_attention)(const arg *args) {
+static void NAME(attend_groups)(const void *job, int64_t begin, int64_t end) {
+    const arg *args = job;
     element *out = args[0].p;
     const element *q = args[1].p, *k_cache = args[2].p, *v_cache = args[3].p;
     const int32_t *page_table = args[4].p, *kv_lens = args[5].p;
-    int64_t rows = args[6].i, kv_heads = args[7].i, group = args[8].i, dim = args[9].i, page_size = args[10].i;
+    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, page_size = args[10].i;
     int64_t pages = args[11].i, row_pages = args[12].i, window = args[13].i;
     float scale = (float)args[14].d;
-    int64_t work = 0;
-    for (int64_t row = 0; row < rows; row++) work += kv_lens[row] > 0 ? kv_lens[row] : 0;
-#pragma omp parallel for schedule(dynamic) if (work * kv_heads * group * dim > PARALLEL_WORK)
-    for (int64_t task = 0; task < rows * kv_heads; task++) {
+    for (int64_t task = begin; task < end; task++) {
         int64_t row = task / kv_heads, head = task % kv_heads;
-        int64_t end = kv_lens[row] < row_pages * page_size ? kv_lens[row] : row_pages * page_size;
+        int64_t length = kv_lens[row] < row_pages * page_size ? kv_lens[row] : row_pages * page_size;
         int64_t at = (row * kv_heads + head) * group * dim;
-        if (end <= 0) {
+        if (length <= 0) {
             memset(out + at, 0, group * dim * sizeof(element));
             continue;
         }
-        int64_t begin = window >= 0 && window < end - 1 ? end - 1 - window : 0;
+        int64_t first = window >= 0 && window < length - 1 ? length - 1 - window : 0;
         NAME(attend_group)
-        (out + at, q + at, k_cache + head * dim, v_cache + head * dim, page_table + row * row_pages, begin, end, group,
+        (out + at, q + at, k_cache + head * dim, v_cache + head * dim, page_table + row * row_pages, first, length, group,
          dim, page_size, pages, kv_heads * dim, scale);
     }
+}
+
+/* out, q, k_cache, v_cache, page_table, kv_lens, rows, key heads, group, head_dim, page size, pages, pages of a row,
+ * window or -1, scale */
+void NAME(decode_attention)(const arg *args) {
+    const int32_t *kv_lens = args[5].p;
+    int64_t rows = args[6].i, heads = args[7].i * args[8].i, keys = 0;
+    for (int64_t row = 0; row < rows; row++) keys += kv_lens[row] > 0 ? kv_lens[row] : 0;
+    int64_t tasks = rows * args[7].i;
+    parallel(NAME(attend_groups), args, tasks, items_of(tasks * PARALLEL_WORK, keys * heads * args[9].i));
 }

@@ -1,8 +1,9 @@
 """A layer's weight in the form that a decode step reads fastest, and the product with it.
 
 A decode step multiplies a few rows with every weight of the model, so its time is the time to read them.
-`prepare_linear` measures the paths for a weight's shape and keeps the winner's copy of the weight alone. On a GPU the
-weight stays as it is, and the product is chosen for each number of rows.
+`prepare_linear` keeps the fastest form alone: on a CPU panels where there are compiled kernels, else the form that
+proves fastest for the weight's shape. On a GPU the weight stays as it is, and the product is chosen for each number of
+rows.
 """
 
 from collections.abc import Callable, Mapping
@@ -137,11 +138,11 @@ def prepare_linear(
             return LinearWeight("fixed", out_features, in_features, weight, bias=bias, config=config, counters=counters)
         choices = tuner.choose_small(weight, bias, tuple(batch_sizes))
         return LinearWeight("plain", out_features, in_features, weight, bias=bias, choices=choices, counters=counters)
-    forms: dict[str, Callable[[], LinearWeight]] = {}
     if can_panel(weight):
-        forms["native"] = lambda: LinearWeight(
-            "native", out_features, in_features, kept, panels=to_panels(weight), bias=bias
-        )
+        # at the memory's bandwidth for any shape; and oneDNN's threads beside the kernels' own would cost more than
+        # they gain
+        return LinearWeight("native", out_features, in_features, kept, panels=to_panels(weight), bias=bias)
+    forms: dict[str, Callable[[], LinearWeight]] = {}
     if can_pack(weight):
         forms["packed"] = lambda: LinearWeight(
             "packed", out_features, in_features, kept, packed=pack(weight), bias=bias

@@ -12,8 +12,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "native_threads.h"
+
 #define LANES 16
-#define PARALLEL_WORK 16384 /* elements below which one thread is done before others would have woken */
+#define PARALLEL_WORK 16384 /* elements that are too few to share */
+
+static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));

@@ -30,7 +30,7 @@ ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FOLDER = Path(__file__).parent
 _FLAGS = (
     *("-O3", "-march=native", "-fno-math-errno", "-std=gnu11", "-Wno-psabi"),
-    *("-fopenmp", "-fPIC", "-shared"),
+    *("-pthread", "-fPIC", "-shared"),
 )
 _X86_FLAGS = ("-mprefer-vector-width=512",)  # the vectors of the kernels are that wide
 _UNIT_END = (
@@ -53,6 +53,7 @@ class NativeCall:
 
     def __init__(self, kernel: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
         self._function = _function(f"{kernel}_{ELEMENTS[dtype]}")
+        _function("use_threads")(torch.get_num_threads())
         self.address = ctypes.cast(self._function, ctypes.c_void_p).value
         self._held = [argument for argument in arguments if isinstance(argument, Tensor)]
         self._args = (_Argument * len(arguments))(*map(_argument, arguments))
@@ -137,6 +138,8 @@ def _function(name: str) -> Any:
     function.restype = None
     if name == "run_all":
         function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+    elif name == "use_threads":
+        function.argtypes = (ctypes.c_int64,)
     return function
 
 
@@ -149,15 +152,11 @@ def _compiled() -> Path:
     compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if compiler is None:
         raise OSError("no C compiler was found: cc, gcc, clang, or what CC names")
-    openmp = next((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"), None)
-    if openmp is None:
-        raise OSError("this torch brings no libgomp, whose threads the kernels would share")
     unit = _unit()
     flags = _FLAGS + (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
-    command = [*shlex.split(compiler), *flags, f"-I{_FOLDER}", "-x", "c", "-", "-x", "none", str(openmp), "-lm"]
+    command = [*shlex.split(compiler), *flags, f"-I{_FOLDER}", "-x", "c", "-", "-lm"]
     key = hashlib.sha256("\n".join([unit, *command, _processor(), _version(command[0])]).encode())
-    key.update((_FOLDER / "native.h").read_bytes())
-    for source in _sources():
+    for source in [*_FOLDER.glob("native*.h"), *_sources()]:
         key.update(source.read_bytes())
     for folder in _cache_folders():
         target = folder / f"native-{key.hexdigest()[:24]}.so"

@@ -15,7 +15,16 @@
 #define ROWS 8
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 #define INLINE static inline __attribute__((always_inline))
+
+struct product {
+    const arg *args;
+    const void *x; /* the rows as the kernel takes them */
+    int64_t stride;
+};
+
+static int64_t panels_to_share(int64_t rows, int64_t in) { return items_of(SHARED_WORK, rows * in * PANEL); }
 
 INLINE void add_products(const int count, vec (*sums)[2], const float *x, int64_t stride, vec low, vec high) {
 #pragma GCC unroll 8
@@ -157,35 +166,48 @@ INLINE void NAME(int8_tile)(const int count, vec (*out)[2], const float *x, int6
         case 7: TILE_FUNCTION(7, __VA_ARGS__); break; \
         default: TILE_FUNCTION(8, __VA_ARGS__);       \
     }
-#undef TILE_LOOP
-#define TILE_LOOP(TILE_FUNCTION, WEIGHT, WIDTH)                                                                      \
-    int64_t panels = (out_features + PANEL - 1) / PANEL, panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;      \
-    _Pragma("omp parallel for schedule(static) if (panels * panel_size > PARALLEL_WORK)") for (int64_t panel = 0;    \
-                                                                                               panel < panels;       \
-                                                                                               panel++) {            \
-        for (int64_t row = 0; row < rows; row += ROWS) {                                                             \
-            vec sums[ROWS][2];                                                                                       \
-            int64_t count = rows - row < ROWS ? rows - row : ROWS;                                                   \
-            FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)         \
-            NAME(write_tile)(out + row * out_features, sums, scales, bias, count, panel * PANEL, out_features);      \
-        }                                                                                                            \
-    }
+/* The fields of one product, for the loops over its panels. */
+#undef PRODUCT
+#define PRODUCT(WEIGHT, INPUT)                                                          \
+    const arg *args = ((const struct product *)job)->args;                              \
+    int64_t stride = ((const struct product *)job)->stride;                             \
+    const INPUT *x = ((const struct product *)job)->x;                                  \
+    element *out = args[0].p;                                                           \
+    const WEIGHT *weight = args[2].p;                                                   \
+    const element *bias = args[3].p, *scales = args[9].p;                               \
+    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i;
 
-/* out, x, weight, bias or null, memory for the rows as floats, rows, in features, out features, stride of x */
-void NAME(linear)(const arg *args) {
-    element *out = args[0].p;
-    const element *weight = args[2].p, *bias = args[3].p, *scales = 0;
-    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i, stride = args[8].i;
-    const input *x = NAME(prepared)(args[1].p, &stride, args[4].p, rows, in);
-    TILE_LOOP(NAME(tile), element, STEP)
+#undef PANEL_LOOP
+#define PANEL_LOOP(TILE_FUNCTION, WIDTH)                                                                        \
+    int64_t panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;                                              \
+    for (int64_t panel = begin; panel < end; panel++)                                                           \
+        for (int64_t row = 0; row < rows; row += ROWS) {                                                        \
+            vec sums[ROWS][2];                                                                                  \
+            int64_t count = rows - row < ROWS ? rows - row : ROWS;                                              \
+            FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)    \
+            NAME(write_tile)(out + row * out_features, sums, scales, bias, count, panel * PANEL, out_features); \
+        }
+
+static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
+    PRODUCT(element, input)
+    PANEL_LOOP(NAME(tile), STEP)
 }
 
-/* the same, and the scales */
+static void NAME(int8_panels)(const void *job, int64_t begin, int64_t end) {
+    PRODUCT(int8_t, float)
+    PANEL_LOOP(NAME(int8_tile), INT8_STEP)
+}
+
+/* out, x, weight, bias or null, memory for the rows as floats, rows, in features, out features, stride of x, scales */
+void NAME(linear)(const arg *args) {
+    struct product job = {args, 0, args[8].i};
+    job.x = NAME(prepared)(args[1].p, &job.stride, args[4].p, args[5].i, args[6].i);
+    parallel(NAME(linear_panels), &job, (args[7].i + PANEL - 1) / PANEL, panels_to_share(args[5].i, args[6].i));
+}
+
+/* the same */
 void NAME(int8_linear)(const arg *args) {
-    element *out = args[0].p;
-    const int8_t *weight = args[2].p;
-    const element *bias = args[3].p, *scales = args[9].p;
-    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i, stride = args[8].i;
-    const float *x = NAME(widened)(args[1].p, &stride, args[4].p, rows, in, INT8_STEP);
-    TILE_LOOP(NAME(int8_tile), int8_t, INT8_STEP)
+    struct product job = {args, 0, args[8].i};
+    job.x = NAME(widened)(args[1].p, &job.stride, args[4].p, args[5].i, args[6].i, INT8_STEP);
+    parallel(NAME(int8_panels), &job, (args[7].i + PANEL - 1) / PANEL, panels_to_share(args[5].i, args[6].i));
 }

@@ -22,14 +22,18 @@ static void NAME(norm_row)(element *out, element *residual, const element *x, co
     for (; i < hidden; i++) out[i] = narrow(widen(source[i]) * scale * widen(weight[i]));
 }
 
-/* out, residual or null, x, weight, rows, hidden, stride of x, eps */
-void NAME(rms_norm)(const arg *args) {
+static void NAME(norm_rows)(const void *job, int64_t begin, int64_t end) {
+    const arg *args = job;
     element *out = args[0].p, *residual = args[1].p;
     const element *x = args[2].p, *weight = args[3].p;
-    int64_t rows = args[4].i, hidden = args[5].i, stride = args[6].i;
+    int64_t hidden = args[5].i, stride = args[6].i;
     float eps = (float)args[7].d;
-#pragma omp parallel for schedule(static) if (rows * hidden > PARALLEL_WORK)
-    for (int64_t row = 0; row < rows; row++)
+    for (int64_t row = begin; row < end; row++)
         NAME(norm_row)
     (out + row * hidden, residual ? residual + row * hidden : 0, x + row * stride, weight, hidden, eps);
+}
+
+/* out, residual or null, x, weight, rows, hidden, stride of x, eps */
+void NAME(rms_norm)(const arg *args) {
+    parallel(NAME(norm_rows), args, args[4].i, items_of(PARALLEL_WORK, args[5].i));
 }

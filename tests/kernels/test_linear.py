@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from graphdecode.kernels import native
 from graphdecode.kernels.int8_linear import int8_linear, quantise_int8
 from graphdecode.kernels.linear import linear
 from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
 from graphdecode.kernels.linear_weight import prepare_linear
-from graphdecode.kernels.native_linear import can_panel
 from graphdecode.kernels.packed_linear import packed_linear
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
@@ -94,6 +94,11 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
         assert torch.equal(calm[:-1], hostile[:-1]), product.__name__
 
 
+@pytest.fixture
+def no_compiled_kernels(monkeypatch):
+    monkeypatch.setattr("graphdecode.kernels.linear_weight.can_panel", lambda weight: False)
+
+
 class FixedTuner(LinearTuner):
     """A tuner that found one path to be the fastest."""
 
@@ -109,15 +114,29 @@ class FixedTuner(LinearTuner):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize(
     ("path", "quantize", "keep_plain"),
-    [("plain", None, False), ("packed", None, False), ("packed", None, True), ("native", None, False)],
+    [("plain", None, False), ("packed", None, False), ("packed", None, True)],
 )
-def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_bias):
+def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_bias, no_compiled_kernels):
     x, weight, bias = inputs(5, torch.float32, with_bias)
     prepared = prepare_linear(weight, bias, tuner=FixedTuner(path), quantize=quantize, keep_plain=keep_plain)
     assert prepared.path == path
     assert (prepared.weight is None) == (path != "plain" and not keep_plain)
     assert prepared.nbytes == 96 * 80 * 4 + (96 * 4 if with_bias else 0)
     assert len(prepared.tensors) == 1 + with_bias + keep_plain
+    out = torch.zeros(5, 96)
+    prepared.apply(out, x)
+    check(out, x, weight, bias)
+
+
+@cpu_only
+@pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
+@pytest.mark.parametrize("keep_plain", [False, True])
+def test_prepare_takes_compiled_kernels_where_there_are_some(keep_plain):
+    x, weight, bias = inputs(5, torch.float32, True)
+    prepared = prepare_linear(weight, bias, tuner=LinearTuner(), keep_plain=keep_plain)
+    assert prepared.path == "native"
+    assert (prepared.weight is None) == (not keep_plain)
+    assert prepared.nbytes == 96 * 80 * 4 + 96 * 4
     out = torch.zeros(5, 96)
     prepared.apply(out, x)
     check(out, x, weight, bias)
@@ -138,7 +157,7 @@ def test_prepare_quantises_where_asked(with_bias, device):
 
 @cpu_only
 @pytest.mark.parametrize("model_bytes", [0, 2**30])
-def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch):
+def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch, no_compiled_kernels):
     _, weight, _ = inputs(1, torch.float32, False)
     tuner = LinearTuner(model_bytes)
     measured = []
@@ -146,34 +165,31 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch):
     for _ in range(3):
         prepare_linear(weight, tuner=tuner, batch_sizes=(1, 4))
     first = len(measured)
-    assert first == 2 * (2 + can_panel(weight))  # each path at each batch size
+    assert first == 2 * 2  # each path at each batch size
     prepare_linear(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
     assert len(measured) == 2 * first
     chosen = {choice.path for choices in tuner.choices.values() for choice in choices.values()}
-    assert chosen == {"native" if can_panel(weight) else "packed"}  # the first timed is faster
+    assert chosen == {"packed"}  # the first timed is faster
 
 
 @cpu_only
 @pytest.mark.parametrize(
     ("seconds", "winner"),
     [
-        ({"native": 2.0, "packed": 1.0, "plain": 1.1}, "packed"),
-        ({"native": 2.0, "packed": 1.9, "plain": 1.0}, "plain"),
-        ({"native": 1.0, "packed": 2.0, "plain": 2.0}, "native"),
-        ({"native": 1.0, "packed": 0.9, "plain": 0.9}, "native"),  # too near to tell on a busy machine
+        ({"packed": 1.0, "plain": 1.1}, "packed"),
+        ({"packed": 2.0, "plain": 1.0}, "plain"),
+        ({"packed": 1.0, "plain": 0.9}, "packed"),  # too near to tell on a busy machine
     ],
 )
-def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch):
+def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch, no_compiled_kernels):
     _, weight, _ = inputs(1, torch.float32, False)
-    if not can_panel(weight):
-        pytest.skip("there are no compiled kernels here")
     tuner = LinearTuner()
     monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: seconds[product.__self__.path])
     assert prepare_linear(weight, tuner=tuner).path == winner
 
 
 @cpu_only
-def test_a_real_measurement_gives_a_right_layer():
+def test_a_real_measurement_gives_a_right_layer(no_compiled_kernels):
     x, weight, bias = inputs(3, torch.float32, True)
     tuner = LinearTuner(model_bytes=2**30)
     prepared = prepare_linear(weight, bias, tuner=tuner)

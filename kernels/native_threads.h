@@ -1,0 +1,142 @@
+/* The threads that share a kernel's work.
+ *
+ * Work is cut in chunks, and a thread takes the next one when it is done with its last: slow cores do less, and a thread
+ * that the system has taken off its core is waited for only while it holds a chunk. A barrier for all threads, as OpenMP
+ * has it, costs milliseconds a kernel as soon as something else wants a core. Which thread does a chunk changes nothing
+ * in its result.
+ */
+#ifndef GRAPHDECODE_NATIVE_THREADS_H
+#define GRAPHDECODE_NATIVE_THREADS_H
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define MOST_THREADS 256
+#define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, after which a thread without work goes to sleep */
+#define YIELD_SPINS 1000 /* pauses after which a waiting caller offers its core */
+#define CHUNKS_PER_THREAD 6
+#define CHUNK_BITS 20
+
+typedef void (*body)(const void *job, int64_t begin, int64_t end);
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    atomic_flag busy;         /* one job at a time */
+    _Atomic uint64_t ticket;  /* number of the job, its chunks, the next of them: CHUNK_BITS each of the last two */
+    _Atomic int64_t finished; /* chunks that are done */
+    _Atomic int64_t sleeping;
+    _Atomic int64_t threads; /* that share work, the caller's own among them */
+    int64_t started;
+    body run;
+    const void *job;
+    int64_t items, chunk;
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT, .threads = 1};
+
+static inline void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
+
+/* Do chunks of a job until none is left to take. All that says whether a chunk may be taken stands in the ticket; the
+ * job's other fields hold until every chunk that was taken is done. */
+static void share_work(uint64_t number) {
+    const uint64_t mask = ((uint64_t)1 << CHUNK_BITS) - 1;
+    for (;;) {
+        uint64_t ticket = atomic_load(&pool.ticket);
+        uint64_t next = ticket & mask, chunks = ticket >> CHUNK_BITS & mask;
+        if (job_of(ticket) != number || next >= chunks) return;
+        if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
+        int64_t begin = (int64_t)next * pool.chunk, end = begin + pool.chunk;
+        pool.run(pool.job, begin, end < pool.items ? end : pool.items);
+        atomic_fetch_add(&pool.finished, 1);
+    }
+}
+
+static void *serve(void *place) {
+    uint64_t seen = 0;
+    int64_t spins = 0;
+    for (;;) {
+        uint64_t number = job_of(atomic_load(&pool.ticket));
+        if (number == seen && spins++ < SLEEP_SPINS) {
+            pause_core();
+        } else if (number == seen) {
+            pthread_mutex_lock(&pool.lock);
+            atomic_fetch_add(&pool.sleeping, 1);
+            while (job_of(atomic_load(&pool.ticket)) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
+            atomic_fetch_sub(&pool.sleeping, 1);
+            pthread_mutex_unlock(&pool.lock);
+        } else {
+            seen = number;
+            spins = 0;
+            if ((int64_t)(intptr_t)place < atomic_load(&pool.threads)) share_work(number);
+        }
+    }
+    return 0;
+}
+
+/* Start what is missing of the threads; signals go to the caller's threads alone. */
+static void start_threads(int64_t threads) {
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    for (; pool.started < threads - 1; pool.started++) {
+        pthread_t thread;
+        if (pthread_create(&thread, 0, serve, (void *)(intptr_t)(pool.started + 1)) != 0) break;
+        pthread_detach(thread);
+    }
+    pthread_sigmask(SIG_SETMASK, &before, 0);
+}
+
+/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. */
+static void parallel(body run, const void *job, int64_t items, int64_t least) {
+    int64_t threads = atomic_load(&pool.threads);
+    int64_t even = (items + threads * CHUNKS_PER_THREAD - 1) / (threads * CHUNKS_PER_THREAD);
+    int64_t chunk = even > least ? even : least;
+    if (threads < 2 || items <= chunk || atomic_flag_test_and_set(&pool.busy)) {
+        run(job, 0, items);
+        return;
+    }
+    if (pool.started < threads - 1) start_threads(threads);
+    int64_t chunks = (items + chunk - 1) / chunk;
+    uint64_t number = job_of(atomic_load(&pool.ticket)) + 1;
+    pool.run = run, pool.job = job, pool.items = items, pool.chunk = chunk;
+    atomic_store(&pool.finished, 0);
+    atomic_store(&pool.ticket, (number << CHUNK_BITS | (uint64_t)chunks) << CHUNK_BITS);
+    if (atomic_load(&pool.sleeping) > 0) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    number = job_of(atomic_load(&pool.ticket)); /* it may have begun anew at 0 */
+    share_work(number);
+    for (int64_t spins = 1; atomic_load(&pool.finished) < chunks; spins++) {
+        pause_core();
+        if (spins % YIELD_SPINS == 0) sched_yield();
+    }
+    atomic_flag_clear(&pool.busy);
+}
+
+/* Let so many threads share work from now on. */
+void use_threads(int64_t threads) {
+    atomic_store(&pool.threads, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
+}
+
+static void after_fork(void) { /* the child has none of the threads, and locks in any state */
+    pthread_mutex_init(&pool.lock, 0);
+    pthread_cond_init(&pool.wake, 0);
+    atomic_flag_clear(&pool.busy);
+    atomic_store(&pool.sleeping, 0);
+    pool.started = 0;
+}
+
+__attribute__((constructor)) static void at_load(void) { pthread_atfork(0, 0, after_fork); }
+#endif
