@@ -25,6 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .choice_cache import FOLDER_VARIABLE, cache_folder
+
 LANES = 16  # values that the kernels take at once
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _FOLDER = Path(__file__).parent
@@ -171,7 +173,7 @@ def _compiled() -> Path:
         except PermissionError:
             continue
         return target
-    raise OSError("no folder for compiled kernels can be written; GRAPHDECODE_CACHE_DIR names one")
+    raise OSError(f"no folder for compiled kernels can be written; {FOLDER_VARIABLE} names one")
 
 
 def _sources() -> list[Path]:
@@ -202,8 +204,6 @@ def _processor() -> str:
 
 
 def _cache_folders() -> list[Path]:
-    chosen = os.environ.get("GRAPHDECODE_CACHE_DIR")
-    if chosen:
-        return [Path(chosen)]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return [Path(home) / "graphdecode", Path(tempfile.gettempdir()) / f"graphdecode-{os.getuid()}"]
+    if os.environ.get(FOLDER_VARIABLE):
+        return [cache_folder()]
+    return [cache_folder(), Path(tempfile.gettempdir()) / f"graphdecode-{os.getuid()}"]
