@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .early_start import has_early_start
 from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
@@ -20,7 +21,9 @@ _MAX_BLOCK = 2048
 
 # One program computes one tile of one row: it reads 2 * tile and writes tile values, in fp32 in between.
 @triton.jit
-def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:  # the product behind it may begin to load its weights
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -41,7 +44,10 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
     grid = (rows, triton.cdiv(width, block))
-    _act_mul_kernel[grid](out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4)
+    pdl = has_early_start(out.device)
+    _act_mul_kernel[grid](
+        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, PDL=pdl, num_warps=4
+    )
 
 
 def bind_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> Callable[[], None]:

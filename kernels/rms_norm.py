@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .early_start import has_early_start
 from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
@@ -17,7 +18,20 @@ from .registration import operator
 # One program normalises one row: it reads the row (twice with a residual) and the weight, and writes the row
 # (twice with a residual): (2 or 4) * hidden * itemsize bytes, plus the weight, which stays in L2.
 @triton.jit
-def _rms_norm_kernel(out, residual, x, weight, hidden, eps, x_stride, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_kernel(
+    out,
+    residual,
+    x,
+    weight,
+    hidden,
+    eps,
+    x_stride,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:  # the product behind it may begin to load its weights
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -45,6 +59,7 @@ def _launch(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps
         x.stride(-2) if x.dim() > 1 else hidden,
         HAS_RESIDUAL=residual is not None,
         BLOCK=block,
+        PDL=has_early_start(x.device),
         num_warps=min(max(block // 512, 1), 16),
     )
 

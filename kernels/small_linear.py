@@ -6,8 +6,8 @@ the last program of a block to arrive adds the parts up, in their order. Nothing
 give the same bits. The tensor-core kernel adds up a row in the same order whatever stands in the other rows and however
 many there are, so that one configuration is batch-invariant.
 
-With programmatic dependent launch a kernel may begin while the one before it still runs: its first tile of the weight
-is on the way before it waits for the activations.
+With an early start (see `early_start`) a kernel's first tile of the weight is on the way before it waits for the
+activations.
 
 The kernels have been run in Triton's interpreter and compiled ahead of time by the tests.
 """

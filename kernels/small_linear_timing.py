@@ -1,7 +1,7 @@
 """Which product of a few rows is fastest on this GPU: each candidate is timed in a captured graph, and checked.
 
 A graph holds several products, each over another copy of the weight, so that no cache helps; before each product a
-small kernel writes the activations, as in a step. Not yet run on a GPU: the tests put a stand-in in the clock's place.
+norm writes the activations, as in a step. Not yet run on a GPU: the tests put a stand-in in the clock's place.
 """
 
 import contextlib
@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from .early_start import has_early_start
 from .linear import linear
+from .rms_norm import rms_norm
 from .small_linear import small_linear
 from .small_linear_config import SmallLinearConfig, candidates
 
@@ -42,7 +44,7 @@ class GraphClock:
 
     def __init__(self, device: torch.device) -> None:
         self.units = torch.cuda.get_device_properties(device).multi_processor_count
-        self.has_pdl = torch.cuda.get_device_capability(device)[0] >= 9
+        self.has_pdl = has_early_start(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
@@ -90,15 +92,17 @@ class Contest:
         self._bias = bias
         self._source = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
         self._x = torch.empty_like(self._source)
+        self._gain = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device)
         calls = max(copies, _CALLS)
         self._outs = [
             torch.empty(rows, weight.shape[0], dtype=weight.dtype, device=weight.device) for _ in range(calls)
         ]
         self._expected = torch.empty_like(self._outs[0])
-        linear(self._expected, self._source, weight, bias)
+        self._write_activations()
+        linear(self._expected, self._x, weight, bias)
 
     def _write_activations(self) -> None:
-        self._x.copy_(self._source)
+        rms_norm(self._x, self._source, self._gain, 1e-5)
 
     def activations_alone(self) -> list[Callable[[], None]]:
         """Return calls with no product, whose time is not the candidates'."""

@@ -15,6 +15,7 @@ from .attention_tile import (
     rotate,
     tile_sizes,
 )
+from .early_start import has_early_start
 from .optional_triton import tl, triton
 
 SPLITS_AT_ONCE = 8  # partials that one merging program holds
@@ -185,7 +186,10 @@ def _merge_splits_kernel(
     BLOCK_V: tl.constexpr,
     BLOCK_S: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:  # the product behind it may begin to load its weights
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     splits = tl.load(plan + 1 + max_rows + row)
     if splits == 1:
@@ -320,5 +324,6 @@ def merge_splits_triton(
         BLOCK_V=triton.next_power_of_2(value_dim),
         BLOCK_S=SPLITS_AT_ONCE,
         HAS_LSE=lse is not None,
+        PDL=has_early_start(out.device),
         num_warps=2,
     )

@@ -1,7 +1,8 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
-Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}. It has to be a
-process of its own, for Triton's interpreter cannot be switched off again.
+Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, the
+loads from global memory before the wait, for kernels that may start early. It has to be a process of its own, for
+Triton's interpreter cannot be switched off again.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ def compiled(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, 
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if found is None:
         raise RuntimeError(f"cuobjdump says nothing of registers:\n{usage}")
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": code.metadata.shared}
+    numbers = {"registers": int(found[1]), "stack": int(found[2]), "shared": code.metadata.shared}
+    before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+    if wait:
+        numbers["early_loads"] = before_wait.count("ld.global")
+    return numbers
 
 
 def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]:
@@ -107,7 +112,15 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def native(cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         return cache, ""
 
-    with mock.patch.object(JITFunction, "run", compile_instead):
+    def early(_: torch.device) -> bool:
+        return arch >= 90
+
+    with (
+        mock.patch.object(JITFunction, "run", compile_instead),
+        mock.patch.object(rms_norm, "has_early_start", early),
+        mock.patch.object(act_mul, "has_early_start", early),
+        mock.patch.object(split_decode, "has_early_start", early),
+    ):
         if arch >= 89:
             with (
                 mock.patch.object(split_decode, "cache_bytes", native),

@@ -64,6 +64,17 @@ def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
         assert numbers["shared"] <= allowed["shared"] + SHARED_SLACK, f"{case} for sm_{arch}: {numbers}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [arch for arch in SHARED_LIMIT if arch >= 90])
+def test_a_kernel_that_starts_early_has_weights_on_the_way_before_it_waits(compiled, arch):
+    early = {case: numbers for case, numbers in compiled[f"sm_{arch}"].items() if "-pdl/" in case}
+    assert early
+    for case, numbers in early.items():
+        assert numbers.get("early_loads", 0) > 0, f"{case} for sm_{arch}: {numbers}"
+    others = [numbers for case, numbers in compiled[f"sm_{arch}"].items() if case not in early]
+    assert not any("early_loads" in numbers for numbers in others)
+
+
 def test_budgets_cover_attention_at_every_head_dim():
     for cases in json.loads(BUDGETS.read_text()).values():
         for kind in ("decode", "extend", "append"):
