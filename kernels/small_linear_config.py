@@ -11,7 +11,7 @@ DOT_TILES = {
 }
 GEMV_TILES = {
     2: ((4, 512, 4, 3), (8, 256, 4, 3), (2, 1024, 4, 3)),
-    4: ((4, 512, 4, 3), (2, 1024, 4, 3)),
+    4: ((4, 512, 4, 3),),
 }
 _FIXED_TILE = 1  # of `DOT_TILES`
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
