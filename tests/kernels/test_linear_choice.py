@@ -288,7 +288,7 @@ def test_a_process_finds_what_another_measured(tmp_path):
         "load_model('demo', device='cpu')\n"
         "print(len(measured))\n"
     )
-    environment = {**os.environ, "GRAPHDECODE_CACHE_DIR": str(tmp_path)}
+    environment = {**os.environ, "GRAPHDECODE_CACHE_DIR": str(tmp_path), "GRAPHDECODE_NATIVE": "0"}
     counts = [
         int(subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True).stdout)
         for _ in range(2)
