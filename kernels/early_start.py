@@ -13,4 +13,6 @@ import torch
 @functools.cache
 def has_early_start(device: torch.device) -> bool:
     """Whether kernels can begin early on this device: NVIDIA GPUs from sm_90 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .choice_cache import ChoiceCache, processor_name, software
 from .small_linear_config import TILE_ROWS, SmallLinearConfig
-from .small_linear_timing import fastest_product
+from .small_linear_timing import GraphClock, fastest_product
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
 _REPETITIONS = 7
@@ -94,6 +94,7 @@ class LinearTuner:
         self._cache = cache
         self._software = software()
         self._counters: dict[torch.device, Tensor] = {}
+        self._clock: GraphClock | None = None
 
     def counters(self, device: torch.device) -> Tensor:
         """Return the counters that all small products on a GPU share; they run one after another."""
@@ -145,12 +146,17 @@ class LinearTuner:
         for rows in (size for size in batch_sizes if size <= TILE_ROWS):
 
             def measure(rows: int = rows) -> Choices:
-                config, times = fastest_product(weight, bias, rows)
+                config, times = fastest_product(weight, bias, rows, self._graph_clock(weight.device))
                 path = "plain" if config is None else "small"
                 return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
 
             choices |= self._remembered(self._key(weight, bias, (rows,)), measure)
         return choices
+
+    def _graph_clock(self, device: torch.device) -> GraphClock:
+        if self._clock is None:  # one for all products: cuBLAS keeps a workspace for every stream that it has seen
+            self._clock = GraphClock(device)
+        return self._clock
 
     def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
         shape = "x".join(map(str, weight.shape))

@@ -24,7 +24,7 @@ from graphdecode.kernels.int8_linear import quantise_int8
 from graphdecode.kernels.linear_weight import LinearWeight
 from graphdecode.kernels.native_linear import can_panel, to_panels
 from graphdecode.kernels.packed_linear import can_pack, pack
-from graphdecode.kernels.small_linear_timing import fastest_product
+from graphdecode.kernels.small_linear_timing import GraphClock, fastest_product
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
@@ -100,9 +100,9 @@ def cpu_seconds(weight: Tensor, batch: int) -> dict[str, tuple[float, int]]:
     return {path: (statistics.median(taken[1:]), copies[path][0].nbytes) for path, taken in rounds.items()}
 
 
-def gpu_seconds(weight: Tensor, batch: int) -> dict[str, tuple[float, int]]:
+def gpu_seconds(weight: Tensor, batch: int, clock: GraphClock) -> dict[str, tuple[float, int]]:
     """Seconds of one product by path: cuBLAS, and each configuration, the fastest marked as chosen."""
-    winner, times = fastest_product(weight, None, batch)
+    winner, times = fastest_product(weight, None, batch, clock)
     chosen = "plain" if winner is None else str(winner)
     named = {f"{name} (chosen)" if name == chosen else name: seconds for name, seconds in times.items()}
     return {name: (named[name], weight.nbytes) for name in sorted(named, key=named.__getitem__)}
@@ -141,11 +141,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     results: list[Result] = []
+    clock = GraphClock(device) if cuda else None
     for model, model_layers in shapes.items():
         for layer, (out_features, in_features) in model_layers.items():
             weight = torch.empty(out_features, in_features, dtype=dtype, device=device).normal_(0.0, 0.02)
             for batch in options.batches:
-                timed = gpu_seconds(weight, batch) if cuda else cpu_seconds(weight, batch)
+                timed = cpu_seconds(weight, batch) if clock is None else gpu_seconds(weight, batch, clock)
                 for path, (seconds, nbytes) in timed.items():
                     speed = nbytes / seconds
                     where = (model, layer, out_features, in_features, batch, path, nbytes)

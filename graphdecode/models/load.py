@@ -171,7 +171,7 @@ class _Loader:
         ):
             layers.append(self._layer(f"model.layers.{index}."))
             _return_free_memory()
-        return Decoder(
+        decoder = Decoder(
             config,
             embedding_weight,
             layers,
@@ -179,6 +179,9 @@ class _Loader:
             self._prepare(embedding_weight, None) if config.tie_word_embeddings else self._linear("", "lm_head"),
             cos_sin_table(config.rope, config.head_dim, positions, self._device),
         )
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
+        return decoder
 
     def _layer(self, prefix: str) -> LayerWeights:
         qk_norm = self._config.qk_norm

@@ -15,7 +15,7 @@ from graphdecode.kernels.linear import linear
 from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
 from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
 from graphdecode.kernels.small_linear_config import SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.small_linear_timing import Contest, fastest_product
+from graphdecode.kernels.small_linear_timing import Contest, GraphClock, fastest_product
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -245,12 +245,13 @@ def test_the_weights_are_rotated_until_no_cache_holds_them():
 def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_path, monkeypatch):
     timed = []
 
-    def timing(weight, bias, rows):
+    def timing(weight, bias, rows, clock):
         timed.append(rows)
         config = None if rows == 2 else CONFIG
         return config, {"plain": 2e-6, str(CONFIG): 1e-6 if config else 3e-6}
 
     monkeypatch.setattr(linear_choice, "fastest_product", timing)
+    monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
     weight = weight_of()
     for _ in range(2):
         choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight, None, (1, 2, 16, 17, 64))
@@ -301,7 +302,7 @@ def test_a_process_finds_what_another_measured(tmp_path):
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_a_real_contest_has_no_wrong_candidate(rows, recwarn):
     weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
-    winner, times = fastest_product(weight, None, rows)
+    winner, times = fastest_product(weight, None, rows, GraphClock(weight.device))
     assert not [str(warning.message) for warning in recwarn if "small linear" in str(warning.message)]
     assert len(times) >= 1 + len(candidates(2048, 1024, 2, rows, 132)) // 2
     assert min(times.values()) > 1e-7
