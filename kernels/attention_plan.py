@@ -9,6 +9,7 @@ from collections.abc import Callable
 import numpy as np
 from torch import Tensor
 
+from .native import NativeCall, library
 from .optional_triton import tl, triton
 from .registration import operator
 
@@ -196,6 +197,21 @@ def bind_attention_plan(
     return set_lengths
 
 
+def native_attention_plan(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+) -> NativeCall | None:
+    """Return the compiled plan over fixed tensors, if there is one; see `attention_plan`."""
+    if library() is None or not pre_step_seqlens.is_contiguous():
+        return None
+    return NativeCall("attention_plan", None, kv_lens, pre_step_seqlens, live_rows, pre_step_seqlens.shape[0])
+
+
 def attention_plan_torch(
     kv_lens: Tensor,
     plan: Tensor,
@@ -256,6 +272,7 @@ _attention_plan = operator(
     "int fixed_split, int window_left) -> ()",
     torch_version=attention_plan_torch,
     bound_version=bind_attention_plan,
+    native_version=native_attention_plan,
     triton_version=attention_plan_triton,
 )
 

@@ -7,24 +7,83 @@
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
-#define BLOCK 64 /* keys */
+#define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
+
+static inline float dot(const float *a, const float *b, int64_t dim) {
+    vec even = splat(0.0f), odd = splat(0.0f);
+    int64_t i = 0;
+    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
+        even += load_f32(a + i) * load_f32(b + i);
+        odd += load_f32(a + i + LANES) * load_f32(b + i + LANES);
+    }
+    if (i < dim) even += load_f32(a + i) * load_f32(b + i);
+    return sum_lanes(even + odd);
+}
+
+/* sums += weights * values over `vectors` vectors of each value, a constant where this is used. */
+INLINE void add_weighted(const int vectors, float *sums, const float *const *values, int64_t offset,
+                         const float *weights, int64_t count) {
+    vec held[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; i++) held[i] = load_f32(sums + i * LANES);
+    for (int64_t j = 0; j < count; j++) {
+        const float *value = values[j] + offset;
+#pragma GCC unroll 8
+        for (int i = 0; i < vectors; i++) held[i] += load_f32(value + i * LANES) * weights[j];
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < vectors; i++) store_f32(sums + i * LANES, held[i]);
+}
+
+static void weigh(float *sums, const float *const *values, const float *weights, int64_t count, int64_t dim) {
+    int64_t i = 0;
+    for (; i + 8 * LANES <= dim; i += 8 * LANES) add_weighted(8, sums + i, values, i, weights, count);
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) add_weighted(4, sums + i, values, i, weights, count);
+    for (; i < dim; i += LANES) add_weighted(1, sums + i, values, i, weights, count);
+}
+
+/* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
+static void soften(float *logits, int64_t count, float *sums, float *largest, float *total, int64_t dim) {
+    for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
+    float top = *largest;
+    for (int64_t j = 0; j < BLOCK; j++) top = logits[j] > top ? logits[j] : top;
+    if (top > *largest) {
+        float shrink = expf(*largest - top);
+        for (int64_t i = 0; i < dim; i++) sums[i] *= shrink;
+        *total *= shrink;
+        *largest = top;
+    }
+    vec weights = splat(0.0f);
+    for (int64_t j = 0; j < BLOCK; j += LANES) {
+        vec v = exp_lanes(load_f32(logits + j) - top);
+        store_f32(logits + j, v);
+        weights += v;
+    }
+    *total += sum_lanes(weights);
+}
 #endif
 
-/* The logits of `count` keys for one query, -inf behind them. */
-static void NAME(logits_of)(float *logits, const float *q, const element *const *keys, int64_t count, int64_t dim) {
+/* Say where a block's entries stand as floats: in the cache, or widened in `memory`. */
+static void NAME(locate)(const float **found, float *memory, const element *cache, const int64_t *places, int64_t count,
+                         int64_t dim) {
     for (int64_t j = 0; j < count; j++) {
-        vec sums = splat(0.0f);
-        for (int64_t i = 0; i < dim; i += LANES) sums += load_f32(q + i) * load(keys[j] + i);
-        logits[j] = sum_lanes(sums);
+        const element *at = cache + places[j];
+#ifdef ELEMENT_BF16
+        found[j] = memory + j * dim;
+        for (int64_t i = 0; i < dim; i += LANES) store_f32(memory + j * dim + i, load(at + i));
+#else
+        found[j] = at;
+#endif
     }
-    for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
 }
 
 static void NAME(attend_group)(element *out, const element *q, const element *k_cache, const element *v_cache,
                                const int32_t *row_pages, int64_t begin, int64_t end, int64_t group, int64_t dim,
                                int64_t page_size, int64_t pages, int64_t token_stride, float scale) {
-    float scaled[group * dim], sums[group * dim], largest[group], total[group], logits[BLOCK];
-    const element *keys[BLOCK], *values[BLOCK];
+    float scaled[group * dim], sums[group * dim], largest[group], total[group], logits[group * BLOCK];
+    float memory[BLOCK * dim];
+    const float *found[BLOCK];
+    int64_t places[BLOCK];
     for (int64_t i = 0; i < group * dim; i++) scaled[i] = widen(q[i]) * scale, sums[i] = 0.0f;
     for (int64_t g = 0; g < group; g++) largest[g] = -INFINITY, total[g] = 0.0f;
     for (int64_t first = begin; first < end; first += BLOCK) {
@@ -32,38 +91,15 @@ static void NAME(attend_group)(element *out, const element *q, const element *k_
         for (int64_t j = 0; j < count; j++) {
             int64_t page = row_pages[(first + j) / page_size];
             page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
-            int64_t place = (page * page_size + (first + j) % page_size) * token_stride;
-            keys[j] = k_cache + place;
-            values[j] = v_cache + place;
+            places[j] = (page * page_size + (first + j) % page_size) * token_stride;
         }
+        NAME(locate)(found, memory, k_cache, places, count, dim);
         for (int64_t g = 0; g < group; g++) {
-            NAME(logits_of)(logits, scaled + g * dim, keys, count, dim);
-            vec most = load_f32(logits);
-            for (int64_t j = LANES; j < BLOCK; j += LANES) {
-                vec v = load_f32(logits + j);
-                ivec more = v > most;
-                most = (vec)((more & (ivec)v) | (~more & (ivec)most));
-            }
-            float top = max_lanes(most);
-            if (top > largest[g]) {
-                float shrink = expf(largest[g] - top);
-                for (int64_t i = 0; i < dim; i++) sums[g * dim + i] *= shrink;
-                total[g] *= shrink;
-                largest[g] = top;
-            }
-            vec weights = splat(0.0f);
-            for (int64_t j = 0; j < BLOCK; j += LANES) {
-                vec v = exp_lanes(load_f32(logits + j) - largest[g]);
-                store_f32(logits + j, v);
-                weights += v;
-            }
-            total[g] += sum_lanes(weights);
-            for (int64_t i = 0; i < dim; i += LANES) {
-                vec sum = load_f32(sums + g * dim + i);
-                for (int64_t j = 0; j < count; j++) sum += load(values[j] + i) * logits[j];
-                store_f32(sums + g * dim + i, sum);
-            }
+            for (int64_t j = 0; j < count; j++) logits[g * BLOCK + j] = dot(scaled + g * dim, found[j], dim);
+            soften(logits + g * BLOCK, count, sums + g * dim, largest + g, total + g, dim);
         }
+        NAME(locate)(found, memory, v_cache, places, count, dim);
+        for (int64_t g = 0; g < group; g++) weigh(sums + g * dim, found, logits + g * BLOCK, count, dim);
     }
     for (int64_t g = 0; g < group; g++)
         for (int64_t i = 0; i < dim; i++) out[g * dim + i] = narrow(sums[g * dim + i] / total[g]);

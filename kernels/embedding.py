@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 
@@ -44,9 +45,18 @@ def embedding_torch(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -
     out[count:] = weight[0]
 
 
+def native_embedding(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -> NativeCall | None:
+    """Return the compiled gather over fixed tensors, if it serves them; see `embedding`."""
+    if not fits(out, weight) or weight.stride(1) != 1:
+        return None
+    sizes = (tokens.shape[0], weight.shape[1], weight.stride(0), weight.shape[0])
+    return NativeCall("embedding", out.dtype, out, tokens, weight, live, *sizes)
+
+
 _embedding = operator(
     "embedding(Tensor(a!) out, Tensor tokens, Tensor weight, Tensor live) -> ()",
     torch_version=embedding_torch,
+    native_version=native_embedding,
     triton_version=embedding_triton,
 )
 

@@ -19,6 +19,8 @@
 
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
+#define INLINE static inline __attribute__((always_inline)) /* for constants that unroll loops */
+
 typedef float vec __attribute__((vector_size(64)));
 typedef int32_t ivec __attribute__((vector_size(64)));
 typedef uint32_t uvec __attribute__((vector_size(64)));
@@ -34,20 +36,20 @@ typedef union {
 
 static inline vec splat(float value) { return (vec){0} + value; }
 
-static inline float sum_lanes(vec v) {
-    float sums[LANES];
-    memcpy(sums, &v, sizeof v);
-    for (int width = LANES / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-    return sums[0];
-}
+typedef float half_vec __attribute__((vector_size(32)));
+typedef float quarter_vec __attribute__((vector_size(16)));
 
-static inline float max_lanes(vec v) {
-    float values[LANES];
-    memcpy(values, &v, sizeof v);
-    float largest = values[0];
-    for (int i = 1; i < LANES; i++) largest = values[i] > largest ? values[i] : largest;
-    return largest;
+static inline float sum_lanes(vec v) { /* by halves, in registers */
+    union {
+        vec whole;
+        half_vec halves[2];
+    } all = {v};
+    union {
+        half_vec whole;
+        quarter_vec halves[2];
+    } eight = {all.halves[0] + all.halves[1]};
+    quarter_vec four = eight.halves[0] + eight.halves[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 /* e^v to about 2 ulp: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2; 0 below the smallest normal float. */

@@ -47,14 +47,14 @@ class NativeCall:
 
     Args:
         kernel: its name in the C source, without the element type.
-        dtype: the element type, one of `ELEMENTS`.
+        dtype: the element type, one of `ELEMENTS`; None for a kernel that has none.
         arguments: tensors (their addresses), None, ints and floats, in the kernel's order.
     """
 
     __slots__ = ("_args", "_function", "_held", "address")
 
-    def __init__(self, kernel: str, dtype: torch.dtype, *arguments: Tensor | int | float | None) -> None:
-        self._function = _function(f"{kernel}_{ELEMENTS[dtype]}")
+    def __init__(self, kernel: str, dtype: torch.dtype | None, *arguments: Tensor | int | float | None) -> None:
+        self._function = _function(kernel if dtype is None else f"{kernel}_{ELEMENTS[dtype]}")
         _function("use_threads")(torch.get_num_threads())
         self.address = ctypes.cast(self._function, ctypes.c_void_p).value
         self._held = [argument for argument in arguments if isinstance(argument, Tensor)]

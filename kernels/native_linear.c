@@ -16,7 +16,6 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
-#define INLINE static inline __attribute__((always_inline))
 
 struct product {
     const arg *args;

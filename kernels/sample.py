@@ -11,10 +11,14 @@ Probabilities are integers here (`token_filters`). Sums of integers do not depen
 same whatever the tiling, the row, the bucket or the company.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from .greedy import native_greedy
 from .logit_processing import COUNT_MASK, add_bias, apply_penalties, mask_stops, processed_logits
 from .logprobs import token_logprobs
 from .optional_triton import tl, triton
@@ -291,7 +295,7 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     return int(np.searchsorted(cumulative, target, side="right"))
 
 
-def sample_torch(
+def bind_sample(
     sampled: Tensor,
     logits: Tensor,
     positions: Tensor,
@@ -310,17 +314,25 @@ def sample_torch(
     stop_ids: Tensor,
     min_position: Tensor,
     token_counts: Tensor | None,
-) -> None:
-    """Sample row by row in host memory (numpy's argmax is several times faster than torch's); see `sample`."""
-    live = int(live_rows.item())
-    tokens = sampled.numpy()
-    tokens[live:] = DEAD_TOKEN
-    values = (logits if logits.dtype == torch.float32 else logits[:live].float()).numpy()
-    for row, flags in enumerate(sampling_flags.numpy()[:live].tolist()):
-        line = values[row]
-        if flags & ~FLAG_LOGPROBS:
-            line = line.copy()
-            position = int(positions.numpy()[row]) + 1
+) -> Callable[[], None]:
+    """Return the choice over fixed tensors in host memory, row by row; see `sample`."""
+    greedy = native_greedy(sampled, logits, sampling_flags, live_rows, FLAG_LOGPROBS)
+    tokens, live_count, flags_of = sampled.numpy(), live_rows.numpy(), sampling_flags.numpy()
+
+    def choose() -> None:
+        live = int(live_count[0])
+        tokens[live:] = DEAD_TOKEN
+        if greedy is not None:
+            greedy()
+        for row, flags in enumerate(flags_of[:live].tolist()):
+            if not flags & ~FLAG_LOGPROBS:
+                if greedy is None:  # numpy's argmax is several times faster than torch's
+                    tokens[row] = logits[row].float().numpy().argmax()
+                continue
+            line = logits[row].float().numpy()
+            if logits.dtype == torch.float32:
+                line = line.copy()
+            position = int(positions[row]) + 1
             if flags & FLAG_BIAS:
                 add_bias(line, bias_ids.numpy()[row], bias_values.numpy()[row])
             if flags & FLAG_PENALTIES and token_counts is not None:
@@ -333,17 +345,24 @@ def sample_torch(
                 )
             if flags & FLAG_STOP_MASK and position < min_position.numpy()[row]:
                 mask_stops(line, stop_ids.numpy()[row])
-            if flags & FLAG_SAMPLE:
-                tokens[row] = sample_row(
-                    line,
-                    uniform_bits(int(seed.numpy()[row]), position),
-                    temperature.numpy()[row],
-                    int(top_k.numpy()[row]),
-                    top_p.numpy()[row],
-                    min_p.numpy()[row],
-                )
+            if not flags & FLAG_SAMPLE:
+                tokens[row] = line.argmax()
                 continue
-        tokens[row] = line.argmax()
+            tokens[row] = sample_row(
+                line,
+                uniform_bits(int(seed.numpy()[row]), position),
+                temperature.numpy()[row],
+                int(top_k.numpy()[row]),
+                top_p.numpy()[row],
+                min_p.numpy()[row],
+            )
+
+    return choose
+
+
+def sample_torch(*arguments: Any) -> None:
+    """Choose in host memory; see `bind_sample` for the arguments."""
+    bind_sample(*arguments)()
 
 
 _sample = operator(
@@ -352,6 +371,7 @@ _sample = operator(
     "Tensor presence_penalty, Tensor frequency_penalty, Tensor bias_ids, Tensor bias_values, Tensor stop_ids, "
     "Tensor min_position, Tensor? token_counts) -> ()",
     torch_version=sample_torch,
+    bound_version=bind_sample,
     triton_version=sample_triton,
 )
 

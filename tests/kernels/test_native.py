@@ -10,12 +10,16 @@ import torch
 
 from graphdecode.kernels import native
 from graphdecode.kernels.act_mul import ACTIVATIONS, native_act_mul
+from graphdecode.kernels.attention_plan import native_attention_plan
 from graphdecode.kernels.decode_attention import decode_attention_torch, native_decode_attention
+from graphdecode.kernels.embedding import native_embedding
+from graphdecode.kernels.greedy import native_greedy
 from graphdecode.kernels.int8_linear import quantise_int8
 from graphdecode.kernels.native import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native_linear import native_linear, to_panels
 from graphdecode.kernels.rms_norm import native_add_rms_norm, native_rms_norm
 from graphdecode.kernels.rope_append import native_rope_append, rope_append_torch
+from graphdecode.kernels.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
@@ -156,6 +160,36 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     assert not results[1][0].any()
     assert not results[1][-1].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 15, 16, 100])
+def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
+    logits = torch.randn(6, vocab, generator=generator).to(dtype)
+    logits[1] = logits[1, 0]
+    logits[2, vocab // 2 :] = torch.nan
+    logits[3] = -torch.inf
+    flags = torch.tensor([0, FLAG_LOGPROBS, 0, 0, FLAG_SAMPLE, 0], dtype=torch.int32)
+    sampled = torch.full((6,), -7)
+    native_greedy(sampled, logits, flags, torch.tensor([5], dtype=torch.int32), FLAG_LOGPROBS)()
+    expected = logits[:4].float().numpy().argmax(axis=1).tolist()
+    assert sampled.tolist() == [*expected, -7, -7]  # a row that samples and a dead one are left alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dead_and_impossible_tokens_read_row_zero(dtype, generator):
+    weight = torch.randn(5, 40, generator=generator).to(dtype)[:, :37]
+    tokens = torch.tensor([4, 0, 5, -1, 3, 2**60])
+    out = torch.full((6, 37), torch.nan, dtype=dtype)
+    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32))()
+    assert torch.equal(out, weight[[4, 0, 0, 0, 0, 0]])
+
+
+def test_lengths_of_dead_rows_are_zero():
+    kv_lens = torch.full((5,), -9, dtype=torch.int32)
+    before = torch.tensor([3, 0, 2**31 - 1, 7], dtype=torch.int32)
+    native_attention_plan(kv_lens, kv_lens, before, torch.tensor([2], dtype=torch.int32), 1, 0, -1)()
+    assert kv_lens.tolist() == [4, 1, 0, 0, -9]
 
 
 def test_a_wrong_page_table_reaches_no_other_memory(generator):
