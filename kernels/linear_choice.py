@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -146,7 +147,12 @@ class LinearTuner:
         for rows in (size for size in batch_sizes if size <= TILE_ROWS):
 
             def measure(rows: int = rows) -> Choices:
-                config, times = fastest_product(weight, bias, rows, self._graph_clock(weight.device))
+                try:
+                    config, times = fastest_product(weight, bias, rows, self._graph_clock(weight.device))
+                except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
+                    message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                    return {rows: LinearChoice("plain")}
                 path = "plain" if config is None else "small"
                 return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
 
@@ -173,7 +179,7 @@ class LinearTuner:
             choices = _parse(stored)
             if choices is None:
                 choices = measure()
-                if self._cache is not None:
+                if self._cache is not None and all(choice.us is not None for choice in choices.values()):
                     self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
             self.choices[key] = choices
         return self.choices[key]

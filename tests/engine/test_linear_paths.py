@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.kernels import linear_weight
 from graphdecode.kernels.linear_choice import LinearChoice
 from graphdecode.kernels.linear_weight import LinearWeight
+from graphdecode.kernels.small_linear import small_linear_triton
 from graphdecode.kernels.small_linear_config import SmallLinearConfig
 from graphdecode.models import load
 
@@ -60,6 +62,39 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
     paths = {bucket.bucket: bucket.choices["qkv 256x128"]["path"] for bucket in report.buckets}
     assert paths == ({1: "fixed", 2: "fixed", 4: "fixed"} if is_fixed else {1: "plain", 2: "small", 4: "plain"})
     assert report.buckets[1].choices["down 128x384"]["config"] == str(SPLIT)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the choice on a GPU takes the kernel by itself")
+@pytest.mark.parametrize("kind", ["dot", "gemv"])
+def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pytest.importorskip("triton")
+    config = SmallLinearConfig(kind, 64, 64, 2, 4, 2)
+    launched = []
+
+    def product(
+        out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: None, counters: torch.Tensor, _: object
+    ):
+        launched.append(x.shape[0])
+        partial = torch.full((config.splits, *out.shape), torch.nan)
+        fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
+        small_linear_triton(out, x, weight, bias, partial, held, *fields, False)
+
+    def prepare(weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> LinearWeight:
+        choices = {rows: LinearChoice("small", config) for rows in (1, 2, 4)}
+        return LinearWeight("plain", *weight.shape, weight, bias=bias, counters=counters, choices=choices)
+
+    with make_llm() as plain:
+        expected = [output.outputs[0].text for output in plain.generate(PROMPTS, GREEDY)]
+    counters = torch.zeros(4096, dtype=torch.int32)
+    monkeypatch.setattr(load, "prepare_linear", prepare)
+    monkeypatch.setattr(linear_weight, "small_linear", product)
+    buckets = BucketConfig(max_batch_size=4, max_sequence_length=64, batch_sizes=[1, 2, 4], backend="eager")
+    with LLM("demo", config=buckets) as llm:
+        assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected
+    assert {1, 4} & set(launched)
+    assert not counters.any()
 
 
 @pytest.mark.gpu

@@ -1,10 +1,12 @@
 """The choice between linear paths: remembered on disk, checked before it may win, fixed where it must not vary."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,6 +266,98 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
     for rows in (1, 2, 3, 16, 17):
         held.apply(torch.zeros(rows, 96), torch.zeros(rows, 80))
     assert taken == [CONFIG, CONFIG]
+
+
+def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_path, monkeypatch):
+    def timing(weight, bias, rows, clock):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(linear_choice, "fastest_product", timing)
+    monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
+    with pytest.warns(RuntimeWarning, match="for 2 rows could not be timed: OutOfMemoryError: no room"):
+        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight_of(), None, (2,))
+    assert choices == {2: LinearChoice("plain")}
+    assert not list(tmp_path.iterdir())
+
+
+class StandInGpu:
+    """Takes the place of torch.cuda: captured calls run at each replay, which takes a second more every time."""
+
+    def __init__(self, monkeypatch):
+        gpu, self.calls, self.captured, self.capturing, self.now_ms = self, [], None, False, 0.0
+
+        class Graph:
+            def capture_begin(self, capture_error_mode):
+                assert gpu.calls[-1] == "synchronize", "the capture must find the device idle"
+                gpu.captured, gpu.capturing = [], True
+                gpu.calls.append("begin")
+
+            def capture_end(self):
+                gpu.capturing = False
+                gpu.calls.append("end")
+
+            def replay(self):
+                gpu.calls.append("replay")
+                gpu.now_ms += 1000.0 * gpu.calls.count("replay")
+
+            def reset(self):
+                gpu.calls.append("reset")
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at_ms = gpu.now_ms
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, other):
+                return other.at_ms - self.at_ms
+
+        replacements = {
+            "CUDAGraph": Graph,
+            "Event": Event,
+            "Stream": lambda device: "side",
+            "stream": lambda stream: contextlib.nullcontext(),
+            "device": lambda device: contextlib.nullcontext(),
+            "synchronize": lambda device: self.calls.append("synchronize"),
+            "get_device_capability": lambda device: (9, 0),
+            "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        }
+        for name, replacement in replacements.items():
+            monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def call(self):
+        self.calls.append("captured" if self.capturing else "run")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("there is a real one")
+    return StandInGpu(monkeypatch)
+
+
+def test_the_clock_compiles_before_it_captures_and_takes_the_median_of_replays(gpu):
+    clock = GraphClock(torch.device("cuda", 99))
+    assert (clock.units, clock.has_pdl) == (132, True)
+    seconds = clock.seconds([gpu.call] * 4)
+    assert gpu.calls[:10] == ["synchronize", "run", "run", "synchronize", "begin", *["captured"] * 4, "end"]
+    assert gpu.calls[10:] == ["replay"] * 11 + ["reset"]
+    assert seconds == pytest.approx(7 / 4)  # the replays take 1 to 11 s; the first two do not count
+
+
+def test_a_capture_that_fails_is_ended(gpu):
+    def fails():
+        gpu.call()
+        if gpu.capturing:
+            raise RuntimeError("not in a capture")
+
+    with pytest.raises(RuntimeError, match="not in a capture"):
+        GraphClock(torch.device("cuda", 99)).seconds([fails])
+    assert gpu.calls[-3:] == ["begin", "captured", "end"]
 
 
 def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
