@@ -75,11 +75,11 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
 
     def product(
         out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: None, counters: torch.Tensor, _: object
-    ):
+    ) -> None:
         launched.append(x.shape[0])
         partial = torch.full((config.splits, *out.shape), torch.nan)
         fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
-        small_linear_triton(out, x, weight, bias, partial, held, *fields, False)
+        small_linear_triton(out, x, weight, bias, partial, counters, *fields, False)
 
     def prepare(weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> LinearWeight:
         choices = {rows: LinearChoice("small", config) for rows in (1, 2, 4)}
