@@ -18,6 +18,7 @@ Product = Callable[[Tensor, Tensor], None]  # writes the product of its second a
 _REPETITIONS = 7
 _MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
 _COUNTERS = 1 << 16
+_LEAST_BYTES = 1 << 20
 _EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
 
 
@@ -141,9 +142,12 @@ class LinearTuner:
         Args:
             weight: [out_features, in_features], on the GPU.
             bias: [out_features] or None.
-            batch_sizes: rows of the decode steps; those above 16 are left to cuBLAS.
+            batch_sizes: rows of the decode steps; those above 16 are left to cuBLAS, and weights of less than 1 MiB
+                too: reading them takes less time than starting a kernel.
         """
         choices: Choices = {}
+        if weight.nbytes < _LEAST_BYTES:
+            return choices
         for rows in (size for size in batch_sizes if size <= TILE_ROWS):
 
             def measure(rows: int = rows) -> Choices:

@@ -95,11 +95,3 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
         assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected
     assert {1, 4} & set(launched)
     assert not counters.any()
-
-
-@pytest.mark.gpu
-def test_a_model_on_a_gpu_has_a_measured_choice_for_every_small_bucket() -> None:
-    with make_llm() as llm:
-        for bucket in llm.graphs.report().buckets:
-            for layer in LAYERS:
-                assert bucket.choices[layer]["us"] > 0

@@ -254,17 +254,18 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
 
     monkeypatch.setattr(linear_choice, "fastest_product", timing)
     monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
-    weight = weight_of()
+    weight = weight_of(1024, 512)
     for _ in range(2):
         choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight, None, (1, 2, 16, 17, 64))
         assert timed == [1, 2, 16]
         assert [choices[rows].path for rows in (1, 2, 16)] == ["small", "plain", "small"]
         assert choices.keys() == {1, 2, 16}
-    held = LinearWeight("plain", 96, 80, weight, choices=choices, counters=torch.zeros(64, dtype=torch.int32))
+    assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
+    held = LinearWeight("plain", 1024, 512, weight, choices=choices, counters=torch.zeros(64, dtype=torch.int32))
     taken = []
     monkeypatch.setattr("graphdecode.kernels.linear_weight.small_linear", lambda *given: taken.append(given[-1]))
     for rows in (1, 2, 3, 16, 17):
-        held.apply(torch.zeros(rows, 96), torch.zeros(rows, 80))
+        held.apply(torch.zeros(rows, 1024), torch.zeros(rows, 512))
     assert taken == [CONFIG, CONFIG]
 
 
@@ -275,7 +276,7 @@ def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_pat
     monkeypatch.setattr(linear_choice, "fastest_product", timing)
     monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
     with pytest.warns(RuntimeWarning, match="for 2 rows could not be timed: OutOfMemoryError: no room"):
-        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight_of(), None, (2,))
+        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight_of(1024, 512), None, (2,))
     assert choices == {2: LinearChoice("plain")}
     assert not list(tmp_path.iterdir())
 
@@ -390,6 +391,19 @@ def test_a_process_finds_what_another_measured(tmp_path):
     ]
     assert counts[0] > 0
     assert counts[1] == 0
+
+
+@pytest.mark.gpu
+def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path):
+    weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
+    held = prepare_linear(weight, tuner=LinearTuner(cache=ChoiceCache(tmp_path)), batch_sizes=(1, 16, 64))
+    assert held.choice(1).us > 0
+    assert held.choice(16).us > 0
+    assert held.choice(64).us is None
+    for rows in (1, 16, 64):
+        x, out = torch.randn(rows, 1024, device="cuda").bfloat16(), weight.new_full((rows, 2048), torch.nan)
+        held.apply(out, x)
+        torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.gpu
