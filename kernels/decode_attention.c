@@ -1,7 +1,7 @@
 /* Decode attention of one query a row over the row's own pages; see decode_attention.py for the formula.
  *
- * One task is one row's group of query heads that share a key head. Keys are taken BLOCK at a time, with a running
- * maximum and sum (Milakov and Gimelshein, 2018), so each key and value is read once.
+ * Keys are taken BLOCK at a time, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value
+ * is read once. Which heads are done together, and by which thread, changes nothing in a head's result.
  */
 #include "native.h"
 
@@ -9,15 +9,24 @@
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
 
-static inline float dot(const float *a, const float *b, int64_t dim) {
-    vec even = splat(0.0f), odd = splat(0.0f);
-    int64_t i = 0;
-    for (; i + 2 * LANES <= dim; i += 2 * LANES) {
-        even += load_f32(a + i) * load_f32(b + i);
-        odd += load_f32(a + i + LANES) * load_f32(b + i + LANES);
+/* The products of one query with `keys` keys, a constant where this is used. */
+INLINE void add_dots(const int keys, float *logits, const float *q, const float *const *found, int64_t dim) {
+    vec sums[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < keys; j++) sums[j] = splat(0.0f);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec of_query = load_f32(q + i);
+#pragma GCC unroll 4
+        for (int j = 0; j < keys; j++) sums[j] += of_query * load_f32(found[j] + i);
     }
-    if (i < dim) even += load_f32(a + i) * load_f32(b + i);
-    return sum_lanes(even + odd);
+#pragma GCC unroll 4
+    for (int j = 0; j < keys; j++) logits[j] = sum_lanes(sums[j]);
+}
+
+static void dots(float *logits, const float *q, const float *const *found, int64_t count, int64_t dim) {
+    int64_t j = 0;
+    for (; j + 4 <= count; j += 4) add_dots(4, logits + j, q, found + j, dim);
+    for (; j < count; j++) add_dots(1, logits + j, q, found + j, dim);
 }
 
 /* sums += weights * values over `vectors` vectors of each value, a constant where this is used. */
@@ -45,8 +54,13 @@ static void weigh(float *sums, const float *const *values, const float *weights,
 /* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
 static void soften(float *logits, int64_t count, float *sums, float *largest, float *total, int64_t dim) {
     for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
+    vec most = load_f32(logits);
+    for (int64_t j = LANES; j < BLOCK; j += LANES) {
+        ivec more = load_f32(logits + j) > most;
+        most = (vec)((more & (ivec)load_f32(logits + j)) | (~more & (ivec)most));
+    }
     float top = *largest;
-    for (int64_t j = 0; j < BLOCK; j++) top = logits[j] > top ? logits[j] : top;
+    for (int lane = 0; lane < LANES; lane++) top = most[lane] > top ? most[lane] : top;
     if (top > *largest) {
         float shrink = expf(*largest - top);
         for (int64_t i = 0; i < dim; i++) sums[i] *= shrink;
@@ -77,54 +91,69 @@ static void NAME(locate)(const float **found, float *memory, const element *cach
     }
 }
 
-static void NAME(attend_group)(element *out, const element *q, const element *k_cache, const element *v_cache,
-                               const int32_t *row_pages, int64_t begin, int64_t end, int64_t group, int64_t dim,
-                               int64_t page_size, int64_t pages, int64_t token_stride, float scale) {
-    float scaled[group * dim], sums[group * dim], largest[group], total[group], logits[group * BLOCK];
+/* Let a block's entries come while others are worked on. */
+static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t count, int64_t dim) {
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t byte = 0; byte < dim * (int64_t)sizeof(element); byte += 64)
+            __builtin_prefetch((const char *)(cache + places[j]) + byte);
+}
+
+/* One row's attention over key heads `head` to `last`, whose entries stand side by side: a block of them is read as one
+ * stream. */
+static void NAME(attend_heads)(const arg *args, int64_t row, int64_t head, int64_t last) {
+    const int32_t *row_pages = (const int32_t *)args[4].p + row * args[12].i;
+    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, page_size = args[10].i, pages = args[11].i;
+    int64_t window = args[13].i, heads = (last - head) * group, length = ((const int32_t *)args[5].p)[row];
+    int64_t at = (row * kv_heads + head) * group * dim, span = (last - head) * dim;
+    element *out = (element *)args[0].p + at;
+    const element *q = (const element *)args[1].p + at;
+    const element *k_cache = (const element *)args[2].p + head * dim, *v_cache = (const element *)args[3].p + head * dim;
+    float scaled[heads * dim], sums[heads * dim], largest[heads], total[heads], logits[heads * BLOCK];
     float memory[BLOCK * dim];
     const float *found[BLOCK];
     int64_t places[BLOCK];
-    for (int64_t i = 0; i < group * dim; i++) scaled[i] = widen(q[i]) * scale, sums[i] = 0.0f;
-    for (int64_t g = 0; g < group; g++) largest[g] = -INFINITY, total[g] = 0.0f;
-    for (int64_t first = begin; first < end; first += BLOCK) {
-        int64_t count = end - first < BLOCK ? end - first : BLOCK;
+    length = length < args[12].i * page_size ? length : args[12].i * page_size;
+    if (length <= 0) {
+        memset(out, 0, heads * dim * sizeof(element));
+        return;
+    }
+    for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)args[14].d, sums[i] = 0.0f;
+    for (int64_t h = 0; h < heads; h++) largest[h] = -INFINITY, total[h] = 0.0f;
+    for (int64_t first = window >= 0 && window < length ? length - 1 - window : 0; first < length; first += BLOCK) {
+        int64_t count = length - first < BLOCK ? length - first : BLOCK;
         for (int64_t j = 0; j < count; j++) {
             int64_t page = row_pages[(first + j) / page_size];
             page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
-            places[j] = (page * page_size + (first + j) % page_size) * token_stride;
+            places[j] = (page * page_size + (first + j) % page_size) * kv_heads * dim;
         }
-        NAME(locate)(found, memory, k_cache, places, count, dim);
-        for (int64_t g = 0; g < group; g++) {
-            for (int64_t j = 0; j < count; j++) logits[g * BLOCK + j] = dot(scaled + g * dim, found[j], dim);
-            soften(logits + g * BLOCK, count, sums + g * dim, largest + g, total + g, dim);
+        NAME(ask_for)(k_cache, places, count, span);
+        NAME(ask_for)(v_cache, places, count, span);
+        for (int64_t h = 0; h < heads; h++) {
+            if (h % group == 0) NAME(locate)(found, memory, k_cache + h / group * dim, places, count, dim);
+            dots(logits + h * BLOCK, scaled + h * dim, found, count, dim);
+            soften(logits + h * BLOCK, count, sums + h * dim, largest + h, total + h, dim);
         }
-        NAME(locate)(found, memory, v_cache, places, count, dim);
-        for (int64_t g = 0; g < group; g++) weigh(sums + g * dim, found, logits + g * BLOCK, count, dim);
+        for (int64_t h = 0; h < heads; h++) {
+            if (h % group == 0) NAME(locate)(found, memory, v_cache + h / group * dim, places, count, dim);
+            weigh(sums + h * dim, found, logits + h * BLOCK, count, dim);
+        }
     }
-    for (int64_t g = 0; g < group; g++)
-        for (int64_t i = 0; i < dim; i++) out[g * dim + i] = narrow(sums[g * dim + i] / total[g]);
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t i = 0; i < dim; i++) out[h * dim + i] = narrow(sums[h * dim + i] / total[h]);
 }
 
-static void NAME(attend_groups)(const void *job, int64_t begin, int64_t end) {
+/* In how many parts a row's key heads are shared out: as few as keep all threads busy, for whole rows are one stream. */
+static int64_t NAME(parts_of_row)(const arg *args) {
+    int64_t parts = 1 + 2 * atomic_load(&pool.threads) / args[6].i;
+    return parts < args[7].i ? parts : args[7].i;
+}
+
+static void NAME(attend_parts)(const void *job, int64_t begin, int64_t end) {
     const arg *args = job;
-    element *out = args[0].p;
-    const element *q = args[1].p, *k_cache = args[2].p, *v_cache = args[3].p;
-    const int32_t *page_table = args[4].p, *kv_lens = args[5].p;
-    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, page_size = args[10].i;
-    int64_t pages = args[11].i, row_pages = args[12].i, window = args[13].i;
-    float scale = (float)args[14].d;
+    int64_t parts = NAME(parts_of_row)(args), kv_heads = args[7].i;
     for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / kv_heads, head = task % kv_heads;
-        int64_t length = kv_lens[row] < row_pages * page_size ? kv_lens[row] : row_pages * page_size;
-        int64_t at = (row * kv_heads + head) * group * dim;
-        if (length <= 0) {
-            memset(out + at, 0, group * dim * sizeof(element));
-            continue;
-        }
-        int64_t first = window >= 0 && window < length - 1 ? length - 1 - window : 0;
-        NAME(attend_group)
-        (out + at, q + at, k_cache + head * dim, v_cache + head * dim, page_table + row * row_pages, first, length, group,
-         dim, page_size, pages, kv_heads * dim, scale);
+        int64_t part = task % parts;
+        NAME(attend_heads)(args, task / parts, part * kv_heads / parts, (part + 1) * kv_heads / parts);
     }
 }
 
@@ -132,8 +161,7 @@ static void NAME(attend_groups)(const void *job, int64_t begin, int64_t end) {
  * window or -1, scale */
 void NAME(decode_attention)(const arg *args) {
     const int32_t *kv_lens = args[5].p;
-    int64_t rows = args[6].i, heads = args[7].i * args[8].i, keys = 0;
+    int64_t rows = args[6].i, heads = args[7].i * args[8].i, keys = 0, tasks = rows * NAME(parts_of_row)(args);
     for (int64_t row = 0; row < rows; row++) keys += kv_lens[row] > 0 ? kv_lens[row] : 0;
-    int64_t tasks = rows * args[7].i;
-    parallel(NAME(attend_groups), args, tasks, items_of(tasks * PARALLEL_WORK, keys * heads * args[9].i));
+    parallel(NAME(attend_parts), args, tasks, items_of(tasks * PARALLEL_WORK, keys * heads * args[9].i));
 }
