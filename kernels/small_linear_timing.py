@@ -90,7 +90,9 @@ class Contest:
         with contextlib.suppress(torch.OutOfMemoryError):  # fewer copies are measured warmer, and still compared
             self._weights += [weight.clone() for _ in range(copies - 1)]
         self._bias = bias
-        self._source = torch.randn(rows, weight.shape[1], device=weight.device).to(weight.dtype)
+        generator = torch.Generator(weight.device).manual_seed(rows)  # the user's own draws stay as they are
+        source = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator)
+        self._source = source.to(weight.dtype)
         self._x = torch.empty_like(self._source)
         self._gain = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device)
         calls = max(copies, _CALLS)

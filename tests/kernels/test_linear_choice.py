@@ -1,23 +1,19 @@
 """The choice between linear paths: remembered on disk, checked before it may win, fixed where it must not vary."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from graphdecode.kernels import choice_cache, linear_choice, small_linear_timing
+from graphdecode.kernels import choice_cache, linear_choice
 from graphdecode.kernels.choice_cache import ChoiceCache, cache_folder
-from graphdecode.kernels.linear import linear
 from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
 from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
-from graphdecode.kernels.small_linear_config import SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.small_linear_timing import Contest, GraphClock, fastest_product
+from graphdecode.kernels.small_linear_config import SmallLinearConfig, fixed_config
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -152,98 +148,6 @@ def test_a_choice_survives_the_disk():
     assert choice.as_report()["config"] == "dot 32x64, 2 splits, 4 warps, 2 stages, early start"
 
 
-class StandInClock:
-    """Runs every call, and says what a test wants to hear."""
-
-    units = 132
-
-    def __init__(self, seconds, has_pdl=True):
-        self._seconds = seconds
-        self.has_pdl = has_pdl
-        self.timed = []
-
-    def seconds(self, calls):
-        for call in calls:
-            call()
-        if len(self.timed) < 2:
-            self.timed.append(("nothing", "plain")[len(self.timed)])
-            return {"nothing": 1e-6, "plain": 11e-6}[self.timed[-1]]
-        config = calls[0].__closure__[[*calls[0].__code__.co_freevars].index("config")].cell_contents
-        self.timed.append(config)
-        return 1e-6 + self._seconds(config)
-
-
-def contest(seconds, rows=8, has_pdl=True, dtype=torch.bfloat16):
-    clock = StandInClock(seconds, has_pdl)
-    winner, times = fastest_product(weight_of(64, 512, dtype), None, rows, clock)
-    return winner, times, clock.timed[2:]
-
-
-def test_the_fastest_candidate_wins_and_the_best_two_are_tried_with_an_early_start():
-    all_configs = candidates(64, 512, 2, 8, 132)
-    winner, times, timed = contest(
-        lambda config: (5e-6 if config.block_n == all_configs[2].block_n else 8e-6) - 1e-6 * config.pdl
-    )
-    assert winner == dataclasses.replace(all_configs[2], pdl=True)
-    assert timed[: len(all_configs)] == all_configs
-    assert [config.pdl for config in timed[len(all_configs) :]] == [True, True]
-    assert times["plain"] == pytest.approx(10e-6)
-    assert times[str(winner)] == pytest.approx(4e-6)
-    assert len(times) == len(all_configs) + 3
-
-
-def test_no_early_start_where_the_gpu_has_none():
-    _, _, timed = contest(lambda _: 5e-6, has_pdl=False)
-    assert timed
-    assert not any(config.pdl for config in timed)
-
-
-@pytest.mark.parametrize("seconds", [20e-6, 9.9e-6])
-def test_cublas_stays_where_no_candidate_is_clearly_faster(seconds):
-    assert contest(lambda _: seconds)[0] is None
-
-
-def test_a_wrong_candidate_is_dropped_with_a_warning(monkeypatch):
-    """However fast it is."""
-    fast, fickle, broken, *_ = candidates(64, 512, 2, 8, 132)
-    calls = []
-
-    def faulty(out, x, weight, bias, counters, config):
-        calls.append(config)
-        if config == broken:
-            raise RuntimeError("out of resources")
-        linear(out, x, weight, bias)
-        if config == fast:
-            out[0, 0] += 100
-        if config == fickle:
-            out[0, 0] += len(calls) % 2
-
-    monkeypatch.setattr(small_linear_timing, "small_linear", faulty)
-    with pytest.warns(RuntimeWarning) as caught:
-        winner, times, _ = contest(lambda config: 1e-6 if config in (fast, fickle, broken) else 5e-6, has_pdl=False)
-    assert winner not in (None, fast, fickle, broken)
-    assert not {str(fast), str(fickle), str(broken)} & times.keys()
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == 3
-    assert "is off by " in told[0]
-    assert "same bits" in told[1]
-    assert "out of resources" in told[2]
-
-
-def test_a_candidate_that_writes_nothing_is_dropped(monkeypatch):
-    monkeypatch.setattr(small_linear_timing, "small_linear", lambda *_: None)
-    with pytest.warns(RuntimeWarning, match="is off by nan"):
-        assert contest(lambda _: 1e-6)[0] is None
-
-
-def test_the_weights_are_rotated_until_no_cache_holds_them():
-    weight = weight_of(64, 256)
-    cold = Contest(weight, None, 4, cold_bytes=10 * weight.nbytes)
-    calls = cold.calls(None)
-    read = {id(call.__closure__[[*call.__code__.co_freevars].index("weight")].cell_contents) for call in calls}
-    assert len(read) == len(calls) == 10
-
-
 def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_path, monkeypatch):
     timed = []
 
@@ -279,86 +183,6 @@ def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_pat
         choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight_of(1024, 512), None, (2,))
     assert choices == {2: LinearChoice("plain")}
     assert not list(tmp_path.iterdir())
-
-
-class StandInGpu:
-    """Takes the place of torch.cuda: captured calls run at each replay, which takes a second more every time."""
-
-    def __init__(self, monkeypatch):
-        gpu, self.calls, self.captured, self.capturing, self.now_ms = self, [], None, False, 0.0
-
-        class Graph:
-            def capture_begin(self, capture_error_mode):
-                assert gpu.calls[-1] == "synchronize", "the capture must find the device idle"
-                gpu.captured, gpu.capturing = [], True
-                gpu.calls.append("begin")
-
-            def capture_end(self):
-                gpu.capturing = False
-                gpu.calls.append("end")
-
-            def replay(self):
-                gpu.calls.append("replay")
-                gpu.now_ms += 1000.0 * gpu.calls.count("replay")
-
-            def reset(self):
-                gpu.calls.append("reset")
-
-        class Event:
-            def __init__(self, enable_timing):
-                assert enable_timing
-
-            def record(self):
-                self.at_ms = gpu.now_ms
-
-            def synchronize(self):
-                pass
-
-            def elapsed_time(self, other):
-                return other.at_ms - self.at_ms
-
-        replacements = {
-            "CUDAGraph": Graph,
-            "Event": Event,
-            "Stream": lambda device: "side",
-            "stream": lambda stream: contextlib.nullcontext(),
-            "device": lambda device: contextlib.nullcontext(),
-            "synchronize": lambda device: self.calls.append("synchronize"),
-            "get_device_capability": lambda device: (9, 0),
-            "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
-        }
-        for name, replacement in replacements.items():
-            monkeypatch.setattr(torch.cuda, name, replacement)
-
-    def call(self):
-        self.calls.append("captured" if self.capturing else "run")
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    if torch.cuda.is_available():
-        pytest.skip("there is a real one")
-    return StandInGpu(monkeypatch)
-
-
-def test_the_clock_compiles_before_it_captures_and_takes_the_median_of_replays(gpu):
-    clock = GraphClock(torch.device("cuda", 99))
-    assert (clock.units, clock.has_pdl) == (132, True)
-    seconds = clock.seconds([gpu.call] * 4)
-    assert gpu.calls[:10] == ["synchronize", "run", "run", "synchronize", "begin", *["captured"] * 4, "end"]
-    assert gpu.calls[10:] == ["replay"] * 11 + ["reset"]
-    assert seconds == pytest.approx(7 / 4)  # the replays take 1 to 11 s; the first two do not count
-
-
-def test_a_capture_that_fails_is_ended(gpu):
-    def fails():
-        gpu.call()
-        if gpu.capturing:
-            raise RuntimeError("not in a capture")
-
-    with pytest.raises(RuntimeError, match="not in a capture"):
-        GraphClock(torch.device("cuda", 99)).seconds([fails])
-    assert gpu.calls[-3:] == ["begin", "captured", "end"]
 
 
 def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
@@ -404,15 +228,3 @@ def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path
         x, out = torch.randn(rows, 1024, device="cuda").bfloat16(), weight.new_full((rows, 2048), torch.nan)
         held.apply(out, x)
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1.6e-2, atol=1.6e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 16])
-def test_a_real_contest_has_no_wrong_candidate(rows, recwarn):
-    weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
-    winner, times = fastest_product(weight, None, rows, GraphClock(weight.device))
-    assert not [str(warning.message) for warning in recwarn if "small linear" in str(warning.message)]
-    assert len(times) >= 1 + len(candidates(2048, 1024, 2, rows, 132)) // 2
-    assert min(times.values()) > 1e-7
-    choice = LinearChoice.among("plain" if winner is None else "small", winner, times, weight.nbytes)
-    assert 1 < choice.gb_per_s < 20000
