@@ -1,8 +1,8 @@
-/* What the CPU kernels share: vectors of 16 floats, bf16, the exponential, and how arguments arrive.
+/* What the CPU kernels share: vectors of floats, bf16, the exponential, and how arguments arrive.
  *
  * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_BF16 is defined or not, and NAME()
  * gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
- * AVX2 and NEON. Sums run in an order that depends on the row alone: not on how many rows there are, which other rows,
+ * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many rows there are, which other rows,
  * or how many threads.
  */
 #ifndef GRAPHDECODE_NATIVE_H
@@ -14,18 +14,24 @@
 
 #include "native_threads.h"
 
+/* as many as the processor's registers hold: the compiler takes wider vectors apart badly */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
 #define PARALLEL_WORK 16384 /* elements that are too few to share */
 
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 
 #define INLINE static inline __attribute__((always_inline)) /* for constants that unroll loops */
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ivec __attribute__((vector_size(64)));
-typedef uint32_t uvec __attribute__((vector_size(64)));
-typedef uint16_t hvec __attribute__((vector_size(32)));
-typedef int8_t bvec __attribute__((vector_size(16)));
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 /* Kernels take one array of such arguments, so that all have one type and a list of them can be run in one call. */
 typedef union {
@@ -36,20 +42,17 @@ typedef union {
 
 static inline vec splat(float value) { return (vec){0} + value; }
 
-typedef float half_vec __attribute__((vector_size(32)));
-typedef float quarter_vec __attribute__((vector_size(16)));
-
-static inline float sum_lanes(vec v) { /* by halves, in registers */
-    union {
-        vec whole;
-        half_vec halves[2];
-    } all = {v};
-    union {
-        half_vec whole;
-        quarter_vec halves[2];
-    } eight = {all.halves[0] + all.halves[1]};
-    quarter_vec four = eight.halves[0] + eight.halves[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+static inline float sum_lanes(vec v) {
+#if LANES == 4
+    return (v[0] + v[2]) + (v[1] + v[3]);
+#else /* by halves, in registers */
+    typedef float quarter __attribute__((vector_size(16)));
+    quarter parts[LANES / 4];
+    memcpy(parts, &v, sizeof v);
+    for (int width = LANES / 8; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return (parts[0][0] + parts[0][2]) + (parts[0][1] + parts[0][3]);
+#endif
 }
 
 /* e^v to about 2 ulp: 2^n times a polynomial of the rest, |rest| <= ln(2) / 2; 0 below the smallest normal float. */

@@ -12,7 +12,9 @@
 #include <immintrin.h>
 #endif
 #define PANEL 32
-#define ROWS 8
+#define VECTORS (PANEL / LANES)
+#define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
+#define MOST_ROWS 8
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
@@ -25,33 +27,46 @@ struct product {
 
 static int64_t panels_to_share(int64_t rows, int64_t in) { return items_of(SHARED_WORK, rows * in * PANEL); }
 
-INLINE void add_products(const int count, vec (*sums)[2], const float *x, int64_t stride, vec low, vec high) {
-#pragma GCC unroll 8
-    for (int r = 0; r < count; r++) {
-        sums[r][0] += low * x[r * stride];
-        sums[r][1] += high * x[r * stride];
-    }
+typedef vec panel_sums[VECTORS];
+
+static inline uvec load_words(const void *at) {
+    uvec words;
+    memcpy(&words, at, sizeof words);
+    return words;
 }
 
-INLINE void int8_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const int8_t *at) {
-    ivec low, high;
-    memcpy(&low, at, sizeof low);
-    memcpy(&high, at + INT8_STEP * LANES, sizeof high);
+/* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
+INLINE void add_products(const int count, panel_sums *sums, const float *x, int64_t stride, const vec *weights) {
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[r][v] += weights[v] * x[r * stride];
+}
+
+INLINE void int8_step(const int count, panel_sums *sums, const float *x, int64_t stride, const int8_t *at) {
+    ivec words[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) words[v] = (ivec)load_words(at + v * INT8_STEP * LANES);
 #pragma GCC unroll 4
     for (int byte = 0; byte < INT8_STEP; byte++) {
-        vec low_weights = __builtin_convertvector((low << (24 - 8 * byte)) >> 24, vec);
-        vec high_weights = __builtin_convertvector((high << (24 - 8 * byte)) >> 24, vec);
-        add_products(count, sums, x + byte, stride, low_weights, high_weights);
+        vec weights[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            weights[v] = __builtin_convertvector((words[v] << (24 - 8 * byte)) >> 24, vec);
+        add_products(count, sums, x + byte, stride, weights);
     }
 }
 
-INLINE void f32_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const float *at) {
-    add_products(count, sums, x, stride, load_f32(at), load_f32(at + LANES));
+INLINE void f32_step(const int count, panel_sums *sums, const float *x, int64_t stride, const float *at) {
+    vec weights[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[v] = load_f32(at + v * LANES);
+    add_products(count, sums, x, stride, weights);
 }
 
 #ifdef __AVX512BF16__ /* the processor multiplies pairs of bf16 itself */
 typedef uint16_t bf16_input;
-INLINE void bf16_step(const int count, vec (*sums)[2], const uint16_t *x, int64_t stride, const uint16_t *at) {
+INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
     __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < count; r++) {
@@ -64,12 +79,16 @@ INLINE void bf16_step(const int count, vec (*sums)[2], const uint16_t *x, int64_
 }
 #else
 typedef float bf16_input;
-INLINE void bf16_step(const int count, vec (*sums)[2], const float *x, int64_t stride, const uint16_t *at) {
-    uvec low, high;
-    memcpy(&low, at, sizeof low);
-    memcpy(&high, at + 2 * LANES, sizeof high);
-    add_products(count, sums, x, stride, (vec)(low << 16), (vec)(high << 16));
-    add_products(count, sums, x + 1, stride, (vec)(low & 0xffff0000), (vec)(high & 0xffff0000));
+INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
+    vec even[VECTORS], odd[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+        uvec words = load_words(at + 2 * v * LANES);
+        even[v] = (vec)(words << 16);
+        odd[v] = (vec)(words & 0xffff0000);
+    }
+    add_products(count, sums, x, stride, even);
+    add_products(count, sums, x + 1, stride, odd);
 }
 #endif
 #endif
@@ -116,7 +135,7 @@ static const input *NAME(prepared)(const element *x, int64_t *stride, void *memo
 }
 
 /* Write a tile's sums, scaled and biased, where they belong; the last panel may be narrower than PANEL. */
-static void NAME(write_tile)(element *out, vec (*sums)[2], const element *scales, const element *bias, int64_t rows,
+static void NAME(write_tile)(element *out, panel_sums *sums, const element *scales, const element *bias, int64_t rows,
                              int64_t first, int64_t out_features) {
     int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
     for (int64_t r = 0; r < rows; r++) {
@@ -132,23 +151,24 @@ static void NAME(write_tile)(element *out, vec (*sums)[2], const element *scales
 
 /* One tile: `count` rows, a constant where this is used, times one panel. */
 #define TILE(STEP_FUNCTION, WIDTH)                                             \
-    for (int r = 0; r < count; r++) sums[r][0] = sums[r][1] = splat(0.0f);     \
+    for (int r = 0; r < count; r++)                                            \
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);            \
     for (int64_t i = 0; i < in; i += WIDTH) {                                  \
         __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD);         \
         __builtin_prefetch((const char *)(panel + i * PANEL) + AHEAD + 64);    \
         STEP_FUNCTION(count, sums, x + i, stride, panel + i * PANEL);          \
     }
 
-INLINE void NAME(tile)(const int count, vec (*out)[2], const input *x, int64_t stride, const element *panel,
+INLINE void NAME(tile)(const int count, panel_sums *out, const input *x, int64_t stride, const element *panel,
                        int64_t in) {
-    vec sums[ROWS][2];
+    panel_sums sums[MOST_ROWS];
     TILE(step, STEP)
     memcpy(out, sums, count * sizeof *sums);
 }
 
-INLINE void NAME(int8_tile)(const int count, vec (*out)[2], const float *x, int64_t stride, const int8_t *panel,
+INLINE void NAME(int8_tile)(const int count, panel_sums *out, const float *x, int64_t stride, const int8_t *panel,
                             int64_t in) {
-    vec sums[ROWS][2];
+    panel_sums sums[MOST_ROWS];
     TILE(int8_step, INT8_STEP)
     memcpy(out, sums, count * sizeof *sums);
 }
@@ -181,7 +201,7 @@ INLINE void NAME(int8_tile)(const int count, vec (*out)[2], const float *x, int6
     int64_t panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;                                              \
     for (int64_t panel = begin; panel < end; panel++)                                                           \
         for (int64_t row = 0; row < rows; row += ROWS) {                                                        \
-            vec sums[ROWS][2];                                                                                  \
+            panel_sums sums[MOST_ROWS];                                                                                  \
             int64_t count = rows - row < ROWS ? rows - row : ROWS;                                              \
             FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)    \
             NAME(write_tile)(out + row * out_features, sums, scales, bias, count, panel * PANEL, out_features); \

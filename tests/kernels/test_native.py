@@ -1,6 +1,7 @@
 """The compiled kernels of the CPU: each against a float64 oracle or the torch version, and what is around them."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -265,6 +266,12 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
     why, answers = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
     assert reason in why
     assert answers == "802|cinaeco"
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
+def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
+    compiler = f"{os.environ.get('CC', 'cc')} -mno-avx512f"
+    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=compiler) == ["None", "802|cinaeco"]
 
 
 def test_the_library_is_compiled_once_and_found_again(tmp_path):
