@@ -70,6 +70,9 @@ def generate(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
+    ] = False,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
@@ -87,6 +90,7 @@ def generate(
         seed=seed,
         prefix_cache=not no_prefix_cache,
         quantize=quantize,
+        batch_invariant=batch_invariant,
         progress=True,
     ) as llm:
         summary = RunSummary(llm)

@@ -6,6 +6,7 @@ from graphdecode.attention.extend import extend_attention
 from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention.paged_decode import PagedDecodeAttention
 from graphdecode.attention.single import single_decode_with_kv_cache
+from graphdecode.attention.token_by_token import TokenByTokenAttention
 from graphdecode.attention.wrappers import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -15,6 +16,7 @@ __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "PagedDecodeAttention",
+    "TokenByTokenAttention",
     "append_paged_kv_cache",
     "cached_attention",
     "extend_attention",

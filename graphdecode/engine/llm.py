@@ -42,6 +42,8 @@ class LLM:
         seed: of the requests that bring none.
         prefix_cache: reuse the pages of prompts that begin alike.
         quantize: `"int8"` for 8-bit weights on a CPU.
+        batch_invariant: a request's tokens and log-probabilities have the same bits alone and in any company, bucket
+            and row, however its prompt is cut, shared or recomputed. Prefill is slower; on a CPU it needs a C compiler.
         progress: show bars on standard error while loading and capturing.
 
     Raises:
@@ -58,6 +60,7 @@ class LLM:
         seed: int = 0,
         prefix_cache: bool = True,
         quantize: str | None = None,
+        batch_invariant: bool = False,
         progress: bool = False,
     ) -> None:
         if config is None or isinstance(config, BucketConfig):
@@ -73,6 +76,7 @@ class LLM:
             dtype=dtype,
             prefix_cache=prefix_cache,
             quantize=quantize,
+            batch_invariant=batch_invariant,
             progress=progress,
         )
         self.model: Decoder = self._runner.model

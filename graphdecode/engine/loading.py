@@ -42,6 +42,7 @@ def load_runner(
     dtype: str | torch.dtype = "auto",
     prefix_cache: bool = True,
     quantize: str | None = None,
+    batch_invariant: bool = False,
     progress: bool = False,
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
@@ -53,6 +54,7 @@ def load_runner(
         dtype: of weights and cache; `"auto"` takes the checkpoint's where the device can compute in it.
         prefix_cache: reuse the pages of prompts that begin alike.
         quantize: `"int8"` for 8-bit weights on a CPU.
+        batch_invariant: give a request the same bits in any company; slower.
         progress: show a bar on standard error while loading.
 
     Raises:
@@ -66,6 +68,7 @@ def load_runner(
         max_sequence_length=config.max_sequence_length,
         batch_sizes=config.ladder.sizes,
         quantize=quantize,
+        batch_invariant=batch_invariant,
         progress=progress,
     )
     capacity = plan_capacity(config, decoder.config, decoder.dtype, place)
@@ -80,4 +83,6 @@ def load_runner(
         device=place,
         prefix_caching=prefix_cache,
     )
-    return Runner(decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[place.type])
+    return Runner(
+        decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[place.type], batch_invariant=batch_invariant
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from graphdecode.attention import PagedDecodeAttention
+from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import PagedKVCacheManager
 from graphdecode.config import BucketConfig
@@ -72,6 +72,7 @@ class Runner:
         config: buckets, capture and loop.
         capacity: what the configuration means for this model.
         prefill_budget: tokens of a prefill at most.
+        batch_invariant: give a token the same bits in any batch, in a prompt as in a decode step.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Runner:
         capacity: Capacity,
         *,
         prefill_budget: int,
+        batch_invariant: bool = False,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -110,15 +112,11 @@ class Runner:
             max_batch_size=min(rows, prefill_budget),
             device=model.device,
         )
-        self._attention = PagedDecodeAttention(
-            max_batch_size=rows,
-            num_qo_heads=model.config.num_attention_heads,
-            num_kv_heads=model.config.num_key_value_heads,
-            head_dim=model.config.head_dim,
-            page_size=cache.page_size,
-            max_pages_per_row=pages,
-            dtype=model.dtype,
-            device=model.device,
+        self._attention = self._decode_attention(rows, batch_invariant)
+        # a CPU's attention has no workspace that grows with the rows
+        tokens_at_once = rows if self._is_cuda else prefill_budget
+        self._prefill_attention = (
+            TokenByTokenAttention(self._decode_attention(tokens_at_once, True)) if batch_invariant else None
         )
         ring = self.buffers.ring_tokens
         # on a GPU each step ends with a copy of the ring into pinned memory, so that the host only ever reads its own
@@ -133,6 +131,20 @@ class Runner:
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
             choices=model.linear_choices,
+        )
+
+    def _decode_attention(self, rows: int, batch_invariant: bool) -> PagedDecodeAttention:
+        config = self.model.config
+        return PagedDecodeAttention(
+            max_batch_size=rows,
+            num_qo_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            page_size=self.cache.page_size,
+            max_pages_per_row=self.cache.max_pages_per_row,
+            dtype=self.model.dtype,
+            batch_invariant=batch_invariant,
+            device=self.model.device,
         )
 
     def _decode_slots(self, vocab_size: int, rows: int, pages: int) -> list[Slot]:
@@ -209,6 +221,7 @@ class Runner:
             batch.cu_seqlens_kv,
             batch.page_table,
             self._caches,
+            self._prefill_attention,
         )
 
     def stage_rows(self, sequences: list[Sequence]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention import PagedDecodeAttention, extend_attention
+from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention, extend_attention
 from graphdecode.buffers import Batch
 from graphdecode.kernels.act_mul import act_mul
 from graphdecode.kernels.embedding import embedding
@@ -166,6 +166,7 @@ class Decoder:
         cu_seqlens_kv: Tensor,
         page_table: Tensor,
         caches: list[LayerCache],
+        attention: TokenByTokenAttention | None = None,
     ) -> None:
         """Append the keys and values of many tokens; no logits, for a prompt's last token is fed to a decode step.
 
@@ -178,10 +179,14 @@ class Decoder:
             cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
             page_table: int32 [b, pages].
             caches: keys and values of each layer.
+            attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
         """
         tokens = _Tokens(rows, positions, live, page_table)
 
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
+            if attention is not None:
+                attention.run(out, q, keys, values, rows, positions, live, page_table, window)
+                return
             extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, window_left=window)
 
         with torch.no_grad():

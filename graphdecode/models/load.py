@@ -6,12 +6,13 @@ import ctypes
 import platform
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from graphdecode.kernels import native
 from graphdecode.kernels.choice_cache import ChoiceCache
 from graphdecode.kernels.linear_choice import LinearTuner
 from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
@@ -62,6 +63,7 @@ def load_model(
     max_sequence_length: int | None = None,
     batch_sizes: tuple[int, ...] = (1, 8),
     quantize: str | None = None,
+    batch_invariant: bool = False,
     progress: bool = False,
 ) -> Decoder:
     """Load a decoder.
@@ -74,6 +76,7 @@ def load_model(
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
         quantize: None, or `"int8"` for 8-bit weights on a CPU.
+        batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
         progress: show a bar on standard error.
 
     Raises:
@@ -94,10 +97,24 @@ def load_model(
         config = ModelConfig.load(folder)
         chosen = resolve_dtype(dtype, config.dtype, device)
         weights = Checkpoint(folder, device, chosen)
+    if batch_invariant:
+        _check_invariance(config, chosen, device)
     optional = {"lm_head.weight"} if config.tie_word_embeddings else set()
     weights.check(_expected_shapes(config), optional)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _Loader(config, weights, chosen, device, batch_sizes, quantize).load(positions, progress)
+    return _Loader(config, weights, chosen, device, batch_sizes, quantize, batch_invariant).load(positions, progress)
+
+
+def _check_invariance(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    if device.type == "cuda":
+        return
+    if native.library() is None:
+        raise ValueError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
+    if dtype not in native.ELEMENTS:
+        raise ValueError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
+    if config.head_dim % native.LANES:
+        multiple = f"a head_dim that is a multiple of {native.LANES}"
+        raise ValueError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
 
 
 def _return_free_memory() -> None:
@@ -149,6 +166,7 @@ class _Loader:
         device: torch.device,
         batch_sizes: tuple[int, ...],
         quantize: str | None,
+        batch_invariant: bool,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -158,7 +176,7 @@ class _Loader:
         self._batch_sizes = (
             batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
         )
-        self._quantize = quantize
+        self._options: dict[str, Any] = {"quantize": quantize, "batch_invariant": batch_invariant}
         elements = sum(shape[0] * shape[1] for shape in self._shapes.values() if len(shape) == 2)
         self._tuner = LinearTuner(elements * dtype.itemsize, ChoiceCache())
 
@@ -202,4 +220,4 @@ class _Loader:
         return self._prepare(weight, self._weights.read(*biases) if biases[0] in self._shapes else None)
 
     def _prepare(self, weight: Tensor, bias: Tensor | None) -> LinearWeight:
-        return prepare_linear(weight, bias, tuner=self._tuner, batch_sizes=self._batch_sizes, quantize=self._quantize)
+        return prepare_linear(weight, bias, tuner=self._tuner, batch_sizes=self._batch_sizes, **self._options)
