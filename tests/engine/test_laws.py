@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from graphdecode import LLM, SamplingParams, StepBuffers
+from graphdecode import LLM, SamplingParams
 from graphdecode.engine.sequence import Sequence
 
 MakeLLM = Callable[..., LLM]
@@ -134,32 +134,3 @@ def test_law_7_a_batch_outside_the_capacity_changes_nothing(make_llm: MakeLLM, b
     assert_same_bits(rows.live_state(), before)
     assert rows.runner.buffers.live_row_count == 3
     rows.close()
-
-
-@pytest.mark.parametrize(("pages", "most_uploads"), [(1000, 0), (128, 300 // 16 + 1)])
-def test_law_8_a_steady_step_copies_nothing_to_the_device(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, pages: int, most_uploads: int
-) -> None:
-    llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=pages)
-    uploads: list[str] = []
-    upload = StepBuffers.upload
-
-    def counting_upload(buffers: StepBuffers, block: str, live_rows: int) -> None:
-        uploads.append(block)
-        upload(buffers, block, live_rows)
-
-    monkeypatch.setattr(StepBuffers, "upload", counting_upload)
-    long = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    streams = [llm.stream([97] * 5, long) for _ in range(4)]
-    for _ in range(5):
-        llm.step()
-    assert uploads
-    uploads.clear()
-    for _ in range(300):
-        llm.step()
-    assert llm.stats.batch_sizes[4] >= 300
-    # with a tight pool the page table grows, once in a page's length
-    assert set(uploads) <= {"pages"}
-    assert len(uploads) <= most_uploads
-    for stream in streams:
-        stream.close()
