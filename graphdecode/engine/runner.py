@@ -14,6 +14,7 @@ from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import PagedKVCacheManager
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.rings import Rings
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.engine.sequence import Sequence
 from graphdecode.graphs import GraphManager
@@ -118,9 +119,11 @@ class Runner:
         self._prefill_attention = (
             TokenByTokenAttention(self._decode_attention(tokens_at_once, True)) if batch_invariant else None
         )
-        ring = self.buffers.ring_tokens
-        # on a GPU each step ends with a copy of the ring into pinned memory, so that the host only ever reads its own
-        self._host_ring = torch.empty(ring.shape, dtype=ring.dtype, pin_memory=True) if self._is_cuda else ring
+        # twice what a launch writes: the host reads one launch while the next is under way
+        length = 2 * max(self.steps_per_launch, 2)
+        self._rings = Rings.allocate(length, rows, model.device)
+        # on a GPU each step ends with a copy of the rings into pinned memory, so that the host only ever reads its own
+        self._host_rings = Rings.allocate(length, rows, "cpu", pin_memory=True) if self._is_cuda else self._rings
         self._adopt_tensors()
         self.graphs = GraphManager(
             self._step,
@@ -148,8 +151,6 @@ class Runner:
         )
 
     def _decode_slots(self, vocab_size: int, rows: int, pages: int) -> list[Slot]:
-        # twice what a launch writes: the host reads one launch while the next is under way
-        ring = 2 * max(self.steps_per_launch, 2)
         slots = [
             Slot("tokens", ("batch",), torch.int64, pad=1, staged=ROWS),
             Slot("pre_step_seqlens", ("batch",), torch.int32, staged=ROWS),
@@ -163,10 +164,6 @@ class Runner:
             Slot("top_ids", ("batch", MAX_LOGPROBS), torch.int32),
             Slot("step_index", (1,), torch.int64),
             Slot("running", (1,), torch.int32),
-            Slot("ring_tokens", (ring, rows), torch.int64, pad=-1),
-            Slot("ring_logprob", (ring, rows), torch.float32),
-            Slot("ring_top_logprobs", (ring, rows, MAX_LOGPROBS), torch.float32),
-            Slot("ring_top_ids", (ring, rows, MAX_LOGPROBS), torch.int32),
         ]
         for spec in SAMPLING_SLOTS:
             shape: tuple[int | str, ...] = ("batch", spec.width) if spec.width else ("batch",)
@@ -177,12 +174,14 @@ class Runner:
         for layer, (keys, values) in enumerate(self._caches):
             self.buffers.adopt(f"k_cache_{layer}", keys)
             self.buffers.adopt(f"v_cache_{layer}", values)
+        for name, ring in self._rings._asdict().items():
+            self.buffers.adopt(f"ring_{name}", ring)
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
         for index, tensor in enumerate(self.model.workspace):
             self.buffers.adopt(f"linear_workspace_{index}", tensor)
         if self._is_cuda:
-            self.buffers.adopt("host_ring", self._host_ring)
+            self.buffers.adopt("host_rings", self._host_rings.memory)
 
     def _step(self, batch: Batch) -> None:
         """One decode step: feed each row's token, sample its successor, and make the row ready for the next step."""
@@ -193,7 +192,7 @@ class Runner:
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         advance(state, batch.sampled, batch.live_rows, slots, logprobs)
         if self._is_cuda:
-            batch.host_ring.copy_(batch.ring_tokens, non_blocking=True)
+            batch.host_rings.copy_(batch.ring_memory, non_blocking=True)
 
     def prefill(self, chunks: list[Chunk]) -> None:
         """Compute the keys and values of some sequences' next tokens, all chunks in one pass."""
@@ -312,13 +311,13 @@ class Runner:
         wants_logprobs = any(sequence.params.logprobs is not None for sequence in launch.sequences)
         steps: list[StepTokens] = []
         for step in range(launch.first_step, launch.first_step + launch.num_steps):
-            place = step % self._host_ring.shape[0]
-            tokens = self._host_ring[place, :count].tolist()
+            place = step % self._host_rings.tokens.shape[0]
+            tokens = self._host_rings.tokens[place, :count].tolist()
             steps.append(StepTokens(tokens, self._read_logprobs(place, count) if wants_logprobs else None))
         return steps
 
     def _read_logprobs(self, place: int, count: int) -> StepLogprobs:
-        rings = (self.buffers.ring_logprob, self.buffers.ring_top_logprobs, self.buffers.ring_top_ids)
+        rings = (self._host_rings.logprob, self._host_rings.top_logprobs, self._host_rings.top_ids)
         return StepLogprobs(*(ring[place, :count].tolist() for ring in rings))
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ class Rows:
                 state[name] = tensor[:-1].clone()
             elif slot is not None and slot.batch_dim is not None:
                 state[name] = tensor[:count].clone()
-            elif name.startswith("ring"):
+            elif name.startswith("ring") and name != "ring_memory":
                 state[name] = tensor[:, :count].clone()
         return state
 
