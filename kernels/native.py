@@ -17,7 +17,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ _UNIT_END = (
     "    for (int64_t i = 0; i < count; i++) kernels[i](args[i]);\n}\n"
 )
 _COMPILE_SECONDS = 120
+_SWITCHED_OFF: ContextVar[bool] = ContextVar("switched_off", default=False)
 
 
 class NativeCall:
@@ -106,6 +109,16 @@ def _argument(value: Tensor | int | float | None) -> _Argument:
     return _Argument(i=value or 0)
 
 
+@contextmanager
+def switched_off() -> Iterator[None]:
+    """Let operators that are bound or run inside take torch's way, to measure what compiling is worth."""
+    token = _SWITCHED_OFF.set(True)
+    try:
+        yield
+    finally:
+        _SWITCHED_OFF.reset(token)
+
+
 def fits(*tensors: Tensor | None) -> bool:
     """Whether the kernels can take these: one element type that they know, in host memory; None counts as fitting."""
     given = [tensor for tensor in tensors if tensor is not None]
@@ -114,8 +127,8 @@ def fits(*tensors: Tensor | None) -> bool:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, made at the first call; None if they cannot be had here."""
-    return _load()[0]
+    """Return the compiled kernels, made at the first call; None if they cannot be had here, or are switched off."""
+    return None if _SWITCHED_OFF.get() else _load()[0]
 
 
 def why_not() -> str | None:
@@ -133,7 +146,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 @functools.cache
 def _function(name: str) -> Any:
-    loaded = library()
+    loaded = _load()[0]
     if loaded is None:
         raise RuntimeError(f"there are no compiled kernels here: {why_not()}")
     function = getattr(loaded, name)

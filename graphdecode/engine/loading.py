@@ -10,7 +10,7 @@ from graphdecode.cache import PagedKVCacheManager
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.runner import Runner
-from graphdecode.models import load_model
+from graphdecode.models import Decoder, load_model
 
 PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
 
@@ -71,7 +71,15 @@ def load_runner(
         batch_invariant=batch_invariant,
         progress=progress,
     )
-    capacity = plan_capacity(config, decoder.config, decoder.dtype, place)
+    return make_runner(decoder, config, prefix_cache=prefix_cache, batch_invariant=batch_invariant)
+
+
+def make_runner(
+    decoder: Decoder, config: BucketConfig, *, prefix_cache: bool = True, batch_invariant: bool = False
+) -> Runner:
+    """Size a loaded model's cache and lay out its buffers; see `load_runner`."""
+    device = decoder.device
+    capacity = plan_capacity(config, decoder.config, decoder.dtype, device)
     cache = PagedKVCacheManager(
         max_batch_size=config.max_batch_size,
         max_sequence_length=capacity.pages_per_row * config.page_size,
@@ -80,9 +88,9 @@ def load_runner(
         num_heads_kv=decoder.config.num_key_value_heads,
         head_dim_k=decoder.config.head_dim,
         dtype=decoder.dtype,
-        device=place,
+        device=device,
         prefix_caching=prefix_cache,
     )
     return Runner(
-        decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[place.type], batch_invariant=batch_invariant
+        decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[device.type], batch_invariant=batch_invariant
     )

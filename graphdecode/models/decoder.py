@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,15 @@ class _Tokens:
     page_table: Tensor  # int32 [b, pages of a row]
 
 
+class StepOperators(NamedTuple):
+    """What a layer is made of besides products and attention; each has the signature of the fused operator."""
+
+    rms_norm: Callable[..., None] = rms_norm
+    add_rms_norm: Callable[..., None] = add_rms_norm
+    rope_append: Callable[..., None] = rope_append
+    act_mul: Callable[..., None] = act_mul
+
+
 class Decoder:
     """A decoder-only transformer: RMSNorm, rotary grouped-query attention, gated MLP.
 
@@ -67,6 +76,7 @@ class Decoder:
         final_norm: [hidden].
         lm_head: [vocab, hidden].
         cos_sin: float32 [positions, 2, head_dim / 2].
+        operators: of the layers; others than the fused ones are for measuring what fusing is worth.
     """
 
     def __init__(
@@ -77,8 +87,10 @@ class Decoder:
         final_norm: Tensor,
         lm_head: LinearWeight,
         cos_sin: Tensor,
+        operators: StepOperators | None = None,
     ) -> None:
         self.config = config
+        self._operators = operators or StepOperators()
         self.dtype = embedding_weight.dtype
         self.device = embedding_weight.device
         self._embedding = embedding_weight
@@ -86,6 +98,32 @@ class Decoder:
         self._final_norm = final_norm
         self._lm_head = lm_head
         self._cos_sin = cos_sin
+
+    def varied(
+        self,
+        linear: Callable[[LinearWeight], LinearWeight] | None = None,
+        operators: StepOperators | None = None,
+    ) -> Decoder:
+        """Return a decoder over the same weights that takes other paths, to be measured beside this one.
+
+        Args:
+            linear: makes the product of each layer's weight; None keeps them.
+            operators: of the layers; None keeps them.
+        """
+        vary = linear or (lambda weight: weight)
+        layers = [
+            replace(layer, qkv=vary(layer.qkv), o=vary(layer.o), gate_up=vary(layer.gate_up), down=vary(layer.down))
+            for layer in self._layers
+        ]
+        return Decoder(
+            self.config,
+            self._embedding,
+            layers,
+            self._final_norm,
+            vary(self._lm_head),
+            self._cos_sin,
+            operators or self._operators,
+        )
 
     @property
     def num_layers(self) -> int:
@@ -151,7 +189,7 @@ class Decoder:
             attention.run(out, q, keys, values, batch.page_table, window_left=window)
 
         hidden, residual = self._run_layers(batch.tokens, tokens, caches, attend)
-        add_rms_norm(hidden, residual, hidden, self._final_norm, self.config.rms_norm_eps)
+        self._operators.add_rms_norm(hidden, residual, hidden, self._final_norm, self.config.rms_norm_eps)
         logits = self._empty(hidden.shape[0], self.config.vocab_size)
         self._lm_head.apply(logits, hidden)
         return logits
@@ -202,9 +240,9 @@ class Decoder:
         eps = self.config.rms_norm_eps
         for index, (layer, cache) in enumerate(zip(self._layers, caches, strict=True)):
             if index == 0:
-                rms_norm(hidden, residual, layer.input_norm, eps)
+                self._operators.rms_norm(hidden, residual, layer.input_norm, eps)
             else:
-                add_rms_norm(hidden, residual, hidden, layer.input_norm, eps)
+                self._operators.add_rms_norm(hidden, residual, hidden, layer.input_norm, eps)
             self._run_layer(layer, hidden, residual, tokens, cache, attend, self.config.windows[index])
         return hidden, residual
 
@@ -225,7 +263,7 @@ class Decoder:
         qkv = self._empty(count, layer.qkv.out_features)
         layer.qkv.apply(qkv, hidden)
         q = torch.empty((count, config.num_attention_heads, config.head_dim), dtype=self.dtype, device=self.device)
-        rope_append(
+        self._operators.rope_append(
             q,
             keys,
             values,
@@ -242,11 +280,11 @@ class Decoder:
         attended = torch.empty_like(q)
         attend(attended, q, keys, values, window)
         layer.o.apply(hidden, attended.view(count, -1))
-        add_rms_norm(hidden, residual, hidden, layer.post_norm, config.rms_norm_eps)
+        self._operators.add_rms_norm(hidden, residual, hidden, layer.post_norm, config.rms_norm_eps)
         gate_up = self._empty(count, layer.gate_up.out_features)
         layer.gate_up.apply(gate_up, hidden)
         activated = self._empty(count, config.intermediate_size)
-        act_mul(activated, gate_up, config.activation)
+        self._operators.act_mul(activated, gate_up, config.activation)
         layer.down.apply(hidden, activated)
 
     def _empty(self, rows: int, columns: int) -> Tensor:

@@ -22,7 +22,7 @@ from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
 
 SCHEMA_VERSION = 1
-_STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
+STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
 _NOISY_SPREAD = 1.5  # p90 over p50 of a step that should take the same time every time
 _EAGER_SHARE = 4  # one eager step is timed for so many replays
 
@@ -80,6 +80,17 @@ class ProfileRow:
     samples_ms: list[float]
 
 
+def step_bytes(runner: Runner, bucket: int, context: int) -> int:
+    """Return the bytes that a step must move: the weights once, each row's keys and values once, the new ones written.
+
+    Args:
+        runner: model and cache.
+        bucket: rows.
+        context: tokens of each row.
+    """
+    return runner.model.weight_bytes + bucket * (context + 1) * runner.capacity.token_bytes
+
+
 class LatencyProfiler:
     """Measures the captured decode step of a runner.
 
@@ -89,7 +100,7 @@ class LatencyProfiler:
     """
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
-        self._runner = runner
+        self.runner = runner
         self._steps = steps
         self._ids = itertools.count()
 
@@ -99,8 +110,8 @@ class LatencyProfiler:
         Raises:
             ValueError: a context is less than 1, or does not fit the capacity.
         """
-        runner = self._runner
-        longest = runner.cache.max_sequence_length - _STEPS_PER_STAGING
+        runner = self.runner
+        longest = runner.cache.max_sequence_length - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
                 raise ValueError(
@@ -110,7 +121,7 @@ class LatencyProfiler:
         points = [(bucket, context) for context in contexts for bucket in runner.graphs.buckets]
         rows = []
         for bucket, context in tqdm(points, desc="profiling", unit="point", disable=not progress, leave=False):
-            with_pages = self._sequences(bucket, context)
+            with_pages = self.sequences(bucket, context)
             try:
                 rows.append(self._measure(with_pages, context, bandwidth))
             finally:
@@ -129,32 +140,38 @@ class LatencyProfiler:
 
     def write_trace(self, path: Path, context: int) -> Path:
         """Write a Chrome trace of ten steps of the largest bucket, to be opened in Perfetto."""
-        sequences = self._sequences(self._runner.graphs.buckets[-1], context)
+        sequences = self.sequences(self.runner.graphs.buckets[-1], context)
         try:
-            self._runner.stage_rows(sequences)
+            self.runner.stage_rows(sequences)
             activities = [torch.profiler.ProfilerActivity.CPU]
-            if self._runner.model.device.type == "cuda":
+            if self.runner.model.device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=activities) as profiler:
                 for _ in range(10):
-                    self._runner.read(self._runner.launch(sequences, 1))
+                    self.runner.read(self.runner.launch(sequences, 1))
             profiler.export_chrome_trace(str(path))
         finally:
             for sequence in sequences:
-                self._runner.cache.free_sequence(sequence.sequence_id)
+                self.runner.cache.free_sequence(sequence.sequence_id)
         return path
 
-    def _sequences(self, count: int, context: int) -> list[Sequence]:
-        """Make rows that have `context - 1` tokens in the cache and are about to feed the next one."""
-        cache = self._runner.cache
-        params = SamplingParams(temperature=0.0, max_tokens=_STEPS_PER_STAGING, ignore_eos=True)
+    def sequences(self, count: int, context: int, logprobs: int | None = None) -> list[Sequence]:
+        """Make rows that have `context - 1` tokens in the cache and are about to feed the next one.
+
+        Args:
+            count: rows.
+            context: tokens of each.
+            logprobs: how many log-probabilities a step is to give besides the token's own; None: none.
+        """
+        cache = self.runner.cache
+        params = SamplingParams(temperature=0.0, max_tokens=STEPS_PER_STAGING, ignore_eos=True, logprobs=logprobs)
         sequences: list[Sequence] = []
         try:
             for _ in range(count):
                 ids = [1] * context
                 output = CompletionOutput(0)
                 request = RequestOutput(0, None, ids, [output], RequestMetrics(0.0))
-                length = context + _STEPS_PER_STAGING
+                length = context + STEPS_PER_STAGING
                 sequence = Sequence(next(self._ids), ids, params, Detokenizer(None), 0, length, (), output, request)
                 cache.add(sequence.sequence_id)
                 sequences.append(sequence)
@@ -166,11 +183,11 @@ class LatencyProfiler:
         return sequences
 
     def _measure(self, sequences: list[Sequence], context: int, bandwidth: float) -> ProfileRow:
-        runner, bucket = self._runner, len(sequences)
-        launch_us, step_ms, token_ms = self._replayed(sequences)
-        eager_ms = list(self._eager(sequences, max(self._steps // _EAGER_SHARE, 5)))
+        runner, bucket = self.runner, len(sequences)
+        launch_us, step_ms, token_ms = self.replayed(sequences)
+        eager_ms = list(self.eager(sequences, max(self._steps // _EAGER_SHARE, 5)))
         step, eager = Percentiles.of(step_ms), Percentiles.of(eager_ms)
-        bytes_moved = runner.model.weight_bytes + bucket * (context + 1) * runner.capacity.token_bytes
+        bytes_moved = step_bytes(runner, bucket, context)
         seconds = step.p50 / 1000
         return ProfileRow(
             bucket=bucket,
@@ -189,20 +206,21 @@ class LatencyProfiler:
             samples_ms=[round(value, 6) for value in step_ms],
         )
 
-    def _replayed(self, sequences: list[Sequence]) -> tuple[list[float], list[float], list[float]]:
+    def replayed(self, sequences: list[Sequence]) -> tuple[list[float], list[float], list[float]]:
+        """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms."""
         launch_us: list[float] = []
         step_ms: list[float] = []
         token_ms: list[float] = []
-        warm_up = min(_STEPS_PER_STAGING, self._steps)
+        warm_up = min(STEPS_PER_STAGING, self._steps)
         for index in range(self._steps + warm_up):
-            if index % _STEPS_PER_STAGING == 0:
-                self._runner.stage_rows(sequences)
+            if index % STEPS_PER_STAGING == 0:
+                self.runner.stage_rows(sequences)
                 self._synchronize()
-            with _DeviceTimer(self._runner.model.device) as timer:
+            with _DeviceTimer(self.runner.model.device) as timer:
                 began = time.perf_counter()
-                launch = self._runner.launch(sequences, 1)
+                launch = self.runner.launch(sequences, 1)
                 launched = time.perf_counter()
-            self._runner.read(launch)
+            self.runner.read(launch)
             done = time.perf_counter()
             if index >= warm_up:
                 launch_us.append(1e6 * (launched - began))
@@ -210,19 +228,20 @@ class LatencyProfiler:
                 token_ms.append(1e3 * (done - began))
         return launch_us, step_ms, token_ms
 
-    def _eager(self, sequences: list[Sequence], count: int) -> Iterator[float]:
+    def eager(self, sequences: list[Sequence], count: int) -> Iterator[float]:
+        """Yield the times of eager steps in ms."""
         for index in range(count + 2):
-            if index % _STEPS_PER_STAGING == 0:
-                self._runner.stage_rows(sequences)
+            if index % STEPS_PER_STAGING == 0:
+                self.runner.stage_rows(sequences)
                 self._synchronize()
-            with _DeviceTimer(self._runner.model.device) as timer:
-                self._runner.graphs.run_eager(len(sequences))
+            with _DeviceTimer(self.runner.model.device) as timer:
+                self.runner.graphs.run_eager(len(sequences))
             elapsed = timer.milliseconds()
             if index >= 2:
                 yield elapsed
 
     def _synchronize(self) -> None:
-        if self._runner.model.device.type == "cuda":
+        if self.runner.model.device.type == "cuda":
             torch.cuda.synchronize()
 
 

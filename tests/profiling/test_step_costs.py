@@ -1,0 +1,97 @@
+"""What a step costs: floors worked out by hand, variants that compute the same, gaps that a trace has."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphdecode.kernels import native
+from graphdecode.profiling.step_costs import EAGER, FULL, kernel_summary, measure_steps
+
+ROOT = Path(__file__).parents[2]
+# the demo model: 4 layers, d 128, 4 query and 2 key heads of 32, ff 384, vocabulary 259 (tied)
+DEMO_WEIGHTS = 4 * (4 * (256 * 128 + 128 * 128 + 768 * 128 + 128 * 384 + 2 * 128) + 259 * 128 + 128)
+DEMO_TOKEN_BYTES = 2 * 4 * 2 * 32 * 4
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return measure_steps(
+        "demo", dtype="float32", batch_sizes=[1, 3], contexts=[5, 33], steps=4, rounds=1, progress=False
+    )
+
+
+def test_every_variant_is_measured_at_every_point(demo):
+    variants = {FULL, EAGER, "without fused operators"}
+    if torch.cuda.is_available():
+        variants |= {"cuBLAS alone", "without early start"}
+    elif native.library() is not None:
+        variants |= {"without compiled kernels"}
+    points = {(cost["variant"], cost["bucket"], cost["context"]) for cost in demo["costs"]}
+    assert points == {(variant, bucket, context) for variant in variants for bucket in (1, 3) for context in (5, 33)}
+    assert all(cost["step_ms"] > 0 and cost["host_us"] > 0 for cost in demo["costs"])
+    assert [capture["bucket"] for capture in demo["captures"]] == [1, 3]
+
+
+def test_the_floor_is_the_bytes_over_the_bandwidth(demo):
+    assert demo["weight_bytes"] == pytest.approx(DEMO_WEIGHTS, rel=0.02)
+    for cost in demo["costs"]:
+        moved = demo["weight_bytes"] + cost["bucket"] * (cost["context"] + 1) * DEMO_TOKEN_BYTES
+        assert cost["floor_ms"] == pytest.approx(1000 * moved / demo["read_bandwidth"])
+        assert cost["times_floor"] == pytest.approx(cost["step_ms"] / cost["floor_ms"])
+
+
+def test_the_variants_compute_the_same_step(demo):
+    for cost in demo["costs"]:
+        assert cost["logprob_error"] < 1e-4, cost["variant"]
+
+
+def test_gaps_lie_between_kernels_that_do_not_overlap():
+    kernels = [("b", 10.0, 14.0), ("a", 0.0, 8.0), ("a", 12.0, 20.0), ("c", 25.0, 26.0)]
+    summary = kernel_summary(kernels, steps=2)
+    assert summary["idle_us"] == (2 + 5) / 2
+    assert summary["top_kernels_us"] == {"a": 8.0, "b": 2.0, "c": 0.5}
+    assert summary["largest_gaps_us"][0] == {"us": 5.0, "after": "a", "before": "c"}
+    assert kernel_summary([], steps=1) == {"top_kernels_us": {}, "idle_us": 0, "largest_gaps_us": []}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_sizes": [0]}, r"must be >= 1, got \[0\]"),
+        ({"contexts": []}, "must be >= 1"),
+        ({"steps": 0}, "must be >= 1"),
+        ({"model": "shape:llama-7t"}, "unknown shape"),
+    ],
+)
+def test_bad_arguments_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        measure_steps(**{"model": "demo", "progress": False} | options)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
+    monkeypatch.setattr("graphdecode.profiling.step_costs.free_bytes", lambda device: 2**30)
+    with pytest.raises(ValueError, match=r"shape:llama-3.1-8b takes .* GiB, and 1.0 GiB are free"):
+        measure_steps("shape:llama-3.1-8b", progress=False)
+
+
+def test_the_script_writes_what_it_shows(tmp_path):
+    command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), "--model", "demo,shape:nothing", "--steps", "2"]
+    done = subprocess.run(
+        [*command, "--rounds", "1", "--batch-sizes", "1,2", "--contexts", "8", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 2, done.stderr  # one of the models is unknown, and the other is measured all the same
+    assert "shape:nothing: unknown shape" in done.stdout.replace("\n", "")
+    written = json.loads((tmp_path / "step.json").read_text())
+    assert written["schema"] == 1
+    assert [model["model"] for model in written["models"]] == ["demo"]
