@@ -4,7 +4,7 @@
     python tools/bench_generate.py --model llama-100m --dtype bfloat16 --batch-sizes 1
 
 Every figure stands next to its limit: the time that reading the weights once takes at the read bandwidth that is
-measured in the same run. Engines take turns (A B A B ...), and medians are compared.
+measured between the engines' turns (A B A B ...). Medians are compared.
 """
 
 import json
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models import resolve_model_path
 from graphdecode.profiling import read_bandwidth
+from graphdecode.profiling.environment import describe_environment
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 PROMPT_TOKENS = 32
@@ -126,33 +127,42 @@ def main(
         for peer in filter(None, peers.split(",")):
             cache = "static" if peer.endswith("-static") else "dynamic"
             engines[peer] = transformers_engine(path, dtype, device, cache)
-        bandwidth = read_bandwidth(device)
-        floor = llm.model.weight_bytes / bandwidth
-        vocab_size = llm.model.config.vocab_size
-        rows = [measure(engines, size, new_tokens, repeats, floor, vocab_size) for size in sizes]
-        print_table(rows, f"{model} {dtype} on {device}, {torch.get_num_threads()} threads", bandwidth, floor)
+        vocab_size, weight_bytes = llm.model.config.vocab_size, llm.model.weight_bytes
+        rows = [measure(engines, size, new_tokens, repeats, device, weight_bytes, vocab_size) for size in sizes]
+        print_table(rows, f"{model} {dtype} on {device}, {torch.get_num_threads()} threads")
         if out is not None:
             record = {"model": model, "dtype": dtype, "device": device, "threads": torch.get_num_threads()}
-            record |= {"read_bandwidth": bandwidth, "weight_bytes": llm.model.weight_bytes, "rows": rows}
+            record |= {"weight_bytes": weight_bytes, "environment": describe_environment(device), "rows": rows}
             out.write_text(json.dumps(record, indent=1))
         llm.close()
 
 
 def measure(
-    engines: dict[str, Generate], batch_size: int, new_tokens: int, repeats: int, floor: float, vocab_size: int
+    engines: dict[str, Generate],
+    batch_size: int,
+    new_tokens: int,
+    repeats: int,
+    device: str,
+    weight_bytes: int,
+    vocab_size: int,
 ) -> dict:
-    """Time all engines in turn at one batch size."""
+    """Time all engines in turn at one batch size, and the memory between them, whose speed is not the same for long."""
     generator = torch.Generator().manual_seed(batch_size)
     prompts = torch.randint(3, vocab_size, (batch_size, PROMPT_TOKENS), generator=generator).tolist()
     answers = {name: generate(prompts, new_tokens) for name, generate in engines.items()}  # warm-up, too
     times: dict[str, list[float]] = {name: [] for name in engines}
+    bandwidths = []
     for _ in range(repeats):
+        bandwidths.append(read_bandwidth(device, repeats=2))
         for name, generate in engines.items():
             times[name].append(seconds_per_step(generate, prompts, new_tokens))
     median = {name: statistics.median(values) for name, values in times.items()}
-    own = median["graphdecode"]
+    own, bandwidth = median["graphdecode"], statistics.median(bandwidths)
+    floor = weight_bytes / bandwidth
     return {
         "batch_size": batch_size,
+        "read_bandwidth": bandwidth,
+        "floor_ms": 1000 * floor,
         "ms_per_step": {name: 1000 * value for name, value in median.items()},
         "tokens_per_second": {name: batch_size / value for name, value in median.items()},
         "times_faster_than": {name: value / own for name, value in median.items()},
@@ -161,7 +171,7 @@ def measure(
     }
 
 
-def print_table(rows: list[dict], title: str, bandwidth: float, floor: float) -> None:
+def print_table(rows: list[dict], title: str) -> None:
     """Show the figures, each next to its limit."""
     table = Table("batch", "engine", "ms/step", "tokens/s", "graphdecode is", "of floor", "same tokens", title=title)
     for row in rows:
@@ -177,7 +187,11 @@ def print_table(rows: list[dict], title: str, bandwidth: float, floor: float) ->
             )
     console = Console()
     console.print(table)
-    console.print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s; reading the weights once takes {1000 * floor:.3f} ms")
+    for row in rows:
+        console.print(
+            f"batch {row['batch_size']}: read bandwidth {row['read_bandwidth'] / 1e9:.1f} GB/s; "
+            f"reading the weights once takes {row['floor_ms']:.3f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -45,8 +45,8 @@ def goal_of(model: str, cost: dict[str, Any]) -> str:
 def print_model(result: dict[str, Any], console: Console) -> None:
     """Show one model's figures, each next to its limit."""
     table = Table(
-        "batch", "context", "variant", "step ms", "floors", "times full", "host us", "logprob error", "goal",
-        title=f"{result['model']} {result['dtype']}, {result['read_bandwidth'] / 1e9:.0f} GB/s read bandwidth",
+        "batch", "context", "variant", "step ms", "GB/s", "floors", "times full", "host us", "logprob error", "goal",
+        title=f"{result['model']} {result['dtype']}",
     )  # fmt: skip
     for cost in result["costs"]:
         table.add_row(
@@ -54,6 +54,7 @@ def print_model(result: dict[str, Any], console: Console) -> None:
             str(cost["context"]),
             cost["variant"],
             f"{cost['step_ms']:.3f}",
+            f"{cost['read_bandwidth'] / 1e9:.0f}",
             f"{cost['times_floor']:.2f}",
             f"{cost['times_full']:.2f}",
             f"{cost['host_us']:.1f}",

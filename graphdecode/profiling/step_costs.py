@@ -45,6 +45,7 @@ class StepCost:
         step_ms: median time of a step on the device.
         host_us: median host time of the launch; on a CPU, where the launch is the work, of all but the work.
         host_p99_us: its 99th percentile.
+        read_bandwidth: bytes per second, measured between the variants' turns.
         floor_ms: the bytes that a step must move, over the read bandwidth.
         times_floor: step over floor.
         times_full: step over the full step's.
@@ -57,6 +58,7 @@ class StepCost:
     step_ms: float
     host_us: float
     host_p99_us: float
+    read_bandwidth: float
     floor_ms: float
     times_floor: float
     times_full: float
@@ -103,7 +105,6 @@ def measure_steps(
         batch_sizes=sorted(set(batch_sizes)),
         total_num_pages=max(batch_sizes) * (-(-longest // 16) + 1),
     )
-    bandwidth = read_bandwidth(place)
     with ExitStack() as held:
         runners = {
             name: held.enter_context(_captured(decoder, config, switch))
@@ -114,13 +115,12 @@ def measure_steps(
         # before any timing, which leaves different keys behind in each variant's cache
         errors = {point: _errors(runners, *point) for point in points}
         for bucket, context in tqdm(points, desc=model, unit="point", disable=not progress, leave=False):
-            costs += _measure_point(runners, bucket, context, bandwidth, steps, rounds, errors[bucket, context])
+            costs += _measure_point(runners, bucket, context, steps, rounds, errors[bucket, context])
         full = runners[FULL]
         return {
             "model": model,
             "dtype": str(full.model.dtype)[6:],
             "environment": describe_environment(place),
-            "read_bandwidth": bandwidth,
             "weight_bytes": full.model.weight_bytes,
             "costs": [asdict(cost) for cost in costs],
             "captures": [
@@ -199,7 +199,6 @@ def _measure_point(
     runners: dict[str, Runner],
     bucket: int,
     context: int,
-    bandwidth: float,
     steps: int,
     rounds: int,
     errors: dict[str, float],
@@ -208,11 +207,14 @@ def _measure_point(
         name: _Samples(LatencyProfiler(runner, steps=steps), bucket, context) for name, runner in runners.items()
     }
     try:
+        bandwidths = []  # measured in turn with the steps, for it is not the same for long
         for _ in range(rounds):
+            bandwidths.append(read_bandwidth(runners[FULL].model.device, repeats=2))
             for sample in samples.values():
                 sample.replay()
             samples[FULL].run_eagerly()
         full = samples[FULL]
+        bandwidth = statistics.median(bandwidths)
         floor_ms = 1000 * step_bytes(runners[FULL], bucket, context) / bandwidth
 
         def cost(variant: str, step_ms: list[float], host_us: list[float], error: float) -> StepCost:
@@ -224,6 +226,7 @@ def _measure_point(
                 median,
                 statistics.median(host_us),
                 sorted(host_us)[int(0.99 * len(host_us))],
+                bandwidth,
                 floor_ms,
                 median / floor_ms,
                 median / statistics.median(full.step_ms),

@@ -41,7 +41,7 @@ def test_the_floor_is_the_bytes_over_the_bandwidth(demo):
     assert demo["weight_bytes"] == pytest.approx(DEMO_WEIGHTS, rel=0.02)
     for cost in demo["costs"]:
         moved = demo["weight_bytes"] + cost["bucket"] * (cost["context"] + 1) * DEMO_TOKEN_BYTES
-        assert cost["floor_ms"] == pytest.approx(1000 * moved / demo["read_bandwidth"])
+        assert cost["floor_ms"] == pytest.approx(1000 * moved / cost["read_bandwidth"])
         assert cost["times_floor"] == pytest.approx(cost["step_ms"] / cost["floor_ms"])
 
 
