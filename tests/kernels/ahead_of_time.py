@@ -35,6 +35,7 @@ from graphdecode.kernels import (
     rms_norm,
     rope_append,
     sample,
+    skip_steps,
     small_linear,
     split_decode,
 )
@@ -184,7 +185,16 @@ def step_tensors() -> dict[str, torch.Tensor]:
     """The tensors of a step by the names that the launchers' arguments have."""
     shapes = {slot.name: (ROWS, slot.width) if slot.width else (ROWS,) for slot in SAMPLING_SLOTS}
     tensors = {slot.name: torch.empty(shapes[slot.name], dtype=slot.dtype) for slot in SAMPLING_SLOTS}
-    for name in ("positions", "pre_step_seqlens", "finished", "live_rows", "live", "running"):
+    for name in (
+        "positions",
+        "pre_step_seqlens",
+        "finished",
+        "live_rows",
+        "live",
+        "running",
+        "loop_limit",
+        "loop_count",
+    ):
         tensors[name] = torch.empty(ROWS, dtype=torch.int32)
     for name in ("tokens", "sampled", "step_index"):
         tensors[name] = torch.empty(ROWS, dtype=torch.int64)
@@ -222,6 +232,7 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "sample": by_name(sample.sample_triton, tensors),
         "logprobs": by_name(logprobs.token_logprobs_triton, tensors),
         "advance": by_name(advance.advance_triton, tensors),
+        "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
     }
 
 
