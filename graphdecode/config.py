@@ -89,7 +89,9 @@ class BucketConfig:
         capture_when: `"startup"` or `"first-use"` (key `when`).
         backend: `"auto"`, `"cuda"`, `"recorded"` or `"eager"`.
         warmup_steps: eager steps before a capture.
-        steps_per_launch: decode steps for each time that the host looks at the tokens.
+        steps_per_launch: decode steps for each time that the host looks at the tokens. With more than one, the steps
+            of a launch are a loop on the device, which ends when all rows are finished; `graphs.report()` says where
+            the driver grants none, and why. Requests join and leave between launches only.
 
     Raises:
         ConfigError: a value that no runtime could work with.

@@ -110,8 +110,7 @@ class EngineLoop:
         self.scheduler.prefilled(chunks)
 
     def _launch(self) -> None:
-        num_steps = self.runner.steps_per_launch
-        pages_changed = self._reserve_pages(num_steps)
+        num_steps, pages_changed = self._reserve_pages(self.runner.steps_per_launch)
         if self.scheduler.decoding != self._staged:
             self._drain()  # what is under way belongs to the rows as they were
             self._staged = []
@@ -127,13 +126,14 @@ class EngineLoop:
         self.stats.batch_sizes[len(self._staged)] += num_steps
         self.stats.bucket_steps[launch.bucket] += num_steps
 
-    def _reserve_pages(self, num_steps: int) -> bool:
+    def _reserve_pages(self, num_steps: int) -> tuple[int, bool]:
+        """Find pages for the next steps; return how many steps there are pages for, and whether pages changed."""
+        under_way = sum(launch.num_steps for launch in self._under_way)
         try:
-            return self.scheduler.reserve(num_steps * (len(self._under_way) + 1))
+            return num_steps, self.scheduler.reserve(under_way + num_steps)
         except CacheFullError:
             self._drain()
-            self.scheduler.make_room(num_steps)
-            return True
+            return self.scheduler.make_room(num_steps), True
 
     def _drain(self) -> None:
         while self._under_way:
@@ -141,10 +141,12 @@ class EngineLoop:
 
     def _read_oldest(self) -> None:
         launch = self._under_way.popleft()
-        for step in self.runner.read(launch):
+        steps = self.runner.read(launch)
+        for step in steps:
             self._accept(launch, step)
+        ran = sum(any(token >= 0 for token in step.tokens) for step in steps)
         now = time.perf_counter()
-        self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / launch.num_steps)
+        self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / max(ran, 1))
         self._last_read = now
 
     def _accept(self, launch: Launch, step: StepTokens) -> None:

@@ -17,7 +17,7 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.rings import Rings
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.engine.sequence import Sequence
-from graphdecode.graphs import GraphManager
+from graphdecode.graphs import GraphManager, Loop
 from graphdecode.kernels.advance import AdvanceState, advance
 from graphdecode.kernels.sample import sample
 from graphdecode.kernels.sampling_slots import (
@@ -28,6 +28,7 @@ from graphdecode.kernels.sampling_slots import (
     SamplingSlots,
     sampling_flags,
 )
+from graphdecode.kernels.skip_steps import skip_steps
 from graphdecode.models import Decoder
 
 ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
@@ -37,7 +38,10 @@ _LEAST_TEMPERATURE = 1e-5
 
 @dataclass(frozen=True)
 class Launch:
-    """Decode steps that are under way: which rows they belong to, and where in the ring their tokens land."""
+    """Decode steps that are under way: which rows they belong to, and where in the ring their tokens land.
+
+    The places of all `num_steps` belong to the launch; steps that did not run leave no tokens there.
+    """
 
     sequences: tuple[Sequence, ...]
     first_step: int
@@ -119,12 +123,14 @@ class Runner:
         self._prefill_attention = (
             TokenByTokenAttention(self._decode_attention(tokens_at_once, True)) if batch_invariant else None
         )
-        # twice what a launch writes: the host reads one launch while the next is under way
-        length = 2 * max(self.steps_per_launch, 2)
+        # twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while
+        # the runs before a capture write their entries behind it
+        length = max(2 * self.steps_per_launch, self.steps_per_launch + config.warmup_steps + 2)
         self._rings = Rings.allocate(length, rows, model.device)
-        # on a GPU each step ends with a copy of the rings into pinned memory, so that the host only ever reads its own
+        # on a GPU each launch ends with a copy of the rings into pinned memory: the host only ever reads its own
         self._host_rings = Rings.allocate(length, rows, "cpu", pin_memory=True) if self._is_cuda else self._rings
         self._adopt_tensors()
+        loop = Loop(self.steps_per_launch, epilogue=self._end_launch) if self.steps_per_launch > 1 else None
         self.graphs = GraphManager(
             self._step,
             self.buffers,
@@ -134,6 +140,7 @@ class Runner:
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
             choices=model.linear_choices,
+            loop=loop,
         )
 
     def _decode_attention(self, rows: int, batch_invariant: bool) -> PagedDecodeAttention:
@@ -164,6 +171,8 @@ class Runner:
             Slot("top_ids", ("batch", MAX_LOGPROBS), torch.int32),
             Slot("step_index", (1,), torch.int64),
             Slot("running", (1,), torch.int32),
+            Slot("loop_limit", (1,), torch.int32),
+            Slot("loop_count", (1,), torch.int32),
         ]
         for spec in SAMPLING_SLOTS:
             shape: tuple[int | str, ...] = ("batch", spec.width) if spec.width else ("batch",)
@@ -191,6 +200,15 @@ class Runner:
         sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, batch.token_counts, logprobs)
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         advance(state, batch.sampled, batch.live_rows, slots, logprobs)
+        if self.steps_per_launch == 1:
+            self._copy_rings(batch)
+
+    def _end_launch(self, batch: Batch) -> None:
+        """What follows the steps of a launch: the next one's begin where the host expects them."""
+        skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
+        self._copy_rings(batch)
+
+    def _copy_rings(self, batch: Batch) -> None:
         if self._is_cuda:
             batch.host_rings.copy_(batch.ring_memory, non_blocking=True)
 
@@ -288,11 +306,18 @@ class Runner:
         self.buffers.upload(PAGES, count)
 
     def launch(self, sequences: list[Sequence], num_steps: int) -> Launch:
-        """Start decode steps of the staged rows."""
+        """Start decode steps of the staged rows: one launch.
+
+        Args:
+            sequences: the rows.
+            num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
+        """
         first_step, started = self._steps_launched, time.perf_counter()
         try:
-            for _ in range(num_steps):
+            if self.steps_per_launch == 1:
                 bucket = self.graphs.replay(len(sequences))
+            else:
+                bucket = self.graphs.launch(len(sequences), num_steps)
         except BaseException:
             self.buffers.step_index.fill_(first_step)  # the host would look for later tokens in the wrong places
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
@@ -149,25 +150,39 @@ class Scheduler:
                 self._reserve(sequence, tokens_ahead + self.cache.page_size)
         return any(changed)
 
-    def make_room(self, tokens_ahead: int) -> None:
-        """Find pages for everybody's next tokens: first those taken ahead, then those of the youngest sequences.
+    def make_room(self, tokens_ahead: int) -> int:
+        """Find pages for everybody's next tokens, or for as many of them as there are pages for.
 
-        Nothing may be under way: a preempted sequence is recomputed from the tokens that the host knows.
+        Pages that were taken ahead are given back first. Where not even one token of everybody fits, the youngest
+        sequences give way. Nothing may be under way: they are recomputed from the tokens that the host knows.
+
+        Returns:
+            How many tokens of each sequence there are pages for now, 1 to `tokens_ahead`.
         """
         for sequence in self.decoding:
             self.publish(sequence)
             self.cache.truncate(sequence.sequence_id, sequence.cached_length)
-        for sequence in list(self.decoding):
-            while sequence in self.decoding:
-                try:
-                    self._reserve(sequence, tokens_ahead)
-                    break
-                except CacheFullError:
-                    self._preempt_youngest()
+        while not (fitting := self._fitting(tokens_ahead)):
+            self._preempt_youngest()
+        self.reserve(fitting)
+        return fitting
+
+    def _fitting(self, tokens_ahead: int) -> int:
+        """Return how many next tokens of each decoding sequence the pages suffice for, `tokens_ahead` at most."""
+        return bisect_right(range(1, tokens_ahead + 1), self.cache.available_pages, key=self._missing_pages)
+
+    def _missing_pages(self, tokens_ahead: int) -> int:
+        missing = 0
+        for sequence in self.decoding:
+            wanted = -(-self._length_ahead(sequence, tokens_ahead) // self.cache.page_size)
+            missing += max(wanted - len(self.cache.pages_of(sequence.sequence_id)), 0)
+        return missing
+
+    def _length_ahead(self, sequence: Sequence, tokens_ahead: int) -> int:
+        return min(sequence.cached_length + tokens_ahead, sequence.max_length)
 
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
-        length = min(sequence.cached_length + tokens_ahead, sequence.max_length)
-        return self.cache.reserve(sequence.sequence_id, length)
+        return self.cache.reserve(sequence.sequence_id, self._length_ahead(sequence, tokens_ahead))
 
     def _preempt_youngest(self) -> None:
         """Take the pages of the sequence that was admitted last; it waits, first in line, to be recomputed."""

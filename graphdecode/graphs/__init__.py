@@ -3,6 +3,7 @@
 from graphdecode.graphs.audit import StalePointer, StalePointerError
 from graphdecode.graphs.check import Finding, check
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.loop import Loop
 from graphdecode.graphs.manager import GraphManager
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Node, StepGraph
@@ -13,6 +14,7 @@ __all__ = [
     "Finding",
     "GraphManager",
     "GraphReport",
+    "Loop",
     "Node",
     "StalePointer",
     "StalePointerError",

@@ -129,6 +129,10 @@ class CudaStepGraph:
         """Launch the graph on the current stream."""
         self._graph.replay()
 
+    def raw_graph(self) -> int:
+        """Return the `cudaGraph_t`, for graphs that this one is to be a part of."""
+        return self._graph.raw_cuda_graph()
+
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
         """Return a function that says what has become of the memory at an address since capture; None if nothing."""
         now = self._addresses(owners)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -13,19 +12,17 @@ import torch
 from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.buffers import Batch, FrozenError, StepBuffers
+from graphdecode.buffers import FrozenError, StepBuffers
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
-from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
+from graphdecode.graphs.capturer import Capturer, Runnable, Step, run
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot
 from graphdecode.graphs.preserve import no_row_live
-from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import StepGraph
-from graphdecode.graphs.warm_up import warm_up
 
-Step = Callable[[Batch], None]
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 CAPTURE_TIMES = ("startup", "first-use")
 
@@ -45,9 +42,11 @@ class GraphManager:
             step runs padded to the next captured bucket, or eagerly.
         strict: refuse a replay when an address in its graph has lost its owner.
         choices: given a bucket, says by name what the step's owner chose for it, for the report.
+        loop: lets `launch` run several steps at once.
 
     Raises:
-        ValueError: an argument is unknown or does not fit the buffers' device; the ladder exceeds their capacity.
+        ValueError: an argument is unknown or does not fit the buffers or their device; the ladder exceeds their
+            capacity.
     """
 
     def __init__(
@@ -62,6 +61,7 @@ class GraphManager:
         capture_when: str = "startup",
         strict: bool = False,
         choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
+        loop: Loop | None = None,
     ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
@@ -73,6 +73,8 @@ class GraphManager:
             raise ValueError(f"warmup_steps must be >= 1, got {warmup_steps}")
         if capture_when not in CAPTURE_TIMES:
             raise ValueError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
+        if loop is not None:
+            loop.check(buffers)
         self.backend = _backend_for(backend, buffers.device)
         self.buffers = buffers
         self.ladder = ladder
@@ -82,14 +84,17 @@ class GraphManager:
         self._strict = strict
         self._choices = choices
         self._owners = Owners(buffers, constants)
-        self._graphs: dict[int, StepGraph] = {}
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._control = None if loop is None else LoopControl(loop, buffers)
+        self._runnables: dict[int, Runnable] = {}
         self._is_open = False
         self._verified_size: int | None = None
         self._frozen = False
         self._reports: dict[int, BucketReport] = {}
-        self._shared: CudaCapture | None = None
         self._drop_graphs()
+
+    @property
+    def _graphs(self) -> dict[int, StepGraph]:
+        return {bucket: runnable.graphs[0] for bucket, runnable in self._runnables.items() if runnable.graphs}
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -138,38 +143,26 @@ class GraphManager:
             raise FrozenError("the graphs are frozen: thaw() before capturing again")
 
     def _capture(self, bucket: int) -> None:
-        batch, report = self.buffers.narrow(bucket), self._reports[bucket]
         if self.backend == "eager":
-            self._replay_eagerly(bucket)
+            self._stay_eager(bucket)
             return
-        if self.backend == "cuda":
-            if self._shared is None or not self._graphs:
-                self._shared = CudaCapture(self.buffers.device)
-            with self._shared.on_stream():
-                warm_up(self._step, batch, self._owners, self._warmup_steps)
-                self._run(batch)  # under observation some modules take another path
-            began = time.perf_counter()
-            graph: StepGraph = CudaStepGraph(self._step, batch, self._shared, self._owners)
-        else:
-            warm_up(self._step, batch, self._owners, 1 if self._graphs else self._warmup_steps)
-            began = time.perf_counter()
-            graph = RecordedStepGraph(self._step, batch, self._owners)
-        report.capture_ms = 1000 * (time.perf_counter() - began)
+        runnable, report = self._capturer.capture(bucket), self._reports[bucket]
+        graph = runnable.graphs[0]
         report.state, report.error = "captured", None
+        report.capture_ms, report.instantiate_ms = runnable.capture_ms, graph.instantiate_ms
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
-        report.pool_bytes, report.moved_bytes = graph.pool_bytes, graph.moved_bytes
-        report.instantiate_ms = graph.instantiate_ms
-        self._graphs[bucket] = graph
-        self._replays[bucket] = graph.replay
+        report.moved_bytes, report.pool_bytes = graph.moved_bytes, sum(g.pool_bytes for g in runnable.graphs)
+        self._keep(bucket, runnable)
 
-    def _replay_eagerly(self, bucket: int) -> None:
-        batch = self.buffers.narrow(bucket)
-        self._replays[bucket] = lambda: self._run(batch)
+    def _stay_eager(self, bucket: int) -> None:
         self._reports[bucket].state = "eager"
+        self._keep(bucket, self._capturer.eager(bucket))
 
-    def _run(self, batch: Batch) -> None:
-        with torch.no_grad():
-            self._step(batch)
+    def _keep(self, bucket: int, runnable: Runnable) -> None:
+        self._runnables[bucket] = runnable
+        if runnable.loop is not None:
+            self._reports[bucket].loop = runnable.loop.kind
+            self._reports[bucket].loop_reason = runnable.loop.reason
 
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows: one launch. Returns the bucket that ran.
@@ -182,32 +175,56 @@ class GraphManager:
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in the graph has lost its owner.
         """
+        return self._start(batch_size, None)
+
+    def launch(self, batch_size: int, num_steps: int) -> int:
+        """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Returns the bucket that ran.
+
+        Fewer steps run where none of the rows is running any more. On a GPU all of it is one launch wherever the
+        driver grants that; the report says what each bucket got instead, and why.
+
+        Raises:
+            ValueError: `num_steps` is outside 1..max_steps of the loop, or `batch_size` outside 1..max_batch_size.
+            RuntimeError: nothing was captured, or the manager was made without a loop.
+            FrozenError: a slot, adopted tensor or constant was moved.
+            StalePointerError: strict, and an address in the graph has lost its owner.
+        """
+        if self._control is None:
+            raise RuntimeError("launch() needs a manager that was made with loop=")
+        if not 1 <= num_steps <= self._control.loop.max_steps:
+            raise ValueError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {num_steps!r}")
+        return self._start(batch_size, num_steps)
+
+    def _start(self, batch_size: int, num_steps: int | None) -> int:
         bucket = self.ladder.bucket_for(batch_size)
-        launch = self._replays.get(bucket)
-        if launch is None:
-            return self._first_use(bucket, batch_size)
+        runnable = self._runnables.get(bucket)
+        if runnable is None:
+            return self._first_use(bucket, batch_size, num_steps)
         if batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
-        self.buffers.set_live_rows(batch_size)
-        launch()
-        report = self._reports[bucket]
-        report.replays += 1
-        report.live_rows += batch_size
+        self._go(runnable, batch_size, num_steps)
+        self._reports[bucket].add_run(batch_size, num_steps)
         return bucket
 
-    def _first_use(self, bucket: int, batch_size: int) -> int:
+    def _go(self, runnable: Runnable, batch_size: int, num_steps: int | None) -> None:
+        self.buffers.set_live_rows(batch_size)
+        if num_steps is None:
+            runnable.replay()
+        elif self._control is not None and runnable.loop is not None:
+            self._control.ask_for(num_steps)
+            runnable.loop.launch(num_steps)
+
+    def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:
         if not self._is_open:
             raise RuntimeError(f"bucket {bucket} was not captured: call capture() first")
         self.verify()
         captured = next((larger for larger in self.buckets if larger > bucket and larger in self._graphs), None)
-        self.buffers.set_live_rows(batch_size)
         if captured is not None:
-            self._graphs[captured].replay()
-            self._reports[captured].replays += 1
-            self._reports[captured].live_rows += batch_size
+            self._go(self._runnables[captured], batch_size, num_steps)
+            self._reports[captured].add_run(batch_size, num_steps)
         else:
-            self._run(self.buffers.narrow(bucket))
+            self._go(self._capturer.eager(bucket), batch_size, num_steps)
         if not self._frozen:
             self._capture_or_stay_eager(bucket)
         return bucket if captured is None else captured
@@ -217,7 +234,7 @@ class GraphManager:
             with no_row_live(self.buffers):
                 self._capture(bucket)
         except CaptureError as error:
-            self._replay_eagerly(bucket)
+            self._stay_eager(bucket)
             self._reports[bucket].error = str(error)
             warnings.warn(f"bucket {bucket} stays eager: {error}", RuntimeWarning, stacklevel=4)
 
@@ -225,7 +242,7 @@ class GraphManager:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
         self.buffers.set_live_rows(batch_size)
-        self._run(self.buffers.narrow(bucket))
+        run(self._step, self.buffers.narrow(bucket))
         return bucket
 
     def verify(self) -> None:
@@ -245,7 +262,8 @@ class GraphManager:
         """Return every address in the graphs that nobody owns any more, smallest bucket first."""
         return [
             stale
-            for bucket, graph in sorted(self._graphs.items())
+            for bucket, runnable in sorted(self._runnables.items())
+            for graph in runnable.graphs
             for stale in stale_pointers(bucket, graph, self._owners)
         ]
 
@@ -282,17 +300,23 @@ class GraphManager:
 
     def close(self) -> None:
         """Release all graphs; the buffers stay."""
-        self._drop_graphs()
         self._owners = Owners(self.buffers)
+        self._drop_graphs()
 
     def _drop_graphs(self) -> None:
         self._is_open = False
         self._verified_size = None
-        self._replays.clear()
-        for graph in self._graphs.values():
-            graph.close()
-        self._graphs.clear()
-        self._shared = None
+        for runnable in self._runnables.values():
+            runnable.close()
+        self._runnables.clear()
+        self._capturer = Capturer(
+            self._step,
+            self.buffers,
+            self._owners,
+            backend=self.backend,
+            warmup_steps=self._warmup_steps,
+            control=self._control,
+        )
         self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
 
 

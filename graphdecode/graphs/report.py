@@ -28,6 +28,11 @@ class BucketReport:
         live_rows: rows that were live, over all replays.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
         error: why the capture failed, for a bucket that stays eager.
+        loop: how several steps are launched: "while" (one launch; the device decides when it ends), "unrolled" (one
+            launch of all steps), "host" (the host decides, step by step), "single" (a launch for each step); None
+            where the manager has no loop.
+        loop_reason: why it is not "while" on a GPU.
+        launches: how often the loop was launched; `replays` counts the steps that were asked for.
     """
 
     bucket: int
@@ -42,11 +47,21 @@ class BucketReport:
     live_rows: int = 0
     choices: dict[str, dict[str, Any]] = field(default_factory=dict)
     error: str | None = None
+    loop: str | None = None
+    loop_reason: str | None = None
+    launches: int = 0
 
     @property
     def padding_share(self) -> float:
         """The share of replayed rows that were padding."""
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
+
+    def add_run(self, live_rows: int, num_steps: int | None = None) -> None:
+        """Count a replay, or a launch of so many steps."""
+        steps = 1 if num_steps is None else num_steps
+        self.launches += num_steps is not None
+        self.replays += steps
+        self.live_rows += live_rows * steps
 
     def as_dict(self) -> dict:
         """Return the report as plain data."""
@@ -85,6 +100,10 @@ class GraphReport:
             rest = len(largest.kernels) - len(shown)
             lines.append(f"in bucket {largest.bucket}: " + ", ".join(f"{count} {name}" for name, count in shown))
             lines[-1] += f", and {rest} other kinds" if rest else ""
+        for (loop, reason), alike in groupby(self.buckets, key=lambda bucket: (bucket.loop, bucket.loop_reason)):
+            if loop is not None:
+                lines.append("loop of bucket " + ", ".join(str(bucket.bucket) for bucket in alike) + f": {loop}")
+                lines[-1] += f", for {reason}" if reason else ""
         for choices, alike in groupby(self.buckets, key=lambda bucket: bucket.choices):
             if choices:
                 lines.append("chosen for bucket " + ", ".join(str(bucket.bucket) for bucket in alike) + ":")

@@ -190,16 +190,16 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_
 def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(steps_per_launch=4)
-    replay, calls = llm.graphs.replay, []
+    llm = make_llm(steps_per_launch=4, backend="eager")
+    decode, calls = llm._runner.model.decode, []
 
-    def failing(batch_size: int) -> int:
-        calls.append(batch_size)
+    def failing(*arguments: object) -> object:
+        calls.append(arguments)
         if len(calls) == 3:
             raise RuntimeError("in the middle")
-        return replay(batch_size)
+        return decode(*arguments)
 
-    monkeypatch.setattr(llm.graphs, "replay", failing)
+    monkeypatch.setattr(llm._runner.model, "decode", failing)
     with pytest.raises(RuntimeError, match="in the middle"):
         llm.generate("rev abc=", GREEDY)
     assert_nothing_held(llm)

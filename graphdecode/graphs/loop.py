@@ -1,0 +1,163 @@
+"""Several steps in one launch: what such a loop is governed by, and the loops that the host runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from graphdecode.buffers import Batch, StepBuffers
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How steps follow one another in one launch.
+
+    The loop runs the step, and runs it again while fewer than `limit` steps ran and any row is running. All of this is
+    read from slots on the device: neither another number of steps nor another membership needs another capture.
+
+    Attributes:
+        max_steps: steps that a launch may be asked for at most.
+        running: a slot, int32 [1]: the step writes how many rows go on; none ends the loop.
+        limit: a slot, int32 [1]: steps that the launch was asked for; the manager writes it when that changes.
+        count: a slot, int32 [1]: steps that ran in the last launch. Where the device cannot end a loop early, all.
+        epilogue: runs once behind the steps of a launch, over the same batch, and is captured like the step; may be
+            None.
+    """
+
+    max_steps: int
+    running: str = "running"
+    limit: str = "loop_limit"
+    count: str = "loop_count"
+    epilogue: Callable[[Batch], None] | None = None
+
+    def check(self, buffers: StepBuffers) -> None:
+        """Refuse slots that cannot govern a loop.
+
+        Raises:
+            ValueError: `max_steps` is less than 1, or a slot is missing, used twice, of another shape or dtype, or
+                staged where the loop's own writes would be overwritten.
+        """
+        if self.max_steps < 1:
+            raise ValueError(f"max_steps of a loop must be >= 1, got {self.max_steps}")
+        names = (self.running, self.limit, self.count)
+        if len(set(names)) < len(names):
+            raise ValueError(f"running, limit and count of a loop must be three slots, got {names}")
+        for name in names:
+            slot = buffers.slots.get(name)
+            if slot is None or slot.dtype != torch.int32 or tuple(slot.shape) != (1,) or slot.staged is not None:
+                raise ValueError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
+
+
+class LoopControl:
+    """The slots of a loop, where they are in memory.
+
+    Args:
+        loop: names them.
+        buffers: hold them.
+    """
+
+    def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
+        self.loop = loop
+        self.running = buffers.tensors[loop.running]
+        self.limit = buffers.tensors[loop.limit]
+        self.count = buffers.tensors[loop.count]
+        self._asked_for = 0
+        self.ask_for(loop.max_steps)
+
+    def ask_for(self, num_steps: int) -> None:
+        """Set the steps of the launches to come; costs nothing while the number stays the same."""
+        if num_steps != self._asked_for:
+            self.limit.fill_(num_steps)
+            self._asked_for = num_steps
+
+    def count_all(self) -> None:
+        """Count all steps that were asked for as run."""
+        self.count.copy_(self.limit)
+
+
+class StepLoop(Protocol):
+    """One bucket's steps, several to a launch.
+
+    Attributes:
+        kind: "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
+            memory that it can read), or "single" (a launch for each step).
+        reason: why it is none of those named before; None where there is nothing to explain.
+    """
+
+    kind: str
+    reason: str | None
+
+    def launch(self, num_steps: int) -> None:
+        """Run that many steps, or fewer where the loop can end early, and the epilogue."""
+
+    def close(self) -> None:
+        """Release what the loop holds."""
+
+
+class HostLoop:
+    """The loop of a device whose memory the host reads: the same slots decide, step by step.
+
+    Args:
+        control: the slots.
+        step: runs one step.
+        epilogue: runs behind the last, or None.
+    """
+
+    kind = "host"
+    reason: str | None = None
+
+    def __init__(self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None) -> None:
+        self._count, self._limit, self._running = (
+            tensor.numpy() for tensor in (control.count, control.limit, control.running)
+        )
+        self._step = step
+        self._epilogue = epilogue
+
+    def launch(self, num_steps: int) -> None:
+        """Run the steps; how many is read from the slot, as a device would."""
+        self._count[0] = 0
+        goes_on = True
+        while goes_on:
+            self._step()
+            self._count[0] += 1
+            goes_on = self._count[0] < self._limit[0] and self._running[0] > 0
+        if self._epilogue is not None:
+            self._epilogue()
+
+    def close(self) -> None:
+        """There is nothing to release."""
+
+
+class SingleLaunches:
+    """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run.
+
+    Args:
+        control: the slots.
+        step: launches one step.
+        epilogue: launched behind the last, or None.
+        reason: why there is no loop.
+    """
+
+    kind = "single"
+
+    def __init__(
+        self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None, reason: str | None
+    ) -> None:
+        self._control = control
+        self._step = step
+        self._epilogue = epilogue
+        self.reason = reason
+
+    def launch(self, num_steps: int) -> None:
+        """Launch the steps one by one."""
+        for _ in range(num_steps):
+            self._step()
+        self._control.count_all()
+        if self._epilogue is not None:
+            self._epilogue()
+
+    def close(self) -> None:
+        """There is nothing to release."""
