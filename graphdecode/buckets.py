@@ -80,7 +80,7 @@ class BucketLadder:
         Raises:
             ValueError: `batch_size` is outside 1..max_batch_size.
         """
-        if not 1 <= batch_size <= self.max_batch_size:
+        if not _is_int(batch_size) or not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         return self._bucket_of[batch_size]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import textwrap
@@ -16,13 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from graphdecode.buffers import StepBuffers
 from graphdecode.config import BucketConfig
 from graphdecode.engine import LLM, RequestOutput, SamplingParams
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.summary import RunSummary
-from graphdecode.graphs import check as find_hazards
 from graphdecode.models import ModelConfig, resolve_model_path
 from graphdecode.profiling.comparison import compare_profiles, overall_ratio
 from graphdecode.profiling.latency import LatencyProfiler
@@ -35,6 +32,7 @@ from graphdecode.profiling.tuner import (
     read_batch_sizes,
     record_batch_sizes,
 )
+from graphdecode.step_commands import check, inspect
 
 app = typer.Typer(
     add_completion=False,
@@ -42,6 +40,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A CUDA-graph-first decode runtime: capture once per bucket, replay every token.",
 )
+app.command()(check)
+app.command()(inspect)
 STDERR = Console(stderr=True)
 ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging Face repository id, or demo.")]
 ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")]
@@ -279,32 +279,6 @@ def _print_comparison(console: Console, before: Path, after: Path, tolerance: fl
     overall = overall_ratio(changes)
     console.print(f"overall {overall:.3f}, tolerated up to {1 + tolerance:.3f}")
     return 1 if overall > 1 + tolerance else 0
-
-
-@app.command()
-def check(
-    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The step, such as mypackage.step:step.")],
-) -> None:
-    """Look for what a graph would get wrong in a step; exit code 1 if there is anything.
-
-    The module names the step's StepBuffers `buffers`, and what the step only reads, if anything, `constants`.
-    """
-    module_name, _, function = target.partition(":")
-    sys.path.insert(0, ".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(f"{module_name} cannot be imported: {error}") from error
-    step, buffers = getattr(module, function or "step", None), getattr(module, "buffers", None)
-    if not callable(step) or not isinstance(buffers, StepBuffers):
-        raise ValueError(f"{target}: the module needs that function, and a StepBuffers named buffers")
-    findings = find_hazards(step, buffers, constants=getattr(module, "constants", ()))
-    console = Console()
-    for finding in findings:
-        console.print(str(finding), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{len(findings)} findings in {target}" if findings else f"{target} can be captured")
-    if findings:
-        raise typer.Exit(1)
 
 
 def _print_error(message: str) -> None:

@@ -66,14 +66,14 @@ class CudaStepGraph:
         kinds: kind of node -> count.
         nodes: the graph's nodes.
         pool_bytes: memory that this capture added to the pool.
-        moved_bytes: 0; the driver does not say.
+        driver_bytes: device memory that the instantiation took.
+        moved_bytes: for each kernel the sizes of the slots, caches and weights among its arguments; intermediates are
+            not counted, and what a kernel reads in part (the live pages of a cache) is counted whole.
         instantiate_ms: time that the driver took to make the graph fit to launch.
 
     Raises:
         CaptureError: the step or its capture failed; stream and allocator are as they were.
     """
-
-    moved_bytes = 0
 
     def __init__(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture, owners: Owners) -> None:
         self._graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -84,9 +84,11 @@ class CudaStepGraph:
         try:
             with torch.cuda.device(shared.device), torch.cuda.stream(shared.stream), torch.no_grad(), observer:
                 self._capture(step, batch, shared)
+            free = torch.cuda.mem_get_info(shared.device)[0]
             began = time.perf_counter()
             self._graph.instantiate()
             self.instantiate_ms = 1000 * (time.perf_counter() - began)
+            self.driver_bytes = max(free - torch.cuda.mem_get_info(shared.device)[0], 0)
         except Exception as error:
             self._graph.reset()
             raise CaptureError.of(error, observer.name) from error
@@ -95,8 +97,11 @@ class CudaStepGraph:
         self._pool = shared.pool
         self.kinds: Counter[str] = Counter()
         self.nodes: list[Node] = []
+        self.moved_bytes = 0
         try:
-            self.nodes = nodes_of(self._graph.raw_cuda_graph(), self._addresses(owners).owner_at)
+            addresses = self._addresses(owners)
+            self.nodes = nodes_of(self._graph.raw_cuda_graph(), addresses.owner_at)
+            self.moved_bytes = addresses.bytes_touched(self.nodes)
             self.kinds.update(node.kind for node in self.nodes)
         except RuntimeError as error:  # a graph that cannot be described can be launched all the same
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)

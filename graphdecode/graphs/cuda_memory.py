@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.step_graph import Node
 
 POOL = "the graphs' pool"
 OTHERS = "memory that is no part of the buffers"
@@ -41,6 +42,11 @@ class AddressMap:
         if address not in self._known:
             self._known[address] = self._look_up(address)
         return self._known[address]
+
+    def bytes_touched(self, nodes: Iterable[Node]) -> int:
+        """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""
+        owned = [{argument.owner for argument in node.arguments if argument.owner} for node in nodes]
+        return sum(memory.size_of(owner) for owners in owned for owner in owners for memory in self._declared)
 
     def _look_up(self, address: int) -> str | None:
         for memory in self._declared:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import functools
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,10 +21,10 @@ from graphdecode.graphs.capturer import Capturer, Runnable, Step, run
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
-from graphdecode.graphs.picture import to_dot
+from graphdecode.graphs.picture import to_dot, to_svg
 from graphdecode.graphs.preserve import no_row_live
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import StepGraph
+from graphdecode.graphs.step_graph import Node, StepGraph
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 CAPTURE_TIMES = ("startup", "first-use")
@@ -90,6 +93,9 @@ class GraphManager:
         self._verified_size: int | None = None
         self._frozen = False
         self._reports: dict[int, BucketReport] = {}
+        at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit)
         self._drop_graphs()
 
     @property
@@ -152,6 +158,7 @@ class GraphManager:
         report.capture_ms, report.instantiate_ms = runnable.capture_ms, graph.instantiate_ms
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
         report.moved_bytes, report.pool_bytes = graph.moved_bytes, sum(g.pool_bytes for g in runnable.graphs)
+        report.driver_bytes = sum(g.driver_bytes for g in runnable.graphs)
         self._keep(bucket, runnable)
 
     def _stay_eager(self, bucket: int) -> None:
@@ -294,12 +301,27 @@ class GraphManager:
         Raises:
             ValueError: the bucket has no graph.
         """
+        return to_dot(f"bucket {bucket}", self._nodes_of(bucket))
+
+    def svg(self, bucket: int) -> str:
+        """Return a picture of one bucket's step, as SVG.
+
+        Raises:
+            ValueError: the bucket has no graph.
+        """
+        return to_svg(f"bucket {bucket}", self._nodes_of(bucket))
+
+    def _nodes_of(self, bucket: int) -> list[Node]:
         if bucket not in self._graphs:
             raise ValueError(f"bucket must be one of the captured {sorted(self._graphs)}, got {bucket!r}")
-        return to_dot(f"bucket {bucket}", self._graphs[bucket].nodes)
+        return self._graphs[bucket].nodes
 
     def close(self) -> None:
-        """Release all graphs; the buffers stay."""
+        """Release all graphs; the buffers stay.
+
+        Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators
+        in use. What is not closed when the process ends is released then, before anything that was there earlier.
+        """
         self._owners = Owners(self.buffers)
         self._drop_graphs()
 
@@ -318,6 +340,12 @@ class GraphManager:
             control=self._control,
         )
         self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
+
+
+def _close(alive: Callable[[], GraphManager | None]) -> None:
+    manager = alive()
+    if manager is not None:
+        manager.close()
 
 
 def _backend_for(backend: str, device: torch.device) -> str:

@@ -37,11 +37,16 @@ class MemoryMap:
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self._named: dict[int, list[tuple[int, int, str]]] = {}
+        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
         for name, tensor in tensors.items():
             key = storage_key(tensor)
             if key is not None:
                 begin = tensor.data_ptr()
                 self._named.setdefault(key, []).append((begin, begin + tensor.nbytes, name))
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a tensor; 0 where the name is not known."""
+        return self._sizes.get(name, 0)
 
     def __contains__(self, key: int | None) -> bool:
         return key in self._named

@@ -141,13 +141,15 @@ class RecordedStepGraph:
         nodes: the operators in order.
         pool_bytes: memory of the intermediates.
         moved_bytes: bytes of all tensors that the operators are given: what they read and write at most.
-        instantiate_ms: 0; there is no driver.
+        driver_bytes: 0; there is no driver.
+        instantiate_ms: 0.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
     """
 
     instantiate_ms = 0.0
+    driver_bytes = 0
 
     def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
         recorder = Recorder(owners)

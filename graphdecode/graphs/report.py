@@ -23,7 +23,8 @@ class BucketReport:
         capture_ms: time that the capture took, without warm-up.
         instantiate_ms: time of it that the driver took to make the graph fit to launch.
         pool_bytes: memory of the intermediates.
-        moved_bytes: what one replay reads and writes at most; 0 where it is not known.
+        driver_bytes: device memory that the driver took to make the graph fit to launch.
+        moved_bytes: what one replay reads and writes at most, an estimate; 0 where it is not known.
         replays: how often it was replayed.
         live_rows: rows that were live, over all replays.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
@@ -42,6 +43,7 @@ class BucketReport:
     capture_ms: float = 0.0
     instantiate_ms: float = 0.0
     pool_bytes: int = 0
+    driver_bytes: int = 0
     moved_bytes: int = 0
     replays: int = 0
     live_rows: int = 0
@@ -87,10 +89,12 @@ class GraphReport:
     def __str__(self) -> str:
         lines = [
             f"{len(self.buckets)} buckets, {self.backend} backend",
-            f"{'bucket':>8} {'state':>9} {'nodes':>6} {'capture ms':>11} {'pool MiB':>9} {'replays':>8} {'padding':>8}",
+            f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
+            f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
         lines += [
-            f"{b.bucket:>8} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {b.pool_bytes / 2**20:>9.2f} "
+            f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {b.instantiate_ms:>12.1f} "
+            f"{b.pool_bytes / 2**20:>9.2f} {b.driver_bytes / 2**20:>11.2f} {b.moved_bytes / 2**20:>10.1f} "
             f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
             for b in self.buckets
         ]

@@ -59,13 +59,15 @@ class StepGraph(Protocol):
         kinds: kind of node or operator -> count.
         nodes: the operations in order.
         pool_bytes: memory of the step's intermediates.
-        moved_bytes: what one replay reads and writes at most; 0 where it is not known.
+        driver_bytes: device memory that the driver took to make the graph fit to launch.
+        moved_bytes: what one replay reads and writes at most, an estimate; 0 where it is not known.
         instantiate_ms: time that the driver took to make the graph fit to launch.
     """
 
     kinds: Counter[str]
     nodes: list[Node]
     pool_bytes: int
+    driver_bytes: int
     moved_bytes: int
     instantiate_ms: float
 

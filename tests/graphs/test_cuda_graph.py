@@ -80,6 +80,7 @@ def test_a_kernel_is_described_by_its_name_and_the_addresses_in_its_parameters(m
     assert (kernel.name, kernel.kind) == ("decode_kernel", "kernel")
     found = [(argument.name, argument.address, argument.owner) for argument in kernel.arguments]
     assert found == [("0+0", buffers.x.data_ptr(), "x"), ("2+8", buffers.y.data_ptr() + 16, "y")]
+    assert memory.bytes_touched([copy, kernel, kernel]) == 2 * (buffers.x.nbytes + buffers.y.nbytes)
 
 
 def test_a_driver_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

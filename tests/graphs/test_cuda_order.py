@@ -67,6 +67,7 @@ class StandIn:
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "memory_reserved": lambda device=None: 0,
+            "mem_get_info": lambda device=None: (0, 0),
             "memory_snapshot": list,
             "current_device": lambda: 0,
         }

@@ -1,0 +1,133 @@
+"""The commands that look into steps: `graphdecode check` and `graphdecode inspect`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graphdecode.buckets import BucketLadder
+from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.config import BucketConfig
+from graphdecode.engine.loading import load_runner
+from graphdecode.graphs import GraphManager
+from graphdecode.graphs import check as find_hazards
+
+_REPLAYS = 3  # of each bucket, so that the report has something to count
+
+
+@dataclass(frozen=True)
+class _UserStep:
+    """What a module says of a step."""
+
+    step: Callable[[Batch], None]
+    buffers: StepBuffers
+    constants: Any
+    between_steps: Callable[[], None] | None
+    batch_sizes: Any
+
+
+def _load(target: str) -> _UserStep:
+    module_name, _, function = target.partition(":")
+    sys.path.insert(0, ".")
+    module = _imported(module_name)
+    step, buffers = getattr(module, function or "step", None), getattr(module, "buffers", None)
+    if not callable(step) or not isinstance(buffers, StepBuffers):
+        raise ValueError(f"{target}: the module needs that function, and a StepBuffers named buffers")
+    between_steps = getattr(module, "between_steps", None)
+    if between_steps is not None and not callable(between_steps):
+        raise ValueError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
+    return _UserStep(
+        step,
+        buffers,
+        getattr(module, "constants", ()),
+        between_steps,
+        getattr(module, "batch_sizes", None),
+    )
+
+
+def _imported(module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
+        raise ValueError(f"{module_name} cannot be imported{place}: {type(error).__name__}: {error}") from error
+
+
+def check(
+    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The step, such as mypackage.step:step.")],
+) -> None:
+    """Look for what a graph would get wrong in a step; exit code 1 if there is anything.
+
+    The module names the step's StepBuffers `buffers`; what the step only reads, if anything, `constants`; and what the
+    host does between two steps, if anything, `between_steps`: a function without arguments.
+    """
+    given = _load(target)
+    findings = find_hazards(given.step, given.buffers, constants=given.constants, between_steps=given.between_steps)
+    console = Console()
+    if not findings:
+        console.print(f"{target} can be captured", highlight=False)
+        return
+    table = Table("hazard", "operator", "where")
+    for finding in findings:
+        where = f"{Path(finding.file).name}:{finding.line}" if finding.file else ""
+        table.add_row(finding.kind, finding.operator, where)
+    console.print(table)
+    for finding in findings:
+        console.print(str(finding), highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{len(findings)} findings in {target}", highlight=False)
+    raise typer.Exit(1)
+
+
+def inspect(
+    target: Annotated[
+        str | None, typer.Argument(metavar="[MODULE:FUNCTION]", help="A step of your own; none: that of a model.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
+    config: Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
+    svg: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step as a picture.")] = None,
+) -> None:
+    """Capture a step, replay each bucket, and show what the graphs hold.
+
+    A module of your own names its StepBuffers `buffers`; what the step only reads, if anything, `constants`; and the
+    buckets, if not all up to the buffers' capacity, `batch_sizes`.
+    """
+    if sum((as_json, dot is not None, svg is not None)) > 1:
+        raise ValueError("--json, --dot and --svg exclude each other")
+    if target is not None:
+        given = _load(target)
+        rows = given.buffers.max_batch_size
+        ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
+        graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
+    else:
+        settings = BucketConfig() if config is None else BucketConfig.load(config)
+        graphs = load_runner(model, settings, device=device, progress=True).graphs
+    try:
+        graphs.capture()
+        for bucket in graphs.buckets:
+            for _ in range(_REPLAYS):
+                graphs.replay(bucket)
+        if dot is not None:
+            typer.echo(graphs.dot(dot))
+        elif svg is not None:
+            typer.echo(graphs.svg(svg))
+        elif as_json:
+            typer.echo(json.dumps(graphs.report().as_dict(), indent=1))
+        else:
+            typer.echo(str(graphs.report()))
+    finally:
+        graphs.close()

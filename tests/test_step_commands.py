@@ -1,0 +1,130 @@
+"""`graphdecode check` and `graphdecode inspect`, as a person types them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODULE = """
+import torch
+from graphdecode import Slot, StepBuffers
+
+buffers = StepBuffers(
+    [Slot("x", ("batch", 4), torch.float32), Slot("y", ("batch", 4), torch.float32)], max_batch_size=4
+)
+weight = torch.eye(4, device=buffers.device)
+constants = [weight]
+lengths = [2]
+
+
+def between_steps():
+    lengths[0] += 1
+
+
+def step(batch):
+    batch.y.copy_(torch.relu(batch.x @ weight))
+
+
+def counts(batch):
+    batch.y.copy_(batch.x * lengths[0])
+
+
+def reads(batch):
+    if batch.x.sum() > 0:
+        batch.y.add_(1.0)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "mystep.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text("\nraise OSError('no such weights')\n")
+    (tmp_path / "half.py").write_text("buffers = 3\nbetween_steps = 4\ndef step(batch): pass\n")
+
+    def command(*arguments):
+        return subprocess.run(
+            [sys.executable, "-m", "graphdecode", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+
+    return command
+
+
+def test_a_step_is_inspected_bucket_by_bucket(run):
+    done = run("inspect", "mystep:step")
+    assert done.returncode == 0, done.stderr
+    header, *rows = done.stdout.splitlines()
+    assert header.startswith("4 buckets")
+    assert [row.split()[0] for row in rows[1:5]] == ["1", "2", "3", "4"]
+    assert "aten.relu.default" in done.stdout or "kernel" in done.stdout
+    assert max(map(len, rows[:4])) <= 100
+
+
+def test_a_models_step_is_inspected_as_json(run):
+    done = run("inspect", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    largest = report["buckets"][-1]
+    assert largest["state"] == "captured"
+    assert largest["replays"] == 3
+    assert sum(largest["nodes"].values()) > 20
+    assert {"capture_ms", "instantiate_ms", "pool_bytes", "driver_bytes", "moved_bytes", "padding_share"} <= set(
+        largest
+    )
+
+
+def test_pictures_have_a_box_for_each_operation(run):
+    dot, svg = run("inspect", "mystep:step", "--dot", "2"), run("inspect", "mystep:step", "--svg", "2")
+    assert dot.stdout.startswith("digraph step {")
+    picture = ElementTree.fromstring(svg.stdout)
+    boxes = [element for element in picture.iter() if element.tag.endswith("rect")]
+    assert len(boxes) == dot.stdout.count("[label=") - dot.stdout.count("->") > 0
+    assert any("constants" in (element.text or "") for element in picture.iter())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("inspect", "mystep:step", "--dot", "7"), "error: bucket must be one of the captured [1, 2, 3, 4], got 7"),
+        (("inspect", "mystep:step", "--json", "--dot", "1"), "error: --json, --dot and --svg exclude each other"),
+        (("inspect", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
+        (("check", "broken:step"), "error: broken cannot be imported at"),
+        (("check", "nowhere:step"), "error: nowhere cannot be imported: ModuleNotFoundError"),
+        (("check", "half:step"), "error: half:step: the module needs that function, and a StepBuffers"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(run, arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(message)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_module_that_raises_is_named_with_the_line(run):
+    assert "broken.py:2: OSError: no such weights" in run("check", "broken:step").stderr
+
+
+def test_a_number_that_changes_between_steps_is_found(run):
+    done = run("check", "mystep:counts")
+    assert done.returncode == 1, done.stderr
+    assert "baked-value" in done.stdout
+    assert "1 findings in mystep:counts" in done.stdout
+
+
+def test_findings_stand_in_a_table_with_reasons_below(run):
+    done = run("check", "mystep:reads")
+    assert done.returncode == 1
+    assert "host-read" in done.stdout
+    assert "mystep.py:26" in done.stdout
+    assert "why: " in done.stdout
+    assert "instead: " in done.stdout
