@@ -50,9 +50,9 @@ def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]]) -> list[Ans
     ]
 
 
-def make(model: str | Path, dtype: str, **config: Any) -> LLM:
+def make(model: str | Path, dtype: str, quantize: str | None = None, **config: Any) -> LLM:
     settings = BucketConfig(**{"max_batch_size": 1, "max_sequence_length": 160, "page_size": 16, **config})
-    return LLM(model, config=settings, dtype=dtype, batch_invariant=True)
+    return LLM(model, config=settings, dtype=dtype, quantize=quantize, batch_invariant=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,17 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(
             assert again == expected
             if "total_num_pages" in config:
                 assert llm.num_preemptions > 0
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="int8 weights work on a CPU alone")
+def test_int8_weights_give_the_same_bits_in_any_company(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, given = folder_of("llama"), requests()
+    with make(folder, "bfloat16", "int8") as llm:
+        expected = [answers(llm, [request])[0] for request in given]
+    monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", 7)
+    with make(folder, "bfloat16", "int8", max_batch_size=5, batch_sizes=[3], steps_per_launch=2) as llm:
+        assert answers(llm, given) == expected
 
 
 @needs_kernels
