@@ -1,4 +1,4 @@
-"""Slots for rows that ask for nothing, rows that ask for a little of everything, and hostile rows."""
+"""Slots for rows that ask for nothing, for a little of everything, or are hostile; and what filters leave of a row."""
 
 import torch
 from torch import Tensor
@@ -107,3 +107,21 @@ def logprob_outputs(rows: int) -> LogprobOutputs:
         torch.full((rows, MAX_LOGPROBS), 7.0),
         torch.full((rows, MAX_LOGPROBS), -7, dtype=torch.int32),
     )
+
+
+def kept_probabilities(
+    logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
+    """What the filters leave of one row, float64, by sorting; the definitions as they are written."""
+    wide = logits.double() / temperature
+    keep = torch.ones_like(wide, dtype=torch.bool)
+    if 0 < top_k < len(wide):
+        keep &= wide >= wide.sort(descending=True).values[top_k - 1]
+    p = torch.where(keep, wide, -torch.inf).softmax(-1)
+    if top_p < 1:
+        best = p.sort(descending=True).values
+        enough = int((best.cumsum(0) < top_p - 1e-12).sum())
+        keep &= p >= best[min(enough, len(best) - 1)]
+    keep &= p >= min_p * p.max()
+    p = torch.where(keep, p, 0.0)
+    return p / p.sum()
