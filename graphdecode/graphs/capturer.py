@@ -113,6 +113,11 @@ class Capturer:
             del self._graphs[before:]
             raise
 
+    def close(self) -> None:
+        """Release what the loops share; all runnables are closed."""
+        if self._cuda_loops is not None:
+            self._cuda_loops.close()
+
     def _loop(self, control: LoopControl, step: StepGraph, epilogue: StepGraph | None) -> StepLoop:
         if self._cuda_loops is not None:
             return self._cuda_loops.over(step, epilogue)  # type: ignore[arg-type]

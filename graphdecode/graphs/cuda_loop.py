@@ -66,6 +66,12 @@ class CudaLoops:
                 return loop
         return self._single_launches(step, epilogue, "; ".join(refusals))
 
+    def close(self) -> None:
+        """Release the condition's kernel; all loops are closed."""
+        if isinstance(self._condition, _Condition):
+            self._condition.close()
+        self._condition = None
+
     def _single_launches(
         self, step: LaunchableGraph, epilogue: LaunchableGraph | None, reason: str | None
     ) -> SingleLaunches:
@@ -98,16 +104,20 @@ class CudaLoops:
 
 
 class _Condition:
-    """The condition's kernel in a device's memory; unloaded with the last loop that uses it."""
+    """The condition's kernel in a device's memory."""
 
     def __init__(self, device: torch.device) -> None:
         code = compile_condition(torch.cuda.get_device_capability(device))
         (self._module,) = _call(driver.cuModuleLoadData, code)
-        (self.function,) = _call(driver.cuModuleGetFunction, self._module, NAME)
+        try:
+            (self.function,) = _call(driver.cuModuleGetFunction, self._module, NAME)
+        except LoopRefusedError:
+            self.close()
+            raise
 
-    def __del__(self) -> None:
-        if driver is not None and hasattr(self, "_module"):
-            driver.cuModuleUnload(self._module)
+    def close(self) -> None:
+        """Unload it; no loop may use it any more."""
+        driver.cuModuleUnload(self._module)
 
 
 class _OuterGraph:
@@ -171,8 +181,6 @@ class WhileLoop:
         epilogue: LaunchableGraph | None,
         device: torch.device,
     ) -> None:
-        self._condition = condition  # its code must outlive the graph
-        self._graphs = (step, epilogue)  # as must the memory of what they compute
         slots = [tensor.data_ptr() for tensor in (control.count, control.limit, control.running)]
 
         def build(graph: Any) -> None:

@@ -96,6 +96,7 @@ class GraphManager:
         at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit)
+        self._capturer = self._new_capturer()
         self._drop_graphs()
 
     @property
@@ -331,7 +332,12 @@ class GraphManager:
         for runnable in self._runnables.values():
             runnable.close()
         self._runnables.clear()
-        self._capturer = Capturer(
+        self._capturer.close()
+        self._capturer = self._new_capturer()
+        self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
+
+    def _new_capturer(self) -> Capturer:
+        return Capturer(
             self._step,
             self.buffers,
             self._owners,
@@ -339,7 +345,6 @@ class GraphManager:
             warmup_steps=self._warmup_steps,
             control=self._control,
         )
-        self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
 
 
 def _close(alive: Callable[[], GraphManager | None]) -> None:
