@@ -14,11 +14,12 @@ def read_bandwidth(device: torch.device | str, *, size_bytes: int | None = None,
 
     Args:
         device: CPU or CUDA.
-        size_bytes: of the tensor; None means 1 GiB on a CPU and 4 GiB on a GPU.
+        size_bytes: of the tensor; None means 1 GiB on a CPU, and on a GPU 4 GiB or half of what is free.
         repeats: timed passes, after one that is not counted.
     """
     device = torch.device(device)
-    size_bytes = size_bytes or (4 << 30 if device.type == "cuda" else 1 << 30)
+    if size_bytes is None:
+        size_bytes = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 2) if device.type == "cuda" else 1 << 30
     data = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
     seconds = sorted(_timed_sum(data) for _ in range(repeats + 1))
     return data.nbytes / seconds[len(seconds) // 2]

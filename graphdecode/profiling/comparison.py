@@ -2,54 +2,136 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+from graphdecode.profiling.latency import SCHEMA_VERSION
+
+_SAME = ("model", "dtype", "backend")
 
 
 @dataclass(frozen=True)
 class Change:
-    """One bucket at one context in two profiles; times are medians in milliseconds."""
+    """One bucket at one context in two profiles; times are of a step, in milliseconds.
+
+    Attributes:
+        bucket: rows.
+        context: tokens of each row.
+        before_ms: median of all steps.
+        after_ms: the same in the later profile.
+        before_quiet_ms: median of the quickest round, which neighbours on the machine disturbed least.
+        after_quiet_ms: the same in the later profile.
+        noise: the larger of the two profiles' spreads between rounds.
+    """
 
     bucket: int
     context: int
     before_ms: float
     after_ms: float
-    noisy: bool
+    before_quiet_ms: float
+    after_quiet_ms: float
+    noise: float
 
     @property
     def ratio(self) -> float:
-        """After over before: above 1 is slower."""
+        """After over before, medians of all steps: above 1 is slower."""
         return self.after_ms / self.before_ms
 
+    @property
+    def quiet_ratio(self) -> float:
+        """After over before, quickest rounds."""
+        return self.after_quiet_ms / self.before_quiet_ms
 
-def compare_profiles(before: dict, after: dict) -> list[Change]:
-    """Return the points that both profiles measured.
+    def is_slower(self, tolerance: float) -> bool:
+        """Whether this point alone got slower by more than `tolerance` and its noise, by either measure."""
+        return min(self.ratio, self.quiet_ratio) > 1 + tolerance + self.noise
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All points that two profiles share.
+
+    Attributes:
+        changes: of each point.
+        differences: facts in which the profiles differ, so that the comparison means less; for people.
+    """
+
+    changes: list[Change]
+    differences: list[str]
+
+    @property
+    def overall(self) -> float:
+        """Geometric mean of the ratios of medians."""
+        return _geometric_mean([change.ratio for change in self.changes])
+
+    @property
+    def overall_quiet(self) -> float:
+        """Geometric mean of the ratios of quickest rounds."""
+        return _geometric_mean([change.quiet_ratio for change in self.changes])
+
+    def slower(self, tolerance: float) -> list[Change]:
+        """Return the points that got slower by more than `tolerance`, beyond their noise.
+
+        All of them where the points together did: noise of single points cancels out in their mean.
+        """
+        if min(self.overall, self.overall_quiet) > 1 + tolerance:
+            return self.changes
+        return [change for change in self.changes if change.is_slower(tolerance)]
+
+    def unclear(self, tolerance: float) -> list[Change]:
+        """Return the points whose noise is larger than the tolerance: a slow-down may hide in them."""
+        return [change for change in self.changes if change.noise > tolerance]
+
+
+def read_profile(path: Path) -> dict:
+    """Read a `profile.json`.
 
     Raises:
-        ValueError: they have no point in common, or one is of another schema.
+        ValueError: the file cannot be read, or holds no profile of this schema.
     """
-    for profile in (before, after):
-        if profile.get("schema") != 1:
-            raise ValueError(f"a profile of schema 1 is needed, got {profile.get('schema')!r}")
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        schema = profile.get("schema") if isinstance(profile, dict) else None
+        if schema != SCHEMA_VERSION or not isinstance(profile.get("rows"), list):
+            raise ValueError(f"a profile of schema {SCHEMA_VERSION} is needed, got {schema!r}")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    return profile
+
+
+def compare_profiles(before: dict, after: dict) -> Comparison:
+    """Put the points that two profiles share side by side.
+
+    Raises:
+        ValueError: they have no point in common.
+    """
     old = {(row["bucket"], row["context"]): row for row in before["rows"]}
     new = {(row["bucket"], row["context"]): row for row in after["rows"]}
     common = [point for point in new if point in old]
     if not common:
         raise ValueError("the two profiles have no bucket and context in common")
-    return [
+    changes = [
         Change(
-            bucket,
-            context,
-            old[bucket, context]["step_ms"]["p50"],
-            new[bucket, context]["step_ms"]["p50"],
-            old[bucket, context]["noisy"] or new[bucket, context]["noisy"],
+            *point,
+            old[point]["step_ms"]["p50"],
+            new[point]["step_ms"]["p50"],
+            min(old[point]["round_ms"]),
+            min(new[point]["round_ms"]),
+            max(old[point]["noise"], new[point]["noise"]),
         )
-        for bucket, context in common
+        for point in common
     ]
+    facts = [{key: profile[key] for key in _SAME} | profile["environment"] for profile in (before, after)]
+    differences = [
+        f"{key}: {facts[0][key]} before, {facts[1].get(key)} after"
+        for key in (*_SAME, "device_name", "threads")
+        if facts[0][key] != facts[1].get(key)
+    ]
+    return Comparison(changes, differences)
 
 
-def overall_ratio(changes: list[Change]) -> float:
-    """Return the geometric mean of the ratios: one noisy point does not decide it."""
-    product = 1.0
-    for change in changes:
-        product *= change.ratio
-    return product ** (1 / len(changes))
+def _geometric_mean(ratios: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))

@@ -11,15 +11,22 @@ from pathlib import Path
 
 import torch
 
-_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "power.limit")
+_GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
-    """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads."""
+    """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
+
+    `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute.
+    """
     device = torch.device(device)
+    on_gpu = device.type == "cuda"
     facts: dict[str, str | int | float] = {
         "device": device.type,
-        "device_name": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name(),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else _cpu_field("model name") or _processor(),
+        "cache_bytes": torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else _cpu_cache_bytes(),
+        "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),
@@ -28,7 +35,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "transformers": _version("transformers"),
         "commit": _commit(),
     }
-    if device.type == "cuda":
+    if on_gpu:
         facts |= _gpu_facts()
     return facts
 
@@ -40,13 +47,24 @@ def _version(package: str) -> str:
         return "none"
 
 
-def _cpu_name() -> str:
+def _cpu_field(name: str) -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text().splitlines():
-            if line.startswith("model name"):
+            if line.startswith(name):
                 return line.partition(":")[2].strip()
+    return ""
+
+
+def _processor() -> str:
     return platform.processor() or platform.machine()
+
+
+def _cpu_cache_bytes() -> int:
+    """Return the size of the largest cache that the first core sees."""
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    units = {"K": 2**10, "M": 2**20}
+    return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)
 
 
 def _run(*command: str) -> str:

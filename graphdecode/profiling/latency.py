@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -20,27 +20,15 @@ from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.sequence import Sequence
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
+from graphdecode.profiling.percentiles import Histogram, Percentiles
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
-_NOISY_SPREAD = 1.5  # p90 over p50 of a step that should take the same time every time
+ROUNDS = 5  # in which all points take turns, so that a slow minute of the machine falls on all of them
+TRACED_STEPS = 10
+NOISY = 0.1  # medians of rounds that differ by more say little about a tenth
 _EAGER_SHARE = 4  # one eager step is timed for so many replays
-
-
-@dataclass(frozen=True)
-class Percentiles:
-    """Of one kind of duration."""
-
-    p50: float
-    p90: float
-    p99: float
-    max: float
-
-    @classmethod
-    def of(cls, values: SequenceOf[float]) -> Percentiles:
-        """Return the percentiles of some durations, in their unit."""
-        p50, p90, p99 = np.percentile(values, [50, 90, 99])
-        return cls(float(p50), float(p90), float(p99), float(max(values)))
+_LEAST_EAGER_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -56,12 +44,15 @@ class ProfileRow:
         eager_ms: time of the same step, run eagerly.
         replay_speedup: eager over replayed, medians.
         bytes_moved: bytes that a step must read and write: weights once, keys and values of all rows once.
+        in_cache: so few that the processor's last cache may hold them: memory sets no floor then.
         achieved_bytes_per_second: `bytes_moved` over the median step.
         bandwidth_share: the same over the measured read bandwidth.
         floor_ms: `bytes_moved` over the measured read bandwidth.
         times_floor: median step over the floor.
-        noisy: the step's own times are spread too far for the figures to be trusted.
-        samples_ms: every step's time, for histograms.
+        round_ms: median step of each round.
+        noise: how far the rounds' medians lie apart, see `spread_of`.
+        noisy: so far that the figures cannot be trusted to a tenth.
+        histogram_ms: of all steps.
     """
 
     bucket: int
@@ -72,12 +63,36 @@ class ProfileRow:
     eager_ms: Percentiles
     replay_speedup: float
     bytes_moved: int
+    in_cache: bool
     achieved_bytes_per_second: float
     bandwidth_share: float
     floor_ms: float
     times_floor: float
+    round_ms: list[float]
+    noise: float
     noisy: bool
-    samples_ms: list[float]
+    histogram_ms: Histogram
+
+
+@dataclass
+class _Samples:
+    """What was timed at one point, over all rounds."""
+
+    launch_us: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    token_ms: list[float] = field(default_factory=list)
+    eager_ms: list[float] = field(default_factory=list)
+    round_ms: list[float] = field(default_factory=list)
+
+
+def spread_of(round_ms: SequenceOf[float]) -> float:
+    """Return half the range of the rounds' medians over their median; of three rounds or more, the worst is left out.
+
+    One round may be spoilt by a neighbour without moving the median of all; two spoilt rounds may move it.
+    """
+    ordered = sorted(round_ms)
+    kept = ordered[:-1] if len(ordered) > 2 else ordered
+    return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
@@ -97,43 +112,61 @@ class LatencyProfiler:
     Args:
         runner: model, cache and captured graphs; nothing else may be using it.
         steps: replays to time at each point.
+
+    Raises:
+        ValueError: there are no steps.
     """
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
+        if steps < 1:
+            raise ValueError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
         self._ids = itertools.count()
 
-    def profile(self, contexts: SequenceOf[int], *, progress: bool = True) -> dict:
+    def profile(self, contexts: SequenceOf[int], *, model: str, progress: bool = True) -> dict:
         """Measure every bucket at every context, and return what `profile.json` holds.
+
+        The points take turns, and so does the probe of the read bandwidth.
+
+        Args:
+            contexts: tokens in the cache of each row.
+            model: the model's name, for people.
+            progress: show a bar on standard error.
 
         Raises:
             ValueError: a context is less than 1, or does not fit the capacity.
         """
-        runner = self.runner
+        runner, device = self.runner, self.runner.model.device
         longest = runner.cache.max_sequence_length - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
                 raise ValueError(
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
-        bandwidth = read_bandwidth(runner.model.device)
-        points = [(bucket, context) for context in contexts for bucket in runner.graphs.buckets]
-        rows = []
-        for bucket, context in tqdm(points, desc="profiling", unit="point", disable=not progress, leave=False):
-            with_pages = self.sequences(bucket, context)
-            try:
-                rows.append(self._measure(with_pages, context, bandwidth))
-            finally:
-                for sequence in with_pages:
-                    runner.cache.free_sequence(sequence.sequence_id)
+        points = {(bucket, context): _Samples() for context in contexts for bucket in runner.graphs.buckets}
+        rounds = min(ROUNDS, self._steps)
+        bandwidths: list[float] = []
+        visits = [(index, point) for index in range(rounds) for point in points]
+        for index, (bucket, context) in tqdm(visits, desc="profiling", unit="point", disable=not progress, leave=False):
+            if len(bandwidths) == index:
+                bandwidths.append(read_bandwidth(device, repeats=2))
+            steps = self._steps // rounds + (index < self._steps % rounds)
+            self._visit(points[bucket, context], bucket, context, steps)
+        bandwidth, environment = statistics.median(bandwidths), describe_environment(device)
+        cache_bytes = int(environment["cache_bytes"])
+        rows = [self._row(*point, samples, bandwidth, cache_bytes) for point, samples in points.items()]
         return {
             "schema": SCHEMA_VERSION,
-            "environment": describe_environment(runner.model.device),
+            "model": model,
+            "dtype": str(runner.model.dtype).removeprefix("torch."),
+            "environment": environment,
             "backend": runner.graphs.backend,
             "weight_bytes": runner.model.weight_bytes,
             "read_bandwidth": bandwidth,
+            "read_bandwidth_rounds": bandwidths,
             "steps": self._steps,
+            "rounds": rounds,
             "captures": runner.graphs.report().as_dict(),
             "rows": [asdict(row) for row in rows],
         }
@@ -147,8 +180,12 @@ class LatencyProfiler:
             if self.runner.model.device.type == "cuda":
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=activities) as profiler:
-                for _ in range(10):
-                    self.runner.read(self.runner.launch(sequences, 1))
+                for _ in range(TRACED_STEPS):
+                    with torch.profiler.record_function("decode step"):
+                        with torch.profiler.record_function("launch"):
+                            launch = self.runner.launch(sequences, 1)
+                        with torch.profiler.record_function("read tokens"):
+                            self.runner.read(launch)
             profiler.export_chrome_trace(str(path))
         finally:
             for sequence in sequences:
@@ -182,37 +219,59 @@ class LatencyProfiler:
             raise
         return sequences
 
-    def _measure(self, sequences: list[Sequence], context: int, bandwidth: float) -> ProfileRow:
-        runner, bucket = self.runner, len(sequences)
-        launch_us, step_ms, token_ms = self.replayed(sequences)
-        eager_ms = list(self.eager(sequences, max(self._steps // _EAGER_SHARE, 5)))
-        step, eager = Percentiles.of(step_ms), Percentiles.of(eager_ms)
-        bytes_moved = step_bytes(runner, bucket, context)
-        seconds = step.p50 / 1000
+    def _visit(self, samples: _Samples, bucket: int, context: int, steps: int) -> None:
+        """Time one point's steps of one round, replayed and eager."""
+        sequences = self.sequences(bucket, context)
+        try:
+            launch_us, step_ms, token_ms = self.replayed(sequences, steps)
+            samples.eager_ms += self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
+        finally:
+            for sequence in sequences:
+                self.runner.cache.free_sequence(sequence.sequence_id)
+        samples.launch_us += launch_us
+        samples.step_ms += step_ms
+        samples.token_ms += token_ms
+        samples.round_ms.append(statistics.median(step_ms))
+
+    def _row(self, bucket: int, context: int, samples: _Samples, bandwidth: float, cache_bytes: int) -> ProfileRow:
+        step, eager = Percentiles.of(samples.step_ms), Percentiles.of(samples.eager_ms)
+        bytes_moved = step_bytes(self.runner, bucket, context)
+        seconds, noise = step.p50 / 1000, spread_of(samples.round_ms)
         return ProfileRow(
             bucket=bucket,
             context=context,
-            launch_us=Percentiles.of(launch_us),
+            launch_us=Percentiles.of(samples.launch_us),
             step_ms=step,
-            token_ms=Percentiles.of(token_ms),
+            token_ms=Percentiles.of(samples.token_ms),
             eager_ms=eager,
             replay_speedup=eager.p50 / step.p50,
             bytes_moved=bytes_moved,
+            in_cache=bytes_moved <= cache_bytes,
             achieved_bytes_per_second=bytes_moved / seconds,
             bandwidth_share=bytes_moved / seconds / bandwidth,
             floor_ms=1000 * bytes_moved / bandwidth,
             times_floor=seconds * bandwidth / bytes_moved,
-            noisy=step.p90 > _NOISY_SPREAD * step.p50,
-            samples_ms=[round(value, 6) for value in step_ms],
+            round_ms=samples.round_ms,
+            noise=noise,
+            noisy=noise > NOISY,
+            histogram_ms=Histogram.of(samples.step_ms),
         )
 
-    def replayed(self, sequences: list[Sequence]) -> tuple[list[float], list[float], list[float]]:
-        """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms."""
+    def replayed(
+        self, sequences: list[Sequence], steps: int | None = None
+    ) -> tuple[list[float], list[float], list[float]]:
+        """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
+
+        Args:
+            sequences: the rows.
+            steps: to time, after some that are not counted; None: as many as the profiler was made for.
+        """
+        steps = self._steps if steps is None else steps
         launch_us: list[float] = []
         step_ms: list[float] = []
         token_ms: list[float] = []
-        warm_up = min(STEPS_PER_STAGING, self._steps)
-        for index in range(self._steps + warm_up):
+        warm_up = min(STEPS_PER_STAGING, steps)
+        for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
                 self.runner.stage_rows(sequences)
                 self._synchronize()

@@ -1,173 +1,176 @@
-"""A latency profile for people: a table, pictures, and one page that can be opened anywhere."""
+"""A latency profile for people: tables for a terminal, and one page that can be opened anywhere."""
 
 from __future__ import annotations
 
 import base64
 import html
-import io
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from rich import box
 from rich.table import Table
 
-_MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
+from graphdecode.profiling.plots import plot_profile
+
+_CAPTIONS = {
+    "latency": "Step time of each bucket, and the floor: the bytes that a step must move over the read bandwidth.",
+    "padding": "What a batch costs that has to run in a larger bucket.",
+    "replay": "The same step run operator by operator, and replayed.",
+    "histogram": "How the steps of the smallest and the largest bucket spread.",
+}
+_STYLE = (
+    "body{font:15px/1.45 system-ui,sans-serif;color:#222;margin:2em auto;max-width:84em;padding:0 1em}"
+    "table{border-collapse:collapse;margin:1em 0;font-variant-numeric:tabular-nums}"
+    "td,th{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:right}td{white-space:nowrap}"
+    "th{color:#555;font-weight:600;vertical-align:bottom}.facts th,.facts td{text-align:left;white-space:normal}"
+    ".wide{overflow-x:auto}.pictures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(34em,100%),1fr));gap:1em}"
+    "figure{margin:0}img{max-width:100%}figcaption{color:#555;font-size:.9em}.noisy{color:#b00}"
+)
 
 
-def profile_table(profile: dict) -> Table:
-    """Return the figures of every bucket and context, each time next to its floor."""
-    environment = profile["environment"]
-    table = Table(title=f"decode step on {environment['device_name']}, {profile['backend']} backend")
-    for column in (
-        "bucket",
-        "context",
-        "launch us",
-        "step ms p50",
-        "p99",
-        "token ms",
-        "eager/replay",
-        "GB/s",
-        "x floor",
-    ):
-        table.add_column(column, justify="right")
+def time_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of the durations: four percentiles of launch, step, and launch to token."""
+    heads = ["bucket", "context"]
+    kinds = (("launch_us", "launch us", 1), ("step_ms", "step ms", 3), ("token_ms", "token ms", 3))
+    for _, title, _ in kinds:
+        heads += [f"{title} p50", "p90", "p99", "max"]
+    rows = []
     for row in profile["rows"]:
-        table.add_row(
-            str(row["bucket"]),
-            str(row["context"]),
-            f"{row['launch_us']['p50']:.0f}",
-            f"{row['step_ms']['p50']:.3f}" + (" noisy" if row["noisy"] else ""),
-            f"{row['step_ms']['p99']:.3f}",
-            f"{row['token_ms']['p50']:.3f}",
-            f"{row['replay_speedup']:.2f}x",
-            f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
-            f"{row['times_floor']:.2f}",
+        cells = [str(row["bucket"]), str(row["context"])]
+        for kind, _, digits in kinds:
+            cells += [f"{row[kind][key]:.{digits}f}" for key in ("p50", "p90", "p99", "max")]
+        rows.append(cells)
+    return heads, rows
+
+
+def floor_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of what the step stands next to: the same step eagerly, and memory's floor."""
+    heads = ["bucket", "context", "step ms", "eager ms", "eager/ replay", "MB moved", "GB/s", "of bandwidth"]
+    heads += ["floor ms", "over floor ms", "times floor", "noise"]
+    rows = []
+    for row in profile["rows"]:
+        step = row["step_ms"]["p50"]
+        rows.append(
+            [
+                str(row["bucket"]),
+                str(row["context"]),
+                f"{step:.3f}",
+                f"{row['eager_ms']['p50']:.3f}",
+                f"{row['replay_speedup']:.2f}",
+                f"{row['bytes_moved'] / 1e6:.1f}",
+                f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
+                f"{100 * row['bandwidth_share']:.0f}%",
+                f"{row['floor_ms']:.3f}",
+                f"{step - row['floor_ms']:.3f}",
+                f"{row['times_floor']:.2f}" + "*" * row["in_cache"],
+                f"{100 * row['noise']:.1f}%" + " noisy" * row["noisy"],
+            ]
         )
+    return heads, rows
+
+
+def capture_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of what was captured."""
+    rows = [
+        [str(b["bucket"]), b["state"], str(sum(b["nodes"].values())), f"{b['capture_ms']:.1f}", str(b["pool_bytes"])]
+        for b in profile["captures"]["buckets"]
+    ]
+    return ["bucket", "state", "nodes", "capture ms", "pool bytes"], rows
+
+
+def summary(profile: dict) -> list[str]:
+    """Return sentences on the bandwidth, the cache and the noise of a profile."""
+    rounds = profile["read_bandwidth_rounds"]
+    lines = [
+        f"{profile['model']} {profile['dtype']} on {profile['environment']['device_name']}, "
+        f"{profile['backend']} backend" + "; the launch is the work" * (profile["backend"] == "recorded"),
+        f"read bandwidth {profile['read_bandwidth'] / 1e9:.1f} GB/s, measured in turn with the steps "
+        f"({min(rounds) / 1e9:.1f} to {max(rounds) / 1e9:.1f}); weights {profile['weight_bytes'] / 2**20:.1f} MiB; "
+        f"{profile['steps']} steps at each point, in {profile['rounds']} rounds",
+    ]
+    rows = profile["rows"]
+    if any(row["in_cache"] for row in rows):
+        size = profile["environment"]["cache_bytes"] / 2**20
+        lines.append(
+            f"* a step moves less than the last cache's {size:.0f} MiB, and may be quicker than memory's floor"
+        )
+    noise, noisy = statistics.median(row["noise"] for row in rows), [row for row in rows if row["noisy"]]
+    lines.append(
+        f"noise: medians of rounds lie {100 * noise:.1f}% apart at the middle point, "
+        f"{100 * max(row['noise'] for row in rows):.1f}% at the worst"
+    )
+    if noisy:
+        lines.append(
+            f"too noisy to tell at {len(noisy)} of {len(rows)} points: the machine was busy; "
+            "do not trust a difference of a tenth there"
+        )
+    return lines
+
+
+def profile_tables(profile: dict) -> list[Table]:
+    """Return the figures of every bucket and context for a terminal, each time next to its floor."""
+    return [
+        _table("host launch, step, and launch to token", *time_columns(profile)),
+        _table("eager step and floor", *floor_columns(profile)),
+        _table("captures", *capture_columns(profile)),
+    ]
+
+
+def _table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, justify="right", min_width=max(map(len, head.split())), no_wrap=head == "noise")
+    for row in rows:
+        table.add_row(*row)
     return table
-
-
-def plot_profile(profile: dict) -> dict[str, bytes]:
-    """Return the pictures of a profile, name -> PNG.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(_MISSING) from error
-    pictures = {}
-    for name, draw in (
-        ("latency", _draw_latency),
-        ("padding", _draw_padding),
-        ("replay", _draw_replay),
-        ("histogram", _draw_histogram),
-    ):
-        figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
-        draw(figure.add_subplot(), profile)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png")
-        pictures[name] = buffer.getvalue()
-    return pictures
-
-
-def _by_context(profile: dict) -> dict[int, list[dict]]:
-    groups: dict[int, list[dict]] = {}
-    for row in sorted(profile["rows"], key=lambda row: (row["context"], row["bucket"])):
-        groups.setdefault(row["context"], []).append(row)
-    return groups
-
-
-def _draw_latency(axes: Any, profile: dict) -> None:
-    for context, rows in _by_context(profile).items():
-        buckets = [row["bucket"] for row in rows]
-        line = axes.plot(buckets, [row["step_ms"]["p50"] for row in rows], "o-", label=f"context {context}")[0]
-        floors = [row["floor_ms"] for row in rows]
-        axes.plot(buckets, floors, "--", color=line.get_color(), label=f"floor at {context}")
-    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)", title="Step time and the floor that memory sets")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
-    axes.grid(alpha=0.3)
-
-
-def _draw_padding(axes: Any, profile: dict) -> None:
-    rows = next(iter(_by_context(profile).values()))
-    cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}
-    sizes = list(range(1, max(cost) + 1))
-    buckets = [min(bucket for bucket in cost if bucket >= size) for size in sizes]
-    axes.step(sizes, [1000 * cost[b] / size for b, size in zip(buckets, sizes, strict=True)], where="mid")
-    axes.set(xlabel="batch size (rows)", ylabel="step time for each live row (us)")
-    axes.set_title(f"The padding staircase, context {rows[0]['context']}")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-
-
-def _draw_replay(axes: Any, profile: dict) -> None:
-    rows = next(iter(_by_context(profile).values()))
-    places = range(len(rows))
-    axes.bar([p - 0.2 for p in places], [row["eager_ms"]["p50"] for row in rows], 0.4, label="eager")
-    axes.bar([p + 0.2 for p in places], [row["step_ms"]["p50"] for row in rows], 0.4, label="replay")
-    axes.set_xticks(list(places), [str(row["bucket"]) for row in rows])
-    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
-    axes.set_title(f"Eager against replay, context {rows[0]['context']}")
-    axes.legend()
-    axes.grid(alpha=0.3, axis="y")
-
-
-def _draw_histogram(axes: Any, profile: dict) -> None:
-    rows = next(iter(_by_context(profile).values()))
-    for row in (rows[0], rows[-1]) if len(rows) > 1 else rows:
-        shown = [sample for sample in row["samples_ms"] if sample <= 1.5 * row["step_ms"]["p90"]]
-        axes.hist(shown, bins=40, alpha=0.6, label=f"bucket {row['bucket']}")
-    axes.set(xlabel="step (ms)", ylabel="steps", title=f"Spread of step times, context {rows[0]['context']}")
-    axes.legend()
-    axes.grid(alpha=0.3)
 
 
 def html_report(profile: dict, pictures: dict[str, bytes]) -> str:
     """Return one self-contained page with the figures and the pictures."""
     facts = "".join(
-        f"<tr><th>{html.escape(str(key))}</th><td>{html.escape(str(value))}</td></tr>"
+        f"<tr><th>{html.escape(key.replace('_', ' '))}</th><td>{html.escape(str(value))}</td></tr>"
         for key, value in profile["environment"].items()
     )
-    columns = [*("bucket", "context", "launch us", "step ms p50", "p90", "p99", "max"), "token ms", "eager/replay"]
-    columns += ["GB/s", "floor ms", "x floor"]
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f"<td>{value}</td>"
-            for value in (
-                row["bucket"],
-                row["context"],
-                f"{row['launch_us']['p50']:.1f}",
-                *(f"{row['step_ms'][key]:.3f}" for key in ("p50", "p90", "p99", "max")),
-                f"{row['token_ms']['p50']:.3f}",
-                f"{row['replay_speedup']:.2f}",
-                f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
-                f"{row['floor_ms']:.3f}",
-                f"{row['times_floor']:.2f}" + (" (noisy)" if row["noisy"] else ""),
-            )
-        )
-        + "</tr>"
-        for row in profile["rows"]
-    )
-    heads = "".join(f"<th>{column}</th>" for column in columns)
     images = "".join(
-        f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}"></figure>'
+        f'<figure><img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}">'
+        f"<figcaption>{_CAPTIONS[name]}</figcaption></figure>"
         for name, data in pictures.items()
     )
+    title = html.escape(f"Latency profile of {profile['model']}")
+    sentences = "".join(
+        f"<p{' class=noisy' if line.startswith('too noisy') else ''}>{html.escape(line)}.</p>"
+        for line in summary(profile)
+    )
     return (
-        "<!doctype html><html lang=en><meta charset=utf-8><title>graphdecode latency profile</title>"
-        "<style>body{font:15px system-ui,sans-serif;margin:2em auto;max-width:70em;padding:0 1em}"
-        "table{border-collapse:collapse;margin:1em 0}td,th{padding:.25em .7em;border-bottom:1px solid #ccc;"
-        "text-align:right}th{text-align:left}img{max-width:100%}figure{margin:1em 0}</style>"
-        f"<h1>Latency profile</h1><p>Read bandwidth {profile['read_bandwidth'] / 1e9:.1f} GB/s, measured in the same "
-        f"run; weights {profile['weight_bytes'] / 2**20:.1f} MiB; {profile['steps']} steps at each point.</p>"
-        f"<table>{facts}</table><table><tr>{heads}</tr>{body}</table>{images}</html>"
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
+        f"<title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>{sentences}"
+        f"<div class=pictures>{images}</div>"
+        f"<h2>Times</h2>{_html_table(*time_columns(profile))}"
+        f"<h2>Eager step and floor</h2>{_html_table(*floor_columns(profile))}"
+        f"<h2>Captures</h2>{_html_table(*capture_columns(profile))}"
+        f"<h2>Measured on</h2><table class=facts>{facts}</table></html>"
     )
 
 
-def write_report(profile: dict, folder: Path) -> list[Path]:
-    """Write pictures and `report.html` beside `profile.json`; return what was written."""
-    pictures = plot_profile(profile)
+def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in heads)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(text)}</td>" for text in row) + "</tr>" for row in rows)
+    return f"<div class=wide><table><tr>{head}</tr>{body}</table></div>"
+
+
+def write_report(profile: dict, folder: Path, *, draw: bool = True) -> list[Path]:
+    """Write `report.html` beside `profile.json`, and the pictures; return what was written.
+
+    Args:
+        profile: what `LatencyProfiler.profile` returned.
+        folder: an existing folder.
+        draw: pictures too.
+
+    Raises:
+        ValueError: pictures are wanted and matplotlib is not installed.
+    """
+    pictures = plot_profile(profile) if draw else {}
     written = []
     for name, data in pictures.items():
         path = folder / f"{name}.png"

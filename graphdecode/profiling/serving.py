@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from graphdecode.engine import LLM, SamplingParams
 from graphdecode.engine.stream import Stream
-from graphdecode.profiling.latency import Percentiles
+from graphdecode.profiling.percentiles import Percentiles
 
 _IDLE_SECONDS = 0.0005  # how long to sleep when nothing runs and nobody has arrived
 

@@ -1,28 +1,40 @@
-"""The profiler measures what it says, and a comparison tells a slow-down from a repeat."""
+"""The profiler measures what it says, and its report shows it."""
 
-import copy
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from graphdecode import BucketConfig
 from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
-from graphdecode.profiling.comparison import compare_profiles
-from graphdecode.profiling.latency import LatencyProfiler
-from graphdecode.profiling.report import write_report
+from graphdecode.profiling.latency import LatencyProfiler, spread_of
+from graphdecode.profiling.percentiles import Histogram
+from graphdecode.profiling.plots import plot_profile
+from graphdecode.profiling.report import profile_tables, summary, write_report
+
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
-def profile() -> dict:
+def trace_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trace") / "trace.json"
+
+
+@pytest.fixture(scope="module")
+def profile(trace_path: Path) -> dict:
     runner = load_runner("demo", BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4]))
     runner.graphs.capture(progress=False)
-    result = LatencyProfiler(runner, steps=40).profile([16, 64], progress=False)
+    profiler = LatencyProfiler(runner, steps=STEPS)
+    result = profiler.profile([16, 64], model="demo", progress=False)
+    profiler.write_trace(trace_path, 16)
     assert runner.cache.pool.used == 0
     with pytest.raises(ValueError, match=r"a context must be in 1\.\."):
-        LatencyProfiler(runner, steps=4).profile([1000], progress=False)
+        profiler.profile([1000], model="demo", progress=False)
+    with pytest.raises(ValueError, match="steps must be >= 1, got 0"):
+        LatencyProfiler(runner, steps=0)
     runner.close()
     return json.loads(json.dumps(result))
 
@@ -30,16 +42,65 @@ def profile() -> dict:
 def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
     assert {(row["bucket"], row["context"]) for row in profile["rows"]} == {(1, 16), (4, 16), (1, 64), (4, 64)}
     for row in profile["rows"]:
-        assert 0 < row["step_ms"]["p50"] <= row["step_ms"]["p90"] <= row["step_ms"]["p99"] <= row["step_ms"]["max"]
+        for kind in ("launch_us", "step_ms", "token_ms", "eager_ms"):
+            assert 0 < row[kind]["p50"] <= row[kind]["p90"] <= row[kind]["p99"] <= row[kind]["max"]
         assert row["token_ms"]["p50"] >= row["step_ms"]["p50"] * 0.9
-        assert len(row["samples_ms"]) == profile["steps"] == 40
-        assert row["times_floor"] == pytest.approx(row["step_ms"]["p50"] / row["floor_ms"])
+        assert row["replay_speedup"] == pytest.approx(row["eager_ms"]["p50"] / row["step_ms"]["p50"])
+        assert sum(row["histogram_ms"]["counts"]) + row["histogram_ms"]["above"] == profile["steps"] == STEPS
+        assert len(row["round_ms"]) == profile["rounds"] == len(profile["read_bandwidth_rounds"]) == 5
 
 
-def test_bytes_are_weights_once_and_each_rows_keys_and_values(profile: dict) -> None:
+def test_every_step_stands_next_to_its_floor(profile: dict) -> None:
     token_bytes = 2 * 4 * 2 * 32 * 4  # keys and values, layers, heads, channels, float32
+    bandwidth = profile["read_bandwidth"]
     for row in profile["rows"]:
-        assert row["bytes_moved"] == profile["weight_bytes"] + row["bucket"] * (row["context"] + 1) * token_bytes
+        moved = profile["weight_bytes"] + row["bucket"] * (row["context"] + 1) * token_bytes
+        seconds = row["step_ms"]["p50"] / 1000
+        assert row["bytes_moved"] == moved
+        assert row["floor_ms"] == pytest.approx(1000 * moved / bandwidth)
+        assert row["achieved_bytes_per_second"] == pytest.approx(moved / seconds)
+        assert row["bandwidth_share"] == pytest.approx(moved / seconds / bandwidth)
+        assert row["times_floor"] == pytest.approx(1 / row["bandwidth_share"])
+        assert row["in_cache"] == (moved <= profile["environment"]["cache_bytes"])
+
+
+def test_the_profile_says_what_it_was_taken_on(profile: dict) -> None:
+    facts = profile["environment"]
+    for fact in ("device_name", "torch", "triton", "commit", "cpu_mhz", "threads", "load_average"):
+        assert facts[fact] not in ("", None), fact
+    assert (profile["model"], profile["dtype"], profile["backend"]) == ("demo", "float32", "recorded")
+    for capture in profile["captures"]["buckets"]:
+        assert capture["capture_ms"] > 0
+        assert sum(capture["nodes"].values()) > 0
+
+
+def test_the_tables_hold_every_figure(profile: dict) -> None:
+    times, floors, captures = profile_tables(profile)
+    assert [len(table.columns) for table in (times, floors, captures)] == [14, 12, 5]
+    assert times.row_count == floors.row_count == 4
+    assert captures.row_count == 2
+
+
+def test_a_busy_machine_is_named(profile: dict) -> None:
+    quiet = {**profile, "rows": [{**row, "noise": 0.01, "noisy": False} for row in profile["rows"]]}
+    assert not any("too noisy" in line for line in summary(quiet))
+    quiet["rows"][0] |= {"noise": 0.4, "noisy": True}
+    assert "too noisy to tell at 1 of 4 points" in summary(quiet)[-1]
+
+
+@pytest.mark.parametrize(
+    ("medians", "spread"), [([2.0], 0.0), ([1.0, 1.2], 0.1 / 1.1), ([1, 1, 1, 9], 0.0), ([1, 1.1, 1.2, 9], 0.1 / 1.15)]
+)
+def test_one_spoilt_round_is_no_noise_and_two_are(medians: list[float], spread: float) -> None:
+    assert spread_of(medians) == pytest.approx(spread)
+
+
+def test_a_stall_does_not_squeeze_the_histogram() -> None:
+    values = [*np.linspace(1.0, 1.1, 99), 50.0]
+    histogram = Histogram.of(values)
+    assert histogram.high < 1.3
+    assert (sum(histogram.counts), histogram.above) == (99, 1)
+    assert sum(Histogram.of([2.0, 2.0]).counts) == 2
 
 
 def test_the_report_is_self_contained(profile: dict, tmp_path: Path) -> None:
@@ -49,30 +110,38 @@ def test_the_report_is_self_contained(profile: dict, tmp_path: Path) -> None:
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 4
     assert "http" not in page
-    assert profile["environment"]["device_name"] in page
+    for text in (profile["environment"]["device_name"], "capture ms", "pool bytes", "of bandwidth", "recorded backend"):
+        assert text in page
 
 
-def slowed(profile: dict, factor: float) -> dict:
-    slower = copy.deepcopy(profile)
-    for row in slower["rows"]:
-        row["step_ms"]["p50"] *= factor
-    return slower
+def test_without_matplotlib_there_is_a_report_and_a_reason(
+    profile: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [path.name for path in write_report(profile, tmp_path, draw=False)] == ["report.html"]
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ValueError, match=r"pip install 'graphdecode\[plot\]'"):
+        plot_profile(profile)
 
 
-@pytest.mark.parametrize(("factor", "code"), [(1.2, 1), (1.0, 0), (1.05, 0), (0.8, 0)])
-def test_a_slow_down_of_a_fifth_exits_with_1(profile: dict, tmp_path: Path, factor: float, code: int) -> None:
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    before.write_text(json.dumps(profile))
-    after.write_text(json.dumps(slowed(profile, factor)))
-    result = CliRunner().invoke(app, ["profile", "--compare", str(before), str(after)])
-    assert result.exit_code == code, result.output
-    assert f"overall {factor:.3f}" in result.output
+def test_the_trace_holds_ten_steps(profile: dict, trace_path: Path) -> None:
+    events = json.loads(trace_path.read_text())["traceEvents"]
+    assert sum(event.get("name") == "decode step" for event in events) == 10
 
 
-def test_profiles_that_cannot_be_compared_are_refused(profile: dict) -> None:
-    with pytest.raises(ValueError, match="schema 1"):
-        compare_profiles(profile, {"schema": 2})
-    other = copy.deepcopy(profile)
-    other["rows"] = [{**row, "context": 7} for row in other["rows"]]
-    with pytest.raises(ValueError, match="in common"):
-        compare_profiles(profile, other)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be >= 1, got 0"),
+        (["--contexts", "a"], "--contexts must be whole numbers separated by commas, such as 1,8,64; got 'a'"),
+        (["--contexts", ""], "--contexts must be whole numbers"),
+        (["--contexts", "100000"], r"a context must be in 1\.\."),
+        (["--model", "shape:llama-7t"], "unknown shape"),
+        (["--compare", "none.json", "none.json"], "none.json"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        CliRunner().invoke(
+            app, ["profile", "--out", str(tmp_path / "p"), *arguments], catch_exceptions=False, standalone_mode=False
+        )
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,109 @@
+"""`graphdecode generate`: prompts in, answers out."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tqdm import tqdm
+
+from graphdecode.cli.options import STDERR, ConfigOption, ModelOption, print_error
+from graphdecode.engine import LLM, RequestOutput, SamplingParams
+from graphdecode.engine.summary import RunSummary
+from graphdecode.profiling.tuner import record_batch_sizes
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
+    prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
+    model: ModelOption = "demo",
+    config: ConfigOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
+    ] = False,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
+    record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
+) -> None:
+    """Generate text: answers go to stdout as they come, all else to stderr."""
+    texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+    )
+    with LLM(
+        model,
+        config=config,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        prefix_cache=not no_prefix_cache,
+        quantize=quantize,
+        batch_invariant=batch_invariant,
+        progress=True,
+    ) as llm:
+        summary = RunSummary(llm)
+        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+        if record_batches is not None:
+            record_batch_sizes(record_batches, llm.stats.batch_sizes)
+    refused = [output for output in outputs if output.error is not None]
+    for output in refused:
+        print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")
+    if refused:
+        raise typer.Exit(2)
+
+
+def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:
+    unknown = [argument for argument in arguments if argument != "-"]
+    if unknown:
+        raise ValueError(f"prompts are given with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
+    texts = list(options)
+    if file is not None:
+        try:
+            texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {file}: {error}") from error
+    if arguments:
+        texts += [line for line in sys.stdin.read().splitlines() if line]
+    if not texts:
+        raise ValueError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
+    return texts
+
+
+def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """Stream the answers in the order of their prompts; all of them are computed side by side."""
+    streams = [llm.stream(text, params, refuse="return") for text in texts]
+    hidden = len(texts) == 1 or sys.stdout.isatty()
+    with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
+        for text, stream in zip(texts, streams, strict=True):
+            if len(texts) > 1:
+                print(f">>> {text}")
+            for piece in stream:
+                print(piece, end="", flush=True)
+            print(flush=True)
+            bar.update()
+    return [stream.request for stream in streams]
+
+
+def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    outputs = llm.generate(texts, params)
+    for output in outputs:
+        record = asdict(output)
+        record["metrics"]["time_to_first_token"] = output.metrics.time_to_first_token
+        print(json.dumps(record, ensure_ascii=False))
+    return outputs

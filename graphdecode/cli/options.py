@@ -1,0 +1,34 @@
+"""What several commands share: options, the console for messages, and how a list of numbers is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+STDERR = Console(stderr=True)
+ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging Face repository id, or demo.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")]
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """Read whole numbers that are separated by commas.
+
+    Args:
+        option: its name, for the message.
+        text: what was given.
+
+    Raises:
+        ValueError: there is none, or something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{option} must be whole numbers separated by commas, such as 1,8,64; got {text!r}") from None
+
+
+def print_error(message: str) -> None:
+    """Print an error as one line on standard error."""
+    STDERR.print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)

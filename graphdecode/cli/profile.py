@@ -1,0 +1,102 @@
+"""`graphdecode profile`: measure the decode step, or compare two measurements."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graphdecode.cli.options import ConfigOption, numbers
+from graphdecode.config import BucketConfig
+from graphdecode.engine.loading import load_runner
+from graphdecode.profiling.comparison import compare_profiles, read_profile
+from graphdecode.profiling.latency import LatencyProfiler
+from graphdecode.profiling.plots import MISSING
+from graphdecode.profiling.report import profile_tables, summary, write_report
+
+_LEAST_WIDTH = 118  # of the tables where standard output is no terminal
+
+
+def profile(
+    model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
+    config: ConfigOption = None,
+    contexts: Annotated[str, typer.Option(help="Tokens in the cache of each row; separated by commas.")] = "32,128",
+    steps: Annotated[int, typer.Option(help="Replays to time at each point.")] = 200,
+    out: Annotated[Path, typer.Option(help="A folder for profile.json, pictures and report.html.")] = Path("profile"),
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    trace: Annotated[bool, typer.Option("--trace", help="Also write a Chrome trace of ten steps.")] = False,
+    compare: Annotated[
+        tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="How much slower is too slow, as a fraction.")] = 0.1,
+) -> None:
+    """Measure the decode step of each bucket at each context, beside the floor that memory sets."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, _LEAST_WIDTH))
+    if compare is not None:
+        raise typer.Exit(_print_comparison(console, *compare, tolerance))
+    lengths = numbers("--contexts", contexts)
+    if steps < 1:
+        raise ValueError(f"--steps must be >= 1, got {steps}")
+    settings = BucketConfig.load(config) if config else BucketConfig(max_batch_size=16)
+    runner = load_runner(model, settings, device=device, dtype=dtype, prefix_cache=False, progress=True)
+    runner.graphs.capture(progress=True)
+    profiler = LatencyProfiler(runner, steps=steps)
+    result = profiler.profile(lengths, model=model)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "profile.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+    for table in profile_tables(result):
+        console.print(table)
+    for line in summary(result):
+        console.print(line, highlight=False, style="yellow" if line.startswith("too noisy") else None)
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    if not can_draw:
+        console.print(f"the report has no pictures: {MISSING}", style="yellow", markup=False)
+    written = [out / "profile.json", *write_report(result, out, draw=can_draw)]
+    if trace:
+        written.append(profiler.write_trace(out / "trace.json", lengths[0]))
+    console.print("wrote " + ", ".join(str(path) for path in written), soft_wrap=True)
+    runner.close()
+
+
+def _print_comparison(console: Console, before: Path, after: Path, tolerance: float) -> int:
+    if tolerance < 0:
+        raise ValueError(f"--tolerance must be >= 0, got {tolerance}")
+    comparison = compare_profiles(read_profile(before), read_profile(after))
+    slower, unclear = comparison.slower(tolerance), comparison.unclear(tolerance)
+    table = Table(title=f"{before} -> {after}: median step, and that of the quickest round")
+    heads = ("bucket", "context", "before ms", "after ms", "after/before", "quickest rounds", "noise")
+    for head in heads:
+        table.add_column(head, justify="right")
+    table.add_column("")
+    for change in comparison.changes:
+        table.add_row(
+            str(change.bucket),
+            str(change.context),
+            f"{change.before_ms:.4f}",
+            f"{change.after_ms:.4f}",
+            f"{change.ratio:.3f}",
+            f"{change.quiet_ratio:.3f}",
+            f"{100 * change.noise:.1f}%",
+            "slower" if change in slower else "too noisy to tell" if change in unclear else "",
+        )
+    console.print(table)
+    for difference in comparison.differences:
+        console.print(f"not the same in both: {difference}", style="yellow", markup=False)
+    console.print(
+        f"overall {comparison.overall:.3f}, quickest rounds {comparison.overall_quiet:.3f}, "
+        f"tolerated up to {1 + tolerance:.3f}; {len(slower)} of {len(comparison.changes)} points slower"
+    )
+    if unclear:
+        console.print(
+            f"too noisy to tell at {len(unclear)} of {len(comparison.changes)} points: measure again when it is quiet",
+            style="yellow",
+        )
+    return 1 if slower else 0

@@ -1,0 +1,126 @@
+"""Pictures of a latency profile."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from typing import Any
+
+import numpy as np
+
+MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
+_TICKED_BUCKETS = 12
+
+
+def plot_profile(profile: dict) -> dict[str, bytes]:
+    """Return the pictures of a profile, name -> PNG.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    pictures = {}
+    for name, draw in (
+        ("latency", _draw_latency),
+        ("padding", _draw_padding),
+        ("replay", _draw_replay),
+        ("histogram", _draw_histogram),
+    ):
+        figure = Figure(figsize=(7.5, 4.5), dpi=110, layout="constrained")
+        draw(figure, profile)
+        for axes in figure.axes:
+            axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        pictures[name] = buffer.getvalue()
+    return pictures
+
+
+def _by_context(profile: dict) -> dict[int, list[dict]]:
+    groups: dict[int, list[dict]] = {}
+    for row in sorted(profile["rows"], key=lambda row: (row["context"], row["bucket"])):
+        groups.setdefault(row["context"], []).append(row)
+    return groups
+
+
+def _shown_context(profile: dict) -> list[dict]:
+    """Return the rows of the shortest context, which pictures of one context show."""
+    return next(iter(_by_context(profile).values()))
+
+
+def _draw_latency(figure: Any, profile: dict) -> None:
+    axes = figure.add_subplot()
+    for context, rows in _by_context(profile).items():
+        buckets = [row["bucket"] for row in rows]
+        line = axes.plot(buckets, [row["step_ms"]["p50"] for row in rows], "o-", label=f"context {context}")[0]
+        within = " (fits the cache)" if all(row["in_cache"] for row in rows) else ""
+        floors = [row["floor_ms"] for row in rows]
+        axes.plot(buckets, floors, "--", color=line.get_color(), label=f"floor at {context}{within}")
+    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
+    axes.set_title(f"Step time, and the floor at {profile['read_bandwidth'] / 1e9:.1f} GB/s read from memory")
+    _tick_buckets(axes, buckets)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+
+
+def _tick_buckets(axes: Any, buckets: list[int]) -> None:
+    """Name the buckets themselves where they do not crowd one another."""
+    apart = min((b - a for a, b in itertools.pairwise(buckets)), default=1)
+    if len(buckets) <= _TICKED_BUCKETS and apart * 25 >= buckets[-1]:
+        axes.set_xticks(buckets)
+
+
+def _draw_padding(figure: Any, profile: dict) -> None:
+    axes = figure.add_subplot()
+    rows = _shown_context(profile)
+    cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}
+    buckets = list(cost)
+    sizes = np.arange(1, buckets[-1] + 1)
+    taken = np.array([cost[min(bucket for bucket in cost if bucket >= size)] for size in sizes])
+    own = np.interp(sizes, buckets, list(cost.values()))
+    axes.bar(sizes, taken - own, 1.0, bottom=own, alpha=0.25, label="cost of padding")
+    axes.step(sizes, taken, where="mid", label="step of the bucket that a batch runs in")
+    axes.plot(buckets, list(cost.values()), "o", color="black", markersize=4, label="bucket")
+    axes.set(xlabel="batch size (live rows)", ylabel="step, median (ms)")
+    axes.set_title(f"The padding staircase, context {rows[0]['context']}")
+    _tick_buckets(axes, buckets)
+    axes.set_ylim(0, 1.08 * max(cost.values()))
+    axes.legend(fontsize="small", loc="lower right")
+
+
+def _draw_replay(figure: Any, profile: dict) -> None:
+    axes = figure.add_subplot()
+    rows = _shown_context(profile)
+    places = np.arange(len(rows))
+    eager = axes.bar(places - 0.2, [row["eager_ms"]["p50"] for row in rows], 0.4, label="eager")
+    axes.bar(places + 0.2, [row["step_ms"]["p50"] for row in rows], 0.4, label="replay")
+    labels = [f"{row['replay_speedup']:.1f}x" for row in rows]
+    axes.bar_label(eager, labels, fontsize="small" if len(rows) <= _TICKED_BUCKETS else "xx-small", padding=2)
+    axes.set_xticks(places, [str(row["bucket"]) for row in rows])
+    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
+    axes.set_title(f"Eager against replay and their ratio, context {rows[0]['context']}")
+    axes.margins(y=0.1)
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _draw_histogram(figure: Any, profile: dict) -> None:
+    rows = _shown_context(profile)
+    chosen = [rows[0], rows[-1]] if len(rows) > 1 else rows
+    panels = figure.subplots(1, len(chosen), sharey=True, squeeze=False)[0]
+    for axes, row in zip(panels, chosen, strict=True):
+        histogram = row["histogram_ms"]
+        edges = np.linspace(histogram["low"], histogram["high"], len(histogram["counts"]) + 1)
+        axes.stairs(histogram["counts"], edges, fill=True, alpha=0.7)
+        axes.axvline(
+            row["step_ms"]["p50"], color="black", linewidth=0.9, label=f"median {row['step_ms']['p50']:.3g} ms"
+        )
+        above = f"; {histogram['above']} steps are slower" if histogram["above"] else ""
+        axes.set(xlabel=f"step (ms){above}", title=f"bucket {row['bucket']}")
+        axes.locator_params(axis="x", nbins=5)
+        axes.legend(fontsize="small")
+    panels[0].set_ylabel(f"steps, of {profile['steps']}")
+    figure.suptitle(f"Spread of step times, context {rows[0]['context']}")
