@@ -1,0 +1,145 @@
+"""Ladders tried out: a recorded load replayed through each of them in turn, and what the graphs cost."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from tqdm import tqdm
+
+from graphdecode.buckets import BucketLadder
+from graphdecode.config import BucketConfig
+from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.runner import Runner
+from graphdecode.engine.sequence import Sequence
+from graphdecode.models import Decoder, load_model
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
+
+
+@dataclass(frozen=True)
+class LadderTrial:
+    """What one ladder took.
+
+    Attributes:
+        step_ms: mean time of a step of the load: the median over the rounds.
+        rounds_ms: the mean of each round.
+        capture_ms: time of all captures.
+        pool_bytes: memory of all graphs' intermediates.
+    """
+
+    step_ms: float
+    rounds_ms: list[float]
+    capture_ms: float
+    pool_bytes: int
+
+
+def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
+    """Return a sequence of `steps` batch sizes in the proportions of a histogram, in an order that is always the same.
+
+    Args:
+        counts: batch size -> decode steps.
+        steps: how many.
+    """
+    total = sum(counts.values())
+    shares = {size: steps * number / total for size, number in counts.items()}
+    whole = {size: int(share) for size, share in shares.items()}
+    rest = sorted(shares, key=lambda size: shares[size] - whole[size], reverse=True)
+    for size in rest[: steps - sum(whole.values())]:
+        whole[size] += 1
+    trace = [size for size in sorted(whole) for _ in range(whole[size])]
+    random.Random(0).shuffle(trace)
+    return trace
+
+
+def try_ladders(
+    ladders: Mapping[str, BucketLadder],
+    counts: Mapping[int, int],
+    *,
+    model: str = "demo",
+    device: str | torch.device = "auto",
+    context: int = 64,
+    steps: int = 256,
+    rounds: int = 7,
+    progress: bool = True,
+) -> dict[str, LadderTrial]:
+    """Replay a load through each ladder in turn (A B A B ...), over one model.
+
+    Args:
+        ladders: by name, all with the same max_batch_size.
+        counts: batch size -> decode steps, as recorded.
+        model: a checkpoint folder, `"demo"`, or a shape.
+        device: where.
+        context: tokens of each row.
+        steps: of each round.
+        rounds: of each ladder.
+        progress: show a bar on standard error.
+
+    Raises:
+        ValueError: the model or the device cannot be used, or a number is less than 1.
+    """
+    if min(context, steps, rounds) < 1:
+        raise ValueError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
+    place = resolve_device(device)
+    largest = max(ladder.max_batch_size for ladder in ladders.values())
+    length = context + STEPS_PER_STAGING
+    config = BucketConfig(
+        max_batch_size=largest,
+        max_sequence_length=length,
+        total_num_pages=largest * (-(-length // 16) + 1),
+    )
+    decoder = load_model(model, device=place, max_sequence_length=length, batch_sizes=(1, largest))
+    trace = trace_of(counts, steps)
+    with ExitStack() as held:
+        trials: dict[str, _Trial] = {}
+        for name, ladder in ladders.items():
+            trials[name] = _Trial(decoder, replace(config, batch_sizes=ladder.sizes), context)
+            held.callback(trials[name].close)
+        for _ in tqdm(range(rounds + 1), desc="trying ladders", unit="round", disable=not progress, leave=False):
+            for trial in trials.values():
+                trial.run(trace)
+        return {name: trial.result() for name, trial in trials.items()}
+
+
+class _Trial:
+    def __init__(self, decoder: Decoder, config: BucketConfig, context: int) -> None:
+        self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
+        self._captured = self._runner.graphs.capture(progress=False)
+        self._sequences: list[Sequence] = LatencyProfiler(self._runner).sequences(config.max_batch_size, context)
+        self._rounds_ms: list[float] = []
+
+    def run(self, trace: list[int]) -> None:
+        """Time the whole trace, less the staging that sets the rows back before they outgrow their pages."""
+        runner, seconds = self._runner, 0.0
+        for begin in range(0, len(trace), STEPS_PER_STAGING):
+            runner.stage_rows(self._sequences)
+            self._synchronize()
+            began = time.perf_counter()
+            for batch_size in trace[begin : begin + STEPS_PER_STAGING]:
+                runner.graphs.replay(batch_size)
+            self._synchronize()
+            seconds += time.perf_counter() - began
+        self._rounds_ms.append(1000 * seconds / len(trace))
+
+    def result(self) -> LadderTrial:
+        rounds = self._rounds_ms[1:]  # the first warms up
+        captured = self._captured.buckets
+        return LadderTrial(
+            statistics.median(rounds),
+            rounds,
+            sum(bucket.capture_ms for bucket in captured),
+            sum(bucket.pool_bytes for bucket in captured),
+        )
+
+    def close(self) -> None:
+        for sequence in self._sequences:
+            self._runner.cache.free_sequence(sequence.sequence_id)
+        self._runner.close()
+
+    def _synchronize(self) -> None:
+        if self._runner.model.device.type == "cuda":
+            torch.cuda.synchronize()
