@@ -81,6 +81,29 @@ def test_a_recorded_steady_step_copies_nothing_allocates_nothing_and_reads_token
             assert operators.counts.keys() <= READS
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of the recorded backend")
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.parametrize("steps_per_launch", [8, 50])
+def test_a_recorded_steady_loop_copies_nothing_allocates_nothing_and_reads_tokens_alone(
+    make_llm: MakeLLM, uploads: list[str], steps_per_launch: int
+) -> None:
+    llm = make_llm(max_batch_size=4, max_sequence_length=1024, total_num_pages=1000, steps_per_launch=steps_per_launch)
+    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    streams = [llm.stream([97 + row] * (5 + row), params) for row in range(4)]
+    for _ in range(3):
+        llm.step()
+    before = llm.stats.batch_sizes[4]
+    uploads.clear()
+    with Operators() as operators:
+        for _ in range(STEPS // steps_per_launch):
+            llm.step()
+    assert llm.stats.batch_sizes[4] == before + STEPS
+    assert not uploads
+    assert operators.counts.keys() <= READS
+    for stream in streams:
+        stream.close()
+
+
 def test_when_pages_are_tight_a_steady_stretch_uploads_once_a_page(make_llm: MakeLLM, uploads: list[str]) -> None:
     llm = make_llm(max_batch_size=4, max_sequence_length=512, total_num_pages=128)
     for _ in range(ROUNDS):

@@ -8,7 +8,7 @@ import torch
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs import cuda_nodes, manager
+from graphdecode.graphs import Loop, cuda_loop, cuda_nodes, manager
 
 POOL = (0, 7)
 
@@ -109,6 +109,43 @@ def test_buckets_are_captured_one_by_one_and_launched_by_one_call(stand_in: Stan
     assert graphs.audit() == []
     graphs.close()
     assert stand_in.calls == ["replay", "replay", "reset", "reset"]
+
+
+def test_a_loop_is_captured_in_two_parts_and_launched_step_by_step_without_cuda_python(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_loop, "driver", None)
+    numbers = [Slot(name, (1,), torch.int32) for name in ("running", "loop_limit", "loop_count")]
+    buffers = StepBuffers([Slot("x", ("batch", 4), torch.float32), *numbers], max_batch_size=4, device="cpu")
+    loop = Loop(8, epilogue=lambda batch: batch.x.mul_(2.0))
+    graphs = GraphManager(step, buffers, [4], loop=loop)
+    graphs.capture(progress=False)
+    one = ["wait", "stream left", "wait", "begin", "end", "stream left", "instantiate"]
+    assert stand_in.calls == one * 2
+    assert graphs.report().buckets[0].loop == "single"
+    stand_in.calls.clear()
+    assert graphs.launch(3, 5) == 4
+    assert stand_in.calls == ["replay"] * 6
+    assert int(buffers.loop_count) == 5
+    graphs.close()
+    assert stand_in.calls[6:] == ["reset", "reset"]
+
+
+@pytest.mark.parametrize("failing_run", [4, 5])
+def test_a_loop_whose_epilogue_cannot_be_captured_leaves_no_graph(stand_in: StandIn, failing_run: int) -> None:
+    numbers = [Slot(name, (1,), torch.int32) for name in ("running", "loop_limit", "loop_count")]
+    buffers = StepBuffers([Slot("x", ("batch", 4), torch.float32), *numbers], max_batch_size=4, device="cpu")
+    runs = []
+
+    def epilogue(batch: Batch) -> None:
+        runs.append(1)
+        if len(runs) == failing_run:  # the 4th is the first bucket's capture, the 5th the second one's warm-up
+            raise ValueError("not this time")
+
+    graphs = GraphManager(step, buffers, [2, 4], loop=Loop(8, epilogue=epilogue))
+    with pytest.raises(CaptureError, match="not this time"):
+        graphs.capture(progress=False)
+    assert stand_in.calls.count("begin") == stand_in.calls.count("reset") == failing_run - 2
 
 
 def test_a_capture_that_the_driver_refuses_gives_stream_and_pool_back(stand_in: StandIn, buffers: StepBuffers) -> None:

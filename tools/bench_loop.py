@@ -1,0 +1,132 @@
+"""What a token costs the host when a launch runs one step, and when it runs many.
+
+    python tools/bench_loop.py                                  the demo model, 1, 8 and 64 steps a launch
+    python tools/bench_loop.py --steps-per-launch 1,16 --batch-size 8 --out loop.json
+
+Time is that of a long answer less a short one, so that neither prefill nor the first launch count; the engines take
+turns, and medians are compared. The host's share is the time in which it does not wait for a GPU. On a CPU the step is
+the host's own work, and both are the same.
+"""
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.engine.runner import Launch, StepTokens
+from graphdecode.profiling.environment import describe_environment
+
+PROMPT_TOKENS = 32
+
+
+class Engine:
+    """An engine with so many steps a launch, and a clock for the time that it waits.
+
+    Args:
+        model: as for `LLM`.
+        dtype: of the weights.
+        device: "cpu" or "cuda".
+        batch_size: rows.
+        steps_per_launch: of the loop; 1 is no loop.
+        capacity: tokens of a prompt and its answer.
+    """
+
+    def __init__(
+        self, model: str, dtype: str, device: str, batch_size: int, steps_per_launch: int, capacity: int
+    ) -> None:
+        config = BucketConfig(
+            max_batch_size=batch_size,
+            max_sequence_length=capacity,
+            batch_sizes=[batch_size],
+            steps_per_launch=steps_per_launch,
+        )
+        self.llm = LLM(model, config=config, dtype=dtype, device=device, prefix_cache=False)
+        self.steps_per_launch = steps_per_launch
+        self.batch_size = batch_size
+        self.waited = 0.0
+        self._read = self.llm._runner.read
+        self.llm._runner.read = self._timed_read  # type: ignore[method-assign]
+
+    def _timed_read(self, launch: Launch) -> list[StepTokens]:
+        if launch.done is not None:
+            began = time.perf_counter()
+            launch.done.synchronize()
+            self.waited += time.perf_counter() - began
+        return self._read(launch)
+
+    def answer(self, new_tokens: int) -> tuple[float, float, list[list[int]]]:
+        """Answer a full batch; return the seconds it took, those of them that the host did not wait, and the tokens."""
+        prompts = [[97 + (7 * row + place) % 26 for place in range(PROMPT_TOKENS)] for row in range(self.batch_size)]
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        self.waited, began = 0.0, time.perf_counter()
+        outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        return seconds, seconds - self.waited, [output.outputs[0].token_ids for output in outputs]
+
+    def per_token(self, new_tokens: int, before: int) -> tuple[float, float]:
+        """Return the seconds of a token, and the host's, behind the first `before` ones."""
+        short_seconds, short_host, _ = self.answer(before)
+        seconds, host, _ = self.answer(before + new_tokens)
+        tokens = new_tokens * self.batch_size
+        return (seconds - short_seconds) / tokens, (host - short_host) / tokens
+
+
+def main(
+    model: Annotated[str, typer.Option(help="demo, a checkpoint folder, or shape:NAME.")] = "demo",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    steps_per_launch: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
+    batch_size: Annotated[int, typer.Option(help="Rows.")] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Measurements of each.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda; auto takes what is there.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Time the same answers with different numbers of steps a launch, and check that they are the same."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    lengths = [int(length) for length in steps_per_launch.split(",")]
+    before = max(lengths)  # the same for all, and a whole launch of each
+    capacity = PROMPT_TOKENS + before + new_tokens
+    engines = [Engine(model, dtype, device, batch_size, length, capacity) for length in lengths]
+    answers = [engine.answer(before + new_tokens)[2] for engine in engines]  # warm-up, too
+    times: list[list[tuple[float, float]]] = [[] for _ in engines]
+    for _ in range(repeats):
+        for engine, own in zip(engines, times, strict=True):
+            own.append(engine.per_token(new_tokens, before))
+    rows = []
+    for engine, own, answer in zip(engines, times, answers, strict=True):
+        bucket = engine.llm.graphs.report().buckets[-1]
+        total, host = (1e6 * statistics.median(values) for values in zip(*own, strict=True))
+        rows.append(
+            {
+                "steps_per_launch": engine.steps_per_launch,
+                "loop": bucket.loop,
+                "loop_reason": bucket.loop_reason,
+                "us_per_token": total,
+                "host_us_per_token": host,
+                "same_tokens": answer == answers[0],
+            }
+        )
+        engine.llm.close()
+    table = Table("steps a launch", "loop", "us/token", "host us/token", "same tokens", title=f"{model} on {device}")
+    for row in rows:
+        figures = (f"{row['us_per_token']:.1f}", f"{row['host_us_per_token']:.1f}")
+        table.add_row(str(row["steps_per_launch"]), row["loop"] or "none", *figures, str(row["same_tokens"]))
+    Console().print(table)
+    if out is not None:
+        record = {"model": model, "dtype": dtype, "device": device, "batch_size": batch_size, "new_tokens": new_tokens}
+        record |= {"environment": describe_environment(device), "rows": rows}
+        out.write_text(json.dumps(record, indent=1))
+    if not all(row["same_tokens"] for row in rows):
+        raise SystemExit("the answers differ")
+
+
+if __name__ == "__main__":
+    typer.run(main)
