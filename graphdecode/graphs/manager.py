@@ -276,19 +276,24 @@ class GraphManager:
         ]
 
     def freeze(self) -> None:
-        """Refuse, from now on, whatever would move memory that the graphs point at, or capture again.
+        """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
+
+        Nothing can be adopted, and no module among the constants loads a state dict. What is moved past all of this is
+        found by `verify`, and by the next replay of another batch size.
 
         Raises:
             FrozenError: something was moved already.
         """
         self._owners.verify()
         self.buffers.freeze()
+        self._owners.freeze()
         self._frozen = True
 
     def thaw(self) -> None:
         """Allow changes again; the graphs are invalid and dropped."""
         self._frozen = False
         self.buffers.thaw()
+        self._owners.thaw()
         self._drop_graphs()
 
     def report(self) -> GraphReport:
@@ -323,6 +328,7 @@ class GraphManager:
         Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators
         in use. What is not closed when the process ends is released then, before anything that was there earlier.
         """
+        self._owners.thaw()
         self._owners = Owners(self.buffers)
         self._drop_graphs()
 

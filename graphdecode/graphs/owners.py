@@ -82,6 +82,7 @@ class Owners:
     def __init__(self, buffers: StepBuffers, constants: Iterable[Any] = ()) -> None:
         self.buffers = buffers
         self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
+        self._hooks: list[Any] = []
         self.constants = self._current_constants()
         self._addresses = [(name, t, t.data_ptr()) for name, t in self.constants.items() if not is_opaque(t)]
 
@@ -96,6 +97,18 @@ class Owners:
         """Return where the constants are now, as the modules hold them."""
         return MemoryMap(self._current_constants())
 
+    def freeze(self) -> None:
+        """Let the modules among the constants refuse, from now on, to load other weights."""
+        self.thaw()
+        modules = {module for given in self._given if isinstance(given, torch.nn.Module) for module in given.modules()}
+        self._hooks = [module.register_load_state_dict_pre_hook(_refuse_to_load) for module in modules]
+
+    def thaw(self) -> None:
+        """Let them load again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
     def verify(self) -> None:
         """Check that every slot, adopted tensor and constant is where it was.
 
@@ -106,6 +119,10 @@ class Owners:
         for name, tensor, address in self._addresses:
             if tensor.data_ptr() != address:
                 raise FrozenError(f"{name} was moved after it was declared: graphs still point at its old memory")
+
+
+def _refuse_to_load(module: torch.nn.Module, *_arguments: Any) -> None:
+    raise FrozenError(f"the graphs that read {type(module).__name__} are frozen: thaw() before loading weights")
 
 
 def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:

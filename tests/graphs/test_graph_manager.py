@@ -189,6 +189,43 @@ def test_two_managers_share_a_process_and_buffers(step, buffers, weight) -> None
     assert torch.equal(buffers.y[:4], 4 * once[:4])
 
 
+def test_frozen_graphs_refuse_every_way_to_change_what_they_point_at(buffers) -> None:
+    """Reallocating a slot, growing a cache, capturing again, loading weights; and thaw() drops the graphs."""
+    torch.manual_seed(2)
+    module = torch.nn.Linear(16, 16, bias=False, device=buffers.device)
+    weights = {name: 2 * tensor for name, tensor in module.state_dict().items()}
+    cache = torch.zeros(3, device=buffers.device)
+    buffers.adopt("k_cache", cache)
+    graphs = GraphManager(lambda batch: batch.y.copy_(batch.x @ module.weight.T), buffers, [2, 4], constants=[module])
+    graphs.capture(progress=False)
+    graphs.freeze()
+    before = module.weight.clone()
+    with pytest.raises(FrozenError, match="the graphs that read Linear are frozen"):
+        module.load_state_dict(weights)
+    assert torch.equal(module.weight, before)
+    with pytest.raises(FrozenError, match="frozen"):
+        graphs.capture(progress=False)
+    graphs.replay(2)
+    cache.resize_(1 << 16)
+    with pytest.raises(FrozenError, match="k_cache"):
+        graphs.replay(4)
+    graphs.thaw()
+    module.load_state_dict(weights)
+    assert torch.equal(module.weight, 2 * before)
+    with pytest.raises(RuntimeError, match="was not captured"):
+        graphs.replay(2)
+
+
+def test_a_frozen_slot_that_is_reallocated_is_named(step, buffers, weight) -> None:
+    graphs = manager(step, buffers, weight)
+    graphs.capture(progress=False)
+    graphs.freeze()
+    graphs.replay(2)
+    buffers.tensors["x"].set_(torch.zeros_like(buffers.x))
+    with pytest.raises(FrozenError, match="x"):
+        graphs.replay(3)
+
+
 def test_frozen_graphs_refuse_to_capture_until_thawed(step, buffers, weight) -> None:
     graphs = manager(step, buffers, weight)
     graphs.capture(progress=False)
