@@ -40,7 +40,7 @@ def test_a_tuned_ladder_beats_todays_on_a_recorded_run_measured():
     today = BucketLadder.auto(64, 8)
     tuned = best_ladders(counts, StepCost.linear(64, base_ms=0.1, row_ms=0.05), 64, 8)[-1]
     assert padding_share(tuned, counts) < 0.01 < padding_share(today, counts)
-    found = try_ladders({"today": today, "tuned": tuned}, counts, steps=64, rounds=5, progress=False)
+    found = try_ladders({"today": today, "tuned": tuned}, counts, steps=64, rounds=10, progress=False)
     assert min(found["tuned"].rounds_ms) < min(found["today"].rounds_ms)
 
 
