@@ -175,7 +175,8 @@ class GraphManager:
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows: one launch. Returns the bucket that ran.
 
-        When the batch size changes, the addresses of all slots and constants are checked.
+        When the batch size changes, the addresses of all slots and constants are checked; a strict manager audits its
+        graphs before every replay.
 
         Raises:
             ValueError: `batch_size` is outside 1..max_batch_size.
@@ -199,7 +200,7 @@ class GraphManager:
         """
         if self._control is None:
             raise RuntimeError("launch() needs a manager that was made with loop=")
-        if not 1 <= num_steps <= self._control.loop.max_steps:
+        if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
             raise ValueError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {num_steps!r}")
         return self._start(batch_size, num_steps)
 
@@ -208,7 +209,7 @@ class GraphManager:
         runnable = self._runnables.get(bucket)
         if runnable is None:
             return self._first_use(bucket, batch_size, num_steps)
-        if batch_size != self._verified_size:
+        if self._strict or batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
         self._go(runnable, batch_size, num_steps)
@@ -318,7 +319,7 @@ class GraphManager:
         return to_svg(f"bucket {bucket}", self._nodes_of(bucket))
 
     def _nodes_of(self, bucket: int) -> list[Node]:
-        if bucket not in self._graphs:
+        if type(bucket) is not int or bucket not in self._graphs:
             raise ValueError(f"bucket must be one of the captured {sorted(self._graphs)}, got {bucket!r}")
         return self._graphs[bucket].nodes
 

@@ -98,6 +98,13 @@ def test_there_is_no_picture_of_a_bucket_that_has_no_graph(graphs: GraphManager)
         graphs.dot(3)
 
 
+@pytest.mark.parametrize("bucket", [None, "4", 4.0, True, [4]])
+def test_a_bucket_that_is_no_int_has_no_picture(graphs: GraphManager, bucket) -> None:
+    for picture in (graphs.dot, graphs.svg):
+        with pytest.raises(ValueError, match="bucket must be one of the captured"):
+            picture(bucket)
+
+
 def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -> None:
     slots = [Slot("x", ("batch", 8), torch.float32), Slot("y", ("batch", 8), torch.float32)]
     chosen = {1: {"tile": {"path": "a", "us": 1.5}}, 2: {"tile": {"path": "b"}}, 4: {"tile": {"path": "b"}}}

@@ -91,6 +91,16 @@ def test_a_strict_manager_refuses_to_replay_what_the_audit_finds() -> None:
         model.graphs.replay(3)
 
 
+def test_a_strict_manager_refuses_in_the_middle_of_a_steady_batch_too() -> None:
+    model = Model(strict=True)
+    model.graphs.replay(2)
+    replace_parameter(model)
+    before = model.buffers.y.clone()
+    with pytest.raises(StalePointerError, match=r"constants\[0\]\.weight has other memory now"):
+        model.graphs.replay(2)
+    assert torch.equal(model.buffers.y, before), "law 7: nothing ran"
+
+
 @pytest.mark.parametrize("name", ["weight", "cache", "x", "module"])
 def test_a_graph_goes_on_with_the_memory_of_its_capture(name: str) -> None:
     model = Model()
