@@ -68,6 +68,12 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["generate", "-p", "a", "--dtype", "int4"], "dtype must be"),
         (["generate", "-p", "a", "--device", "tpu"], "device must be auto, cpu or cuda"),
         (["generate", "-p", "a", "--max-tokens", "many"], "--max-tokens"),
+        (
+            ["generate", "-p", "a", "--record-batches", "none/b.json"],
+            "none/b.json must be a file in a folder that exists",
+        ),
+        (["generate", "-p", "a", "--record-batches", "."], ". must be a file in a folder that exists"),
+        (["generate", "-p", "a", "--record-batches", "other.json"], "other.json is no record of batch sizes"),
         (["buckets", "none.toml"], "none.toml"),
         (["buckets", "tune", "--record", "none.json", "--out", "o.toml"], "none.json"),
         (["profile", "--contexts", "100000", "--steps", "2", "--out", "p"], "a context must be in 1.."),
@@ -75,6 +81,7 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "other.json").write_text("[1]")
     result = run(*arguments, folder=tmp_path)
     assert result.returncode == 2
     last = result.stderr.strip().splitlines()[-1]
@@ -84,6 +91,14 @@ def test_an_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[st
     assert result.stdout == ""
 
 
+def test_batch_sizes_of_several_runs_are_added_up(tmp_path: Path) -> None:
+    prompts = ["-p", "12+30=", "-p", "rev abc="]
+    for arguments in (prompts, prompts[:2]):
+        result = run("generate", *arguments, "--record-batches", "b.json", "--max-tokens", "2", folder=tmp_path)
+        assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "b.json").read_text()) == {"batch_sizes": {"1": 2, "2": 2}}
+
+
 def test_debug_shows_the_traceback() -> None:
     result = run("--debug", "generate", "-p", "a", "--model", "no-such-model")
     assert result.returncode != 0
@@ -91,15 +106,16 @@ def test_debug_shows_the_traceback() -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
+def test_ctrl_c_ends_with_130_no_traceback_and_a_record_of_what_ran(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     prompts = [argument for _ in range(400) for argument in ("-p", "rev abcdefgh=")]
     with subprocess.Popen(
-        [*COMMAND, "generate", *prompts, "--max-tokens", "400", "--temperature", "9"],
+        [*COMMAND, "generate", *prompts, "--max-tokens", "400", "--temperature", "9", "--record-batches", "b.json"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
+        cwd=tmp_path,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -108,6 +124,7 @@ def test_ctrl_c_ends_with_130_and_no_traceback() -> None:
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors
+    assert json.loads((tmp_path / "b.json").read_text())["batch_sizes"]
 
 
 def test_buckets_shows_ladder_padding_and_memory(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from graphdecode.cli.options import STDERR, ConfigOption, ModelOption, print_error
 from graphdecode.engine import LLM, RequestOutput, SamplingParams
 from graphdecode.engine.summary import RunSummary
-from graphdecode.profiling.tuner import record_batch_sizes
+from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 
 
 def generate(
@@ -45,6 +45,8 @@ def generate(
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
     )
+    if record_batches is not None:
+        check_record(record_batches)
     with LLM(
         model,
         config=config,
@@ -57,10 +59,12 @@ def generate(
         progress=True,
     ) as llm:
         summary = RunSummary(llm)
-        outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        try:
+            outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+        finally:
+            if record_batches is not None:
+                record_batch_sizes(record_batches, llm.stats.batch_sizes)
         STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
-        if record_batches is not None:
-            record_batch_sizes(record_batches, llm.stats.batch_sizes)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
         print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")
