@@ -1,8 +1,7 @@
-"""`graphdecode buckets`: show a bucket configuration file, or tune one to a recorded load."""
+"""`graphdecode buckets`: show a bucket configuration file, or `tune` one to a recorded load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,19 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.buckets import BucketLadder
-from graphdecode.cli.options import ConfigOption, ModelOption
+from graphdecode.cli.options import ModelOption
+from graphdecode.cli.tune import tune
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.models import ModelConfig, resolve_model_path
-from graphdecode.profiling.ladder_trial import LadderTrial, try_ladders
-from graphdecode.profiling.tuner import (
-    StepCost,
-    best_ladders,
-    expected_step_ms,
-    padding_share,
-    read_batch_sizes,
-)
 
 
 class _FileByDefault(typer.core.TyperGroup):
@@ -82,61 +73,4 @@ def _memory_table(config: BucketConfig, model: str) -> Table:
     return table
 
 
-@buckets.command()
-def tune(
-    record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
-    out: Annotated[Path, typer.Option(help="Where the tuned configuration goes.")],
-    profile: Annotated[Path | None, typer.Option(help="A profile.json; without one, a linear cost model.")] = None,
-    config: ConfigOption = None,
-    max_graphs: Annotated[int, typer.Option(help="Graphs that the ladder may have.")] = 16,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, in turn.")
-    ] = False,
-    model: ModelOption = "demo",
-    context: Annotated[int, typer.Option(help="Tokens of each row, with --measure.")] = 64,
-) -> None:
-    """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
-
-    The table shows today's ladder beside the best of each number of graphs, and what each further graph gains. With
-    --measure the ladders are tried out on a model: measured step time, time of capture, memory of the graphs.
-    """
-    counts = read_batch_sizes(record)
-    base = BucketConfig.load(config) if config else BucketConfig()
-    base = base.with_limits(max_batch_size=max(base.max_batch_size, *counts), max_graphs=max_graphs)
-    top = base.max_batch_size
-    cost = StepCost.from_profile(profile, top) if profile else StepCost.linear(top)
-    ladders = best_ladders(counts, cost, top, max_graphs)
-    rows = {"today": base.ladder} | {f"best of {k}": ladder for k, ladder in enumerate(ladders, 1)}
-    trials = try_ladders(rows, counts, model=model, context=context) if measure else {}
-    console = Console()
-    console.print(_ladder_table(rows, counts, cost, trials, f"{record}, {cost.source}"))
-    if trials:
-        today, tuned = trials["today"].step_ms, trials[f"best of {len(ladders)}"].step_ms
-        console.print(f"measured on {model}: {today:.4f} ms a step today, {tuned:.4f} tuned, {today / tuned:.3f}x")
-    out.write_text(base.with_limits(batch_sizes=list(ladders[-1])).to_toml(), encoding="utf-8")
-    console.print(f"wrote {out}")
-
-
-def _ladder_table(
-    ladders: dict[str, BucketLadder],
-    counts: Mapping[int, int],
-    cost: StepCost,
-    trials: dict[str, LadderTrial],
-    title: str,
-) -> Table:
-    table = Table("ladder", "graphs", "expected ms", "gain", "padding", title=title)
-    if trials:
-        for column in ("measured ms", "capture ms", "graphs MiB"):
-            table.add_column(column)
-    table.add_column("sizes")
-    before: float | None = None
-    for name, ladder in ladders.items():
-        expected, padding = expected_step_ms(ladder, counts, cost), padding_share(ladder, counts)
-        gain = "" if before is None or name == "today" else f"{before - expected:.4f}"
-        before = None if name == "today" else expected
-        figures = [name, str(len(ladder)), f"{expected:.4f}", gain, f"{100 * padding:.1f}%"]
-        if trials:
-            trial = trials[name]
-            figures += [f"{trial.step_ms:.4f}", f"{trial.capture_ms:.0f}", f"{trial.pool_bytes / 2**20:.2f}"]
-        table.add_row(*figures, " ".join(str(size) for size in ladder))
-    return table
+buckets.command()(tune)

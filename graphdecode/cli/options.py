@@ -13,6 +13,25 @@ ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging F
 ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")]
 
 
+_LEAST_WIDTH = 118  # of tables where standard output is no terminal
+
+
+def wide_console() -> Console:
+    """Return a console on standard output that gives wide tables their width where it is a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, _LEAST_WIDTH))
+
+
+def check_new_file(option: str, path: Path) -> None:
+    """Refuse a file that could not be written, before anything is measured.
+
+    Raises:
+        ValueError: it is a folder, or in no folder.
+    """
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{option} must be a file in a folder that exists, got {path}")
+
+
 def numbers(option: str, text: str) -> list[int]:
     """Read whole numbers that are separated by commas.
 

@@ -11,15 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, numbers
+from graphdecode.cli.options import ConfigOption, numbers, wide_console
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import load_runner
 from graphdecode.profiling.comparison import compare_profiles, read_profile
 from graphdecode.profiling.latency import LatencyProfiler
 from graphdecode.profiling.plots import MISSING
 from graphdecode.profiling.report import profile_tables, summary, write_report
-
-_LEAST_WIDTH = 118  # of the tables where standard output is no terminal
 
 
 def profile(
@@ -37,9 +35,7 @@ def profile(
     tolerance: Annotated[float, typer.Option(help="How much slower is too slow, as a fraction.")] = 0.1,
 ) -> None:
     """Measure the decode step of each bucket at each context, beside the floor that memory sets."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=max(console.width, _LEAST_WIDTH))
+    console = wide_console()
     if compare is not None:
         raise typer.Exit(_print_comparison(console, *compare, tolerance))
     lengths = numbers("--contexts", contexts)

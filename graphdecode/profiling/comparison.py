@@ -94,11 +94,14 @@ def read_profile(path: Path) -> dict:
     """
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
-        schema = profile.get("schema") if isinstance(profile, dict) else None
-        if schema != SCHEMA_VERSION or not isinstance(profile.get("rows"), list):
-            raise ValueError(f"a profile of schema {SCHEMA_VERSION} is needed, got {schema!r}")
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path} is no profile: {error}") from error
+    schema = profile.get("schema") if isinstance(profile, dict) else None
+    if schema != SCHEMA_VERSION:
+        raise ValueError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
+    rows = profile.get("rows")
+    if not rows or not isinstance(rows, list):
+        raise ValueError(f"{path} is no profile: it has no rows")
     return profile
 
 

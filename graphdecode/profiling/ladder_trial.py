@@ -18,7 +18,7 @@ from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.sequence import Sequence
 from graphdecode.models import Decoder, load_model
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, spread_of
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,42 @@ class LadderTrial:
 
     Attributes:
         step_ms: mean time of a step of the load: the median over the rounds.
+        quiet_ms: the same of the quickest round, which neighbours on the machine disturbed least.
         rounds_ms: the mean of each round.
+        noise: how far the rounds lie apart, see `spread_of`.
         capture_ms: time of all captures.
         pool_bytes: memory of all graphs' intermediates.
     """
 
     step_ms: float
+    quiet_ms: float
     rounds_ms: list[float]
+    noise: float
     capture_ms: float
     pool_bytes: int
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Ladders that took turns.
+
+    Attributes:
+        model: the model's name, for people.
+        dtype: that it was computed in.
+        backend: of the graphs.
+        context: tokens of each row.
+        steps: of each round.
+        rounds: of each ladder.
+        ladders: by name.
+    """
+
+    model: str
+    dtype: str
+    backend: str
+    context: int
+    steps: int
+    rounds: int
+    ladders: dict[str, LadderTrial]
 
 
 def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
@@ -62,25 +89,27 @@ def try_ladders(
     *,
     model: str = "demo",
     device: str | torch.device = "auto",
+    dtype: str = "auto",
     context: int = 64,
     steps: int = 256,
     rounds: int = 7,
     progress: bool = True,
-) -> dict[str, LadderTrial]:
-    """Replay a load through each ladder in turn (A B A B ...), over one model.
+) -> Trial:
+    """Replay a load through each ladder in turn (A B, B A, A B, ...), over one model.
 
     Args:
         ladders: by name, all with the same max_batch_size.
         counts: batch size -> decode steps, as recorded.
         model: a checkpoint folder, `"demo"`, or a shape.
         device: where.
+        dtype: of weights and cache.
         context: tokens of each row.
         steps: of each round.
         rounds: of each ladder.
         progress: show a bar on standard error.
 
     Raises:
-        ValueError: the model or the device cannot be used, or a number is less than 1.
+        ValueError: the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
         raise ValueError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
@@ -92,25 +121,46 @@ def try_ladders(
         max_sequence_length=length,
         total_num_pages=largest * (-(-length // 16) + 1),
     )
-    decoder = load_model(model, device=place, max_sequence_length=length, batch_sizes=(1, largest))
+    decoder = load_model(
+        model, device=place, dtype=dtype, max_sequence_length=length, batch_sizes=(1, largest), progress=progress
+    )
+    longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
+    if context > longest:
+        raise ValueError(
+            f"context must be in 1..{longest} (what {model} was trained for, less some steps), got {context}"
+        )
     trace = trace_of(counts, steps)
     with ExitStack() as held:
-        trials: dict[str, _Trial] = {}
+        trials: dict[str, _Turns] = {}
         for name, ladder in ladders.items():
-            trials[name] = _Trial(decoder, replace(config, batch_sizes=ladder.sizes), context)
+            trials[name] = _Turns(decoder, replace(config, batch_sizes=ladder.sizes), context)
             held.callback(trials[name].close)
-        for _ in tqdm(range(rounds + 1), desc="trying ladders", unit="round", disable=not progress, leave=False):
-            for trial in trials.values():
-                trial.run(trace)
-        return {name: trial.result() for name, trial in trials.items()}
+        turns = [(index, name) for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
+        for _, name in tqdm(turns, desc="trying ladders", unit="turn", disable=not progress, leave=False):
+            trials[name].run(trace)
+        return Trial(
+            model,
+            str(decoder.dtype).removeprefix("torch."),
+            next(iter(trials.values())).backend,
+            context,
+            steps,
+            rounds,
+            {name: trial.result() for name, trial in trials.items()},
+        )
 
 
-class _Trial:
+class _Turns:
+    """One ladder's graphs, and what its rounds took."""
+
     def __init__(self, decoder: Decoder, config: BucketConfig, context: int) -> None:
         self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
         self._captured = self._runner.graphs.capture(progress=False)
         self._sequences: list[Sequence] = LatencyProfiler(self._runner).sequences(config.max_batch_size, context)
         self._rounds_ms: list[float] = []
+
+    @property
+    def backend(self) -> str:
+        return self._runner.graphs.backend
 
     def run(self, trace: list[int]) -> None:
         """Time the whole trace, less the staging that sets the rows back before they outgrow their pages."""
@@ -130,7 +180,9 @@ class _Trial:
         captured = self._captured.buckets
         return LadderTrial(
             statistics.median(rounds),
+            min(rounds),
             rounds,
+            spread_of(rounds),
             sum(bucket.capture_ms for bucket in captured),
             sum(bucket.pool_bytes for bucket in captured),
         )

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -32,71 +29,62 @@ class StepCost:
         return cls(base_ms + row_ms * rows, f"linear model, {base_ms} ms + {row_ms} ms a row")
 
     @classmethod
-    def measured(cls, points: Mapping[int, float], max_batch_size: int) -> StepCost:
-        """Interpolate between measured buckets; below the first and past the last, continue their slope.
+    def from_profile(cls, profile: dict, max_batch_size: int) -> StepCost:
+        """Interpolate between the median steps of a profile's buckets, each the mean over its contexts.
 
-        Raises:
-            ValueError: nothing was measured.
+        Args:
+            profile: what `read_profile` returned.
+            max_batch_size: rows.
         """
-        if not points:
-            raise ValueError("a profile without buckets says nothing about the cost of a step")
-        sizes = np.array(sorted(points), dtype=float)
-        costs = np.array([points[int(size)] for size in sizes])
-        rows = np.arange(max_batch_size + 1, dtype=float)
-        step_ms = np.interp(rows, sizes, costs)
-        if len(sizes) > 1:
-            slope = max((costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]), 0.0)
-            step_ms = np.where(rows > sizes[-1], costs[-1] + slope * (rows - sizes[-1]), step_ms)
-        return cls(step_ms, f"measured at {len(sizes)} buckets")
+        samples: dict[int, list[float]] = {}
+        for row in profile["rows"]:
+            samples.setdefault(row["bucket"], []).append(row["step_ms"]["p50"])
+        points = {bucket: float(np.mean(values)) for bucket, values in samples.items()}
+        beyond = f", extrapolated from {max(points)} rows on" if max(points) < max_batch_size else ""
+        return cls(_interpolated(points, max_batch_size), f"measured at {len(points)} buckets{beyond}")
+
+
+@dataclass(frozen=True)
+class GraphCost:
+    """What a graph costs to have, at each batch size; entry b is of a graph of b rows, entry 0 is not used.
+
+    Attributes:
+        capture_ms: [max_batch_size + 1]; time of its capture.
+        pool_bytes: [max_batch_size + 1]; memory of its intermediates.
+    """
+
+    capture_ms: np.ndarray
+    pool_bytes: np.ndarray
 
     @classmethod
-    def from_profile(cls, path: Path, max_batch_size: int) -> StepCost:
-        """Read the device step times of a `profile.json`, the mean over its contexts.
+    def from_profile(cls, profile: dict, max_batch_size: int) -> GraphCost | None:
+        """Interpolate between the captures of a profile; None where nothing was captured.
 
-        Raises:
-            ValueError: the file cannot be read, or is no profile.
+        Args:
+            profile: what `read_profile` returned.
+            max_batch_size: rows.
         """
-        try:
-            rows = json.loads(path.read_text())["rows"]
-            samples: dict[int, list[float]] = {}
-            for row in rows:
-                samples.setdefault(int(row["bucket"]), []).append(float(row["step_ms"]["p50"]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no profile: {error!r}") from error
-        return cls.measured({bucket: float(np.mean(values)) for bucket, values in samples.items()}, max_batch_size)
+        captured = [bucket for bucket in profile["captures"]["buckets"] if bucket["state"] == "captured"]
+        if not captured:
+            return None
+        times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
+        sizes = {bucket["bucket"]: bucket["pool_bytes"] for bucket in captured}
+        return cls(_interpolated(times, max_batch_size), _interpolated(sizes, max_batch_size))
 
 
-def read_batch_sizes(path: Path) -> Counter[int]:
-    """Read a histogram of batch sizes, as an engine recorded it: batch size -> decode steps.
-
-    Raises:
-        ValueError: the file cannot be read or holds something else.
-    """
-    try:
-        counts = {int(size): int(steps) for size, steps in json.loads(path.read_text())["batch_sizes"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no record of batch sizes: {error!r}") from error
-    if not counts or min(counts) < 1 or min(counts.values()) < 0:
-        raise ValueError(f"{path}: batch sizes must be >= 1 and their counts >= 0")
-    return Counter(counts)
-
-
-def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
-    """Add a histogram to a file, merging it with what earlier runs left there.
-
-    Raises:
-        ValueError: the file holds something else.
-    """
-    merged = Counter(counts)
-    if path.exists():
-        merged += read_batch_sizes(path)
-    path.write_text(json.dumps({"batch_sizes": {str(size): merged[size] for size in sorted(merged)}}, indent=1) + "\n")
+def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:
+    """Return values for 0..max_batch_size: below the first point its own, past the last on along the slope of all."""
+    sizes = np.array(sorted(points), dtype=float)
+    values = np.array([points[int(size)] for size in sizes])
+    rows = np.arange(max_batch_size + 1, dtype=float)
+    slope = max(np.polyfit(sizes, values, 1)[0], 0.0) if len(sizes) > 1 else 0.0
+    return np.interp(rows, sizes, values) + slope * np.maximum(rows - sizes[-1], 0.0)
 
 
 def expected_step_ms(ladder: BucketLadder, counts: Mapping[int, int], cost: StepCost) -> float:
     """Return the mean cost of a step of the load, in milliseconds."""
     total = sum(counts.values())
-    return sum(steps * cost.step_ms[ladder.bucket_for(size)] for size, steps in counts.items()) / total
+    return float(sum(steps * cost.step_ms[ladder.bucket_for(size)] for size, steps in counts.items()) / total)
 
 
 def padding_share(ladder: BucketLadder, counts: Mapping[int, int]) -> float:
@@ -108,8 +96,10 @@ def padding_share(ladder: BucketLadder, counts: Mapping[int, int]) -> float:
 def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int, max_graphs: int) -> list[BucketLadder]:
     """Return, for each number of graphs 1..max_graphs, the ladder of least expected step time. Exact.
 
-    Dynamic programming over (graphs, largest bucket so far): the cheapest way to serve all batch sizes up to j with k
-    buckets, the last of which is j, is the best over the bucket i before it. O(max_graphs * max_batch_size^2).
+    Between one batch size that occurs and the next, only the cheapest bucket can be worth having: all of them serve the
+    same batches. Dynamic programming goes over (graphs, largest bucket so far) of these: the cheapest way to serve all
+    batch sizes up to bucket j with k buckets, the last of which is j, is the best over the bucket before it.
+    O(max_graphs * d^2) for d batch sizes that occur. More graphs than those are never needed: the list ends there.
 
     Args:
         counts: batch size -> decode steps; sizes in 1..max_batch_size.
@@ -118,36 +108,44 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
         max_graphs: how many buckets there may be.
 
     Raises:
-        ValueError: a batch size is outside the range, or nothing was counted.
+        ValueError: a batch size is outside the range, nothing was counted, or there may be no bucket.
     """
     outside = [size for size in counts if not 1 <= size <= max_batch_size]
     if outside or sum(counts.values()) <= 0:
         raise ValueError(
-            f"batch sizes must be in 1..max_batch_size={max_batch_size} and occur, got {outside or counts}"
+            f"batch sizes must be in 1..max_batch_size={max_batch_size} and occur, got {outside or dict(counts)}"
         )
-    steps = np.zeros(max_batch_size + 1)
-    for size, number in counts.items():
-        steps[size] = number
-    served = np.cumsum(steps)
-    best = served * cost.step_ms  # best[j]: everything up to j in one bucket
+    if max_graphs < 1:
+        raise ValueError(f"max_graphs must be >= 1, got {max_graphs}")
+    buckets = _worthwhile_buckets(sorted(size for size, steps in counts.items() if steps), cost, max_batch_size)
+    served = np.array([0, *(sum(steps for size, steps in counts.items() if size <= bucket) for bucket in buckets)])
+    step_ms = np.array([0.0, *cost.step_ms[buckets]])
+    best = served * step_ms  # best[j]: everything up to buckets[j - 1] in that bucket; 0 is no bucket
+    added = (served[:, None] - served[None, :]) * step_ms[:, None]
+    below = np.tril(np.ones(added.shape, dtype=bool), -1)
     before: list[np.ndarray] = []  # for each further graph: the bucket below each bucket, 0 for none
     ladders = [BucketLadder([], max_batch_size)]
-    below = np.tril(np.ones((max_batch_size + 1, max_batch_size + 1), dtype=bool), -1)
-    added = (served[:, None] - served[None, :]) * cost.step_ms[:, None]
-    for _ in range(1, min(max_graphs, max_batch_size)):
-        best[0] = 0.0
+    for _ in range(1, min(max_graphs, len(buckets))):
         through = np.where(below, best[None, :] + added, np.inf)
         before.append(through.argmin(axis=1))
         best = through.min(axis=1)
-        ladders.append(_trace(before, max_batch_size))
+        best[0] = 0.0
+        ladders.append(_trace(before, buckets, max_batch_size))
     return ladders
 
 
-def _trace(before: list[np.ndarray], max_batch_size: int) -> BucketLadder:
-    sizes, size = [], max_batch_size
+def _worthwhile_buckets(sizes: Sequence[int], cost: StepCost, max_batch_size: int) -> list[int]:
+    buckets = {max_batch_size}
+    for size, following in zip(sizes, [*sizes[1:], max_batch_size + 1], strict=True):
+        buckets.add(size + int(cost.step_ms[size:following].argmin()))
+    return sorted(buckets)
+
+
+def _trace(before: Sequence[np.ndarray], buckets: Sequence[int], max_batch_size: int) -> BucketLadder:
+    chosen, index = [], len(buckets)
     for choice in reversed(before):
-        size = int(choice[size])
-        if size <= 0:
+        index = int(choice[index])
+        if index == 0:
             break
-        sizes.append(size)
-    return BucketLadder(sizes, max_batch_size)
+        chosen.append(buckets[index - 1])
+    return BucketLadder(chosen, max_batch_size)

@@ -1,22 +1,14 @@
 """The tuner is exact: nothing of the same size serves the load faster."""
 
 import itertools
-import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.profiling.tuner import (
-    StepCost,
-    best_ladders,
-    expected_step_ms,
-    padding_share,
-    read_batch_sizes,
-    record_batch_sizes,
-)
+from graphdecode.profiling.ladder_figures import compare_ladders
+from graphdecode.profiling.tuner import GraphCost, StepCost, best_ladders, expected_step_ms, padding_share
 
 
 def brute_force(counts: dict[int, int], cost: StepCost, max_batch_size: int, graphs: int) -> float:
@@ -66,26 +58,58 @@ def test_a_load_outside_the_capacity_is_refused(counts: dict[int, int]) -> None:
         best_ladders(counts, StepCost.linear(8), 8, 2)
 
 
-def test_records_of_several_runs_add_up(tmp_path: Path) -> None:
-    path = tmp_path / "batches.json"
-    record_batch_sizes(path, {1: 3, 4: 1})
-    record_batch_sizes(path, {4: 2, 7: 5})
-    assert read_batch_sizes(path) == {1: 3, 4: 3, 7: 5}
+def test_a_bucket_may_stand_where_no_batch_does_if_it_is_cheaper_there() -> None:
+    cost = StepCost(np.array([0.0, 1.0, 5.0, 2.0, 4.0]), "with a dent at 3")
+    assert [ladder.sizes for ladder in best_ladders({2: 5, 4: 1}, cost, 4, 8)] == [(4,), (3, 4)]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"batch_sizes": {"a": 1}}', '{"batch_sizes": {"0": 1}}'])
-def test_a_broken_record_is_named_and_kept(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "batches.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=r"batches\.json"):
-        record_batch_sizes(path, {1: 1})
-    assert path.read_text() == text
+def test_a_large_capacity_costs_no_more_than_the_batch_sizes_that_occur() -> None:
+    ladders = best_ladders({7: 3, 1000: 2, 60000: 1}, StepCost.linear(65536), 65536, 16)
+    assert [ladder.sizes for ladder in ladders][-1] == (7, 1000, 60000, 65536)
 
 
-def test_measured_costs_are_interpolated_and_continued(tmp_path: Path) -> None:
-    rows = [{"bucket": b, "context": c, "step_ms": {"p50": b + c}} for b in (1, 3, 5) for c in (0, 1)]
-    (tmp_path / "profile.json").write_text(json.dumps({"rows": rows}))
-    cost = StepCost.from_profile(tmp_path / "profile.json", 8)
-    np.testing.assert_allclose(cost.step_ms[1:], [1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5, 8.5])
-    with pytest.raises(ValueError, match="is no profile"):
-        StepCost.from_profile(tmp_path / "none.json", 8)
+def test_there_must_be_a_graph() -> None:
+    with pytest.raises(ValueError, match="max_graphs must be >= 1, got 0"):
+        best_ladders({1: 1}, StepCost.linear(8), 8, 0)
+
+
+def profile_of(buckets: tuple[int, ...]) -> dict:
+    """What a tuner reads of a profile: a step of b + 1 at two contexts, a capture of 10 ms and 100 b bytes."""
+    rows = [{"bucket": b, "context": c, "step_ms": {"p50": b + c}} for b in buckets for c in (0, 2)]
+    captured = [{"bucket": b, "state": "captured", "capture_ms": 10.0, "pool_bytes": 100 * b} for b in buckets]
+    return {"rows": rows, "captures": {"buckets": captured}}
+
+
+def test_measured_costs_are_interpolated_and_continued() -> None:
+    cost = StepCost.from_profile(profile_of((2, 3, 5)), 8)
+    np.testing.assert_allclose(cost.step_ms[1:], [3, 3, 4, 5, 6, 7, 8, 9])
+    assert cost.source == "measured at 3 buckets, extrapolated from 5 rows on"
+    assert StepCost.from_profile(profile_of((2, 8)), 8).source == "measured at 2 buckets"
+    graphs = GraphCost.from_profile(profile_of((2, 3, 5)), 8)
+    assert graphs is not None
+    np.testing.assert_allclose(graphs.pool_bytes[1:], [200, 200, 300, 400, 500, 600, 700, 800])
+    np.testing.assert_allclose(graphs.capture_ms[1:], 10.0)
+
+
+def test_a_profile_without_captures_says_nothing_of_their_cost() -> None:
+    assert GraphCost.from_profile({"captures": {"buckets": [{"bucket": 1, "state": "eager"}]}}, 8) is None
+
+
+def test_todays_ladder_stands_beside_the_best_of_each_number_of_graphs() -> None:
+    counts = {5: 900, 33: 90, 64: 10}
+    today = BucketLadder.auto(64, 16)
+    graph_cost = GraphCost.from_profile(profile_of((1, 64)), 64)
+    figures = compare_ladders(counts, today, StepCost.linear(64), 8, graph_cost)
+    assert [row.name for row in figures] == ["today", "auto 8", "best of 1", "best of 2", "best of 3"]
+    found = {row.name: row for row in figures}
+    assert found["today"].ladder == today
+    assert found["auto 8"].ladder == BucketLadder.auto(64, 8)
+    assert found["best of 3"].sizes == (5, 33, 64)
+    assert [row.gain_ms is None for row in figures] == [True, True, True, False, False]
+    assert found["best of 3"].gain_ms == pytest.approx(found["best of 2"].expected_ms - found["best of 3"].expected_ms)
+    assert (found["best of 3"].capture_ms, found["best of 3"].pool_bytes) == (30.0, 10200.0)
+    assert found["today"].capture_ms == 160.0
+    assert found["best of 3"].padding_share == 0.0 < found["today"].padding_share
+    without = compare_ladders(counts, today, StepCost.linear(64), 16)
+    assert [row.name for row in without] == ["today", "best of 1", "best of 2", "best of 3"]
+    assert without[0].pool_bytes is without[0].capture_ms is None

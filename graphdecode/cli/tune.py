@@ -1,0 +1,162 @@
+"""`graphdecode buckets tune`: the ladder of least expected step time for a recorded load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from graphdecode.cli.options import ConfigOption, check_new_file, wide_console
+from graphdecode.config import BucketConfig
+from graphdecode.engine.loading import resolve_device
+from graphdecode.profiling.batch_record import read_batch_sizes
+from graphdecode.profiling.comparison import read_profile
+from graphdecode.profiling.environment import describe_environment
+from graphdecode.profiling.ladder_figures import SCHEMA_VERSION, TODAY, LadderFigures, compare_ladders
+from graphdecode.profiling.ladder_trial import LadderTrial, Trial, try_ladders
+from graphdecode.profiling.tuner import GraphCost, StepCost
+
+
+def tune(
+    record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
+    out: Annotated[Path, typer.Option(help="Where the tuned configuration goes (TOML).")],
+    profile: Annotated[Path | None, typer.Option(help="A profile.json; without one, a linear cost model.")] = None,
+    config: ConfigOption = None,
+    max_graphs: Annotated[int | None, typer.Option(help="Graphs of the ladder at most; none: as many as now.")] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Replay the load through every ladder of the table, in turn.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
+    context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
+    rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
+    device: Annotated[str, typer.Option(help="To measure: auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="To measure: auto, float32, bfloat16 or float16.")] = "auto",
+    report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
+) -> None:
+    """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
+
+    The table shows today's ladder (that of --config, or the default one) beside the best of each number of graphs: the
+    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. With
+    --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
+    """
+    for option, path in (("--out", out), ("--report", report)):
+        if path is not None:
+            check_new_file(option, path)
+    counts = read_batch_sizes(record)
+    base = BucketConfig.load(config) if config else BucketConfig()
+    top, today = base.max_batch_size, base.ladder
+    if max(counts) > top:
+        raise ValueError(
+            f"{record} has batches of up to {max(counts)} rows, and max_batch_size is {top} in "
+            f"{config or 'the default configuration'}: give the one that was in force with --config"
+        )
+    base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
+    measured = read_profile(profile) if profile else None
+    try:
+        cost = StepCost.linear(top) if measured is None else StepCost.from_profile(measured, top)
+        graph_cost = None if measured is None else GraphCost.from_profile(measured, top)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{profile} is no profile: {error!r}") from error
+    figures = compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
+    console = wide_console()
+    console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
+    tuned = figures[-1]
+    out.write_text(base.with_limits(batch_sizes=list(tuned.sizes)).to_toml(), encoding="utf-8")
+    console.print(f"wrote {out}", soft_wrap=True)
+    trial: Trial | None = None
+    if measure:
+        ladders = {row.name: row.ladder for row in figures}
+        trial = try_ladders(ladders, counts, model=model, device=device, dtype=dtype, context=context, rounds=rounds)
+        _print_trial(console, trial, figures)
+    if report is not None:
+        document = {
+            "schema": SCHEMA_VERSION,
+            "environment": describe_environment(resolve_device(device)),
+            "cost": cost.source,
+            "max_batch_size": top,
+            "max_graphs": base.max_graphs,
+            "batch_sizes": {str(size): counts[size] for size in sorted(counts)},
+            "ladders": [asdict(row) for row in figures],
+            "trial": None if trial is None else asdict(trial),
+        }
+        report.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        console.print(f"wrote {report}", soft_wrap=True)
+
+
+def _ladder_table(title: str, figures: list[LadderFigures]) -> Table:
+    table = Table(title=title, box=box.SIMPLE)
+    table.add_column("ladder", no_wrap=True)
+    for head in ("graphs", "expected ms", "last graph saves", "padding", "capture ms", "graphs MiB"):
+        table.add_column(head, justify="right")
+    table.add_column("batch sizes")
+    for row in figures:
+        table.add_row(
+            row.name,
+            str(len(row.sizes)),
+            f"{row.expected_ms:.4f}",
+            "" if row.gain_ms is None else f"{row.gain_ms:.4f} ({_percent(row.gain_ms, row.expected_ms)})",
+            f"{100 * row.padding_share:.1f}%",
+            "?" if row.capture_ms is None else f"{row.capture_ms:.0f}",
+            "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
+            " ".join(str(size) for size in row.sizes),
+        )
+    return table
+
+
+def _percent(gain_ms: float, expected_ms: float) -> str:
+    return f"{100 * gain_ms / (gain_ms + expected_ms):.1f}%"
+
+
+def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -> None:
+    table = Table(
+        title=f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
+        f"{trial.rounds} rounds of {trial.steps} steps in turn",
+        box=box.SIMPLE,
+    )
+    table.add_column("ladder", no_wrap=True)
+    for head in (
+        "graphs",
+        "step ms",
+        "of today",
+        "quietest round",
+        "noise",
+        "expected of today",
+        "capture ms",
+        "graphs MiB",
+    ):
+        table.add_column(head, justify="right")
+    today = trial.ladders[TODAY]
+    for row in figures:
+        own = trial.ladders[row.name]
+        table.add_row(
+            row.name,
+            str(len(row.sizes)),
+            f"{own.step_ms:.4f}",
+            f"{own.step_ms / today.step_ms:.3f}",
+            f"{own.quiet_ms / today.quiet_ms:.3f}",
+            f"{100 * own.noise:.1f}%",
+            f"{row.expected_ms / figures[0].expected_ms:.3f}",
+            f"{own.capture_ms:.0f}",
+            f"{own.pool_bytes / 2**20:.2f}",
+        )
+    console.print(table)
+    console.print(_verdict(trial.ladders, figures[-1].name), highlight=False, soft_wrap=True)
+
+
+def _verdict(trials: Mapping[str, LadderTrial], tuned_name: str) -> str:
+    today, tuned = trials[TODAY], trials[tuned_name]
+    ratio, quiet = tuned.step_ms / today.step_ms, tuned.quiet_ms / today.quiet_ms
+    noise = max(today.noise, tuned.noise)
+    said = f"no difference beyond the noise of {100 * noise:.1f}%"
+    if max(ratio, quiet) < 1 - noise:
+        said = "quicker"
+    elif min(ratio, quiet) > 1 + noise:
+        said = "slower"
+    return f"{tuned_name}: {tuned.step_ms:.4f} ms a step, {today.step_ms:.4f} today, {ratio:.3f} of it ({said})"
