@@ -1,0 +1,30 @@
+"""The peers by name."""
+
+from __future__ import annotations
+
+from graphdecode.profiling.peers.peer import Peer
+from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (
+        Transformers,
+        TransformersStatic,
+        TransformersCompiled,
+    )
+}
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """Return the peers of a list such as `"transformers,llama-cpp"`, in its order, each once; `"all"` is all of them.
+
+    Raises:
+        ValueError: one is unknown; names those that there are.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        names = list(PEERS)
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise ValueError(f"unknown peers: {', '.join(unknown)}; there are {', '.join(PEERS)}, or all")
+    return [PEERS[name]() for name in dict.fromkeys(names)]

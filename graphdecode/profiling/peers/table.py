@@ -1,0 +1,58 @@
+"""A comparison of engines as a table for the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+
+def contest_table(record: dict[str, Any], title: str) -> Table:
+    """Return what `compare_engines` gives as a table: each figure next to its limit, each absence with its reason.
+
+    Args:
+        record: the comparison.
+        title: above the table.
+    """
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    table.add_column("batch", justify="right")
+    table.add_column("engine", no_wrap=True)
+    for heading in ("ms/step", "spread", "tokens/s", "ratio", "floors", "same"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in record["rows"]:
+        batch_size = str(row["batch_size"])
+        for name, ms in row["ms_per_step"].items():
+            table.add_row(
+                batch_size,
+                name,
+                f"{ms:.3f}",
+                f"{100 * (max(row['turns_ms'][name]) - min(row['turns_ms'][name])) / ms:.0f}%",
+                f"{row['tokens_per_second'][name]:.1f}",
+                f"{row['times_faster_than'][name]:.2f}",
+                f"{row['times_floor'][name]:.2f}",
+                f"{100 * row['same_tokens'][name]:.0f}%",
+            )
+        for name in row["left_out"] | record["left_out"]:
+            table.add_row(batch_size, name, *["-"] * 6)
+        table.add_section()
+    return table
+
+
+def contest_notes(record: dict[str, Any]) -> list[str]:
+    """Return the lines that belong below the table: floors, tokens, and who was left out and why."""
+    lines = [
+        "ms/step is the median of turns taken one after another; spread is from the quickest turn to the slowest;",
+        "ratio is its time over graphdecode's; floors is its time over that of reading the weights once;",
+        "same are the tokens before the first that graphdecode chose otherwise. All are greedy: no token's logit lies",
+        f"more than {record['tolerance']:g} standard deviations below the best, so that only near-ties differ.",
+    ]
+    lines += [
+        f"batch {row['batch_size']}: read bandwidth {row['read_bandwidth'] / 1e9:.1f} GB/s; "
+        f"reading the weights once takes {row['floor_ms']:.3f} ms"
+        for row in record["rows"]
+    ]
+    lines += [f"{name}: left out: {reason}" for name, reason in record["left_out"].items()]
+    for row in record["rows"]:
+        lines += [f"{name}: left out at batch {row['batch_size']}: {why}" for name, why in row["left_out"].items()]
+    return lines

@@ -1,0 +1,206 @@
+"""Peers: found or not, right or not, timed in turn; none of them disturbs the others."""
+
+import io
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from rich.console import Console
+
+from graphdecode.models import resolve_model_path
+from graphdecode.profiling.peers import (
+    PEERS,
+    Peer,
+    Workload,
+    compare_engines,
+    contest_notes,
+    contest_table,
+    parse_peers,
+)
+from graphdecode.profiling.peers import contest as contest_module
+from graphdecode.profiling.peers.greedy import Reference
+from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersStatic
+
+ROOT = Path(__file__).parents[2]
+DEMO = resolve_model_path("demo")
+SMALL = Workload("cpu", "float32", (1, 2), prompt_tokens=5, new_tokens=3, threads=1)
+
+
+class Absent(Peer):
+    name = "absent"
+    requires: ClassVar = {"no_such_module": "no-such-package"}
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        raise AssertionError("an absent peer is not opened")
+
+    generate = None
+
+
+class Broken(Peer):
+    name = "broken"
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        raise OSError("out of luck\nand more")
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        raise AssertionError("what failed to open is not asked")
+
+
+class Wrong(Peer):
+    """Answers at once, with any tokens."""
+
+    name = "wrong"
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        self.closed = False
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        return [[7] * new_tokens for _ in prompts]
+
+    def close(self) -> None:
+        self.closed = True
+        raise OSError("fails to close, too")
+
+
+class Fainting(Transformers):
+    """Right, until it is timed at batch 2."""
+
+    name = "fainting"
+
+    def seconds_per_step(self, prompts: list[list[int]], new_tokens: int) -> float:
+        if len(prompts) == 2:
+            raise RuntimeError("no memory")
+        return super().seconds_per_step(prompts, new_tokens)
+
+
+@pytest.fixture(scope="module")
+def record() -> dict:
+    peers = [Absent(), Transformers(), Broken(), Wrong(), Fainting(), TransformersStatic()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
+        record = compare_engines(peers, DEMO, SMALL, repeats=2)
+    assert peers[3].closed
+    return record
+
+
+def test_lists_of_peers_are_read_in_order_and_once() -> None:
+    assert [peer.name for peer in parse_peers("transformers-static, transformers,,transformers")] == [
+        "transformers-static",
+        "transformers",
+    ]
+    assert [peer.name for peer in parse_peers("all")] == list(PEERS)
+    assert parse_peers("") == []
+
+
+def test_unknown_peers_are_refused_with_those_that_there_are() -> None:
+    with pytest.raises(
+        ValueError, match="unknown peers: tranformers, x; there are transformers, .*transformers-static"
+    ):
+        parse_peers("tranformers,transformers,x")
+
+
+def test_absent_and_broken_peers_are_left_out_with_their_reason(record: dict) -> None:
+    assert record["left_out"] == {
+        "absent": "not installed: no-such-package",
+        "broken": "OSError: out of luck",
+    }
+
+
+def test_peers_with_other_tokens_are_told_apart_and_have_no_time(record: dict) -> None:
+    for row in record["rows"]:
+        assert "standard deviations of the logits below the best" in row["left_out"]["wrong"]
+        assert row["below_best_logit"]["wrong"] > 0.1 > record["tolerance"]
+        for figures in ("ms_per_step", "turns_ms", "tokens_per_second", "times_faster_than", "times_floor"):
+            assert "wrong" not in row[figures]
+
+
+def test_a_peer_that_fails_at_one_batch_size_is_timed_at_the_others(record: dict) -> None:
+    first, second = record["rows"]
+    assert "fainting" in first["ms_per_step"]
+    assert "fainting" not in first["left_out"]
+    assert second["left_out"]["fainting"] == "RuntimeError: no memory"
+    assert "fainting" not in second["ms_per_step"]
+
+
+def test_transformers_gives_the_same_tokens_with_both_caches_and_is_timed(record: dict) -> None:
+    assert [row["batch_size"] for row in record["rows"]] == [1, 2]
+    for row in record["rows"]:
+        for name in ("graphdecode", "transformers", "transformers-static"):
+            assert row["same_tokens"][name] == 1.0
+            assert row["below_best_logit"][name] <= record["tolerance"]
+            assert len(row["turns_ms"][name]) == 2
+            assert row["times_floor"][name] == pytest.approx(row["ms_per_step"][name] / row["floor_ms"])
+        assert row["times_faster_than"]["graphdecode"] == 1.0
+        assert row["floor_ms"] == pytest.approx(1000 * record["weight_bytes"] / 1e10)
+    assert set(record["versions"]) == {"transformers"}
+
+
+def test_the_table_has_a_line_for_everyone_and_the_notes_say_why(record: dict) -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(contest_table(record, "title"))
+    text = console.export_text()
+    assert "…" not in text
+    lines = [line.split() for line in text.splitlines() if line.split()[:1] in (["1"], ["2"])]
+    assert len(lines) == 2 * 7
+    assert ["2", "wrong", *["-"] * 6] in lines
+    assert ["1", "absent", *["-"] * 6] in lines
+    assert ["2", "fainting", *["-"] * 6] in lines
+    notes = contest_notes(record)
+    assert "broken: left out: OSError: out of luck" in notes
+    assert any(note.startswith("wrong: left out at batch 2: gives other tokens") for note in notes)
+
+
+def test_this_engine_too_is_held_to_the_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest_module.Graphdecode, "generate", Wrong.generate)
+    with pytest.raises(ValueError, match="graphdecode itself, at batch size 1: gives other tokens"):
+        compare_engines([], DEMO, SMALL, repeats=1)
+
+
+def test_turns_are_taken_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    own = contest_module.Graphdecode.seconds_per_step
+
+    def noted(self: Peer, prompts: list[list[int]], new_tokens: int) -> float:
+        order.append(self.name)
+        return own(self, prompts, new_tokens)
+
+    monkeypatch.setattr(Peer, "seconds_per_step", noted)
+    monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
+    compare_engines([Transformers()], DEMO, Workload("cpu", "float32", (1,), 5, 2, 1), repeats=3)
+    assert order == ["graphdecode", "transformers"] * 4  # the first turn warms up
+
+
+def test_answers_of_another_length_or_vocabulary_are_no_answers() -> None:
+    reference = Reference(DEMO, SMALL)
+    prompts = [[5, 6, 7]]
+    assert "gives [1] tokens, not 2" in reference.judge(prompts, [[1]], 2)[1]
+    assert "outside the vocabulary of 259" in reference.judge(prompts, [[1, 259]], 2)[1]
+
+
+@pytest.mark.parametrize("name", list(PEERS))
+def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
+    assert PEERS[name]().why_not(DEMO, SMALL).startswith("not installed: ")
+
+
+def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:
+    out = tmp_path / "generate.json"
+    script = [sys.executable, str(ROOT / "tools" / "bench_generate.py"), "--device", "cpu", "--threads", "1"]
+    small = ["--batch-sizes", "1", "--new-tokens", "2", "--repeats", "1", "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    run = lambda *extra: subprocess.run(  # noqa: E731
+        [*script, *small, *extra], capture_output=True, text=True, env=environment, check=False
+    )
+    done = run("--peers", "transformers")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert list(result["rows"][0]["ms_per_step"]) == ["graphdecode", "transformers"]
+    assert (result["model"], result["dtype"], result["device"], result["threads"]) == ("demo", "float32", "cpu", 1)
+    refused = run("--peers", "nobody")
+    assert refused.returncode == 2
+    assert all(name in refused.stderr for name in ("nobody", *itertools.islice(PEERS, 2)))
