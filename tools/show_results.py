@@ -14,59 +14,75 @@ import typer
 RESULTS = Path(__file__).parent / "results"
 
 
-def table() -> str:
-    """Return all results of `bench_generate.py` as a Markdown table."""
-    lines = [
-        "| machine | model | batch | ms/step | times transformers | times the weight-read floor |",
-        "|---|---|---|---|---|---|",
-    ]
-    for path in sorted(RESULTS.glob("*/generate-*.json")):
-        result = json.loads(path.read_text())
-        machine = f"{path.parent.name}, {result['threads']} threads"
+def table(results: Path) -> str:
+    """Return all results of `bench_generate.py` as a Markdown table, a column for each peer that any of them has."""
+    found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
+    peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
+    peers.pop("graphdecode", None)
+    headings = ["machine", "model", "batch", "ms/step", *(f"times {peer}" for peer in peers)]
+    lines = [_line(*headings, "times the weight-read floor"), "|---" * (len(headings) + 1) + "|"]
+    for machine, result in found:
         for row in result["rows"]:
-            ratios = row["times_faster_than"]
+            ratios = [row["times_faster_than"].get(peer) for peer in peers]
             lines.append(
-                f"| {machine} | {result['model']} {result['dtype']} | {row['batch_size']} "
-                f"| {row['ms_per_step']['graphdecode']:.2f} | {ratios['transformers']:.2f} "
-                f"| {row['times_floor']['graphdecode']:.2f} |"
+                _line(
+                    f"{machine}, {result['threads']} threads",
+                    f"{result['model']} {result['dtype']}",
+                    str(row["batch_size"]),
+                    f"{row['ms_per_step']['graphdecode']:.2f}",
+                    *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
+                    f"{row['times_floor']['graphdecode']:.2f}",
+                )
             )
     return "\n".join(lines)
 
 
-def pick(result: Any, metric: str) -> Any:
-    """Return the value at a path such as `rows.0.ms_per_step.graphdecode`."""
-    for key in metric.split("."):
-        result = result[int(key)] if isinstance(result, list) else result[key]
-    return result
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def history(file: str, metric: str) -> list[tuple[str, str, float]]:
-    """Return (commit, day, value) for every committed version of a result, oldest first."""
-    path = str((RESULTS / file).relative_to(Path(__file__).parent.parent))
-    command = ["git", "log", "--reverse", "--format=%h %cs", "--", path]
-    log = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+def pick(result: Any, metric: str) -> float | None:
+    """Return the value at a path such as `rows.0.ms_per_step.graphdecode`; None where a result has no such value."""
+    try:
+        for key in metric.split("."):
+            result = result[int(key)] if isinstance(result, list) else result[key]
+        return float(result)
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None
+
+
+def history(results: Path, file: str, metric: str) -> list[tuple[str, str, float]]:
+    """Return (commit, day, value) for every committed version of a result that has the value, oldest first."""
+    log = _git(results, "log", "--reverse", "--format=%h %cs", "--diff-filter=AM", "--", file)
     values = []
-    for line in log:
+    for line in log.splitlines():
         commit, day = line.split()
-        shown = subprocess.run(["git", "show", f"{commit}:{path}"], capture_output=True, text=True, check=False)
-        if shown.returncode == 0:
-            values.append((commit, day, float(pick(json.loads(shown.stdout), metric))))
+        value = pick(json.loads(_git(results, "show", f"{commit}:./{file}")), metric)
+        if value is not None:
+            values.append((commit, day, value))
     return values
+
+
+def _git(folder: Path, *command: str) -> str:
+    return subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def main(
     file: Annotated[str | None, typer.Option("--history", help="A result, relative to tools/results.")] = None,
     metric: Annotated[str, typer.Option(help="Path of the value in the result.")] = "rows.0.ms_per_step.graphdecode",
     plot: Annotated[Path | None, typer.Option(help="Draw the history into this PNG.")] = None,
+    results: Annotated[Path, typer.Option(help="Where the results are.")] = RESULTS,
 ) -> None:
     """Print the README's table, or the history of a metric."""
     if file is None:
-        print(table())
+        print(table(results))
         return
-    values = history(file, metric)
+    values = history(results, file, metric)
+    if not values:
+        raise typer.BadParameter(f"no committed version of {file} has {metric}")
     for commit, day, value in values:
         print(f"{commit} {day} {value:.4f}")
-    if plot is not None and values:
+    if plot is not None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7.5, 4), dpi=120, layout="constrained")

@@ -1,0 +1,73 @@
+"""The script that shows results: whatever peers they have, and how a value changed from commit to commit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def result(model: str, ms: dict[str, float]) -> str:
+    own = ms["graphdecode"]
+    row = {"batch_size": 4, "ms_per_step": ms, "times_floor": {name: value / 0.5 for name, value in ms.items()}}
+    row["times_faster_than"] = {name: value / own for name, value in ms.items()}
+    return json.dumps({"model": model, "dtype": "float32", "threads": 2, "rows": [row]})
+
+
+def show(results: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "tools" / "show_results.py"), "--results", str(results), *options]
+    return subprocess.run(command, cwd=results, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    (tmp_path / "machine").mkdir()
+    (tmp_path / "machine" / "generate-a.json").write_text(result("a", {"graphdecode": 1.0, "transformers": 3.0}))
+    (tmp_path / "machine" / "generate-b.json").write_text(result("b", {"graphdecode": 2.0, "llama-cpp": 1.5}))
+    return tmp_path
+
+
+def test_the_table_has_a_column_for_each_peer_and_a_dash_where_it_was_not(results: Path) -> None:
+    lines = show(results).stdout.splitlines()
+    assert lines == [
+        "| machine | model | batch | ms/step | times transformers | times llama-cpp | times the weight-read floor |",
+        "|---|---|---|---|---|---|---|",
+        "| machine, 2 threads | a float32 | 4 | 1.00 | 3.00 | - | 2.00 |",
+        "| machine, 2 threads | b float32 | 4 | 2.00 | - | 0.75 | 4.00 |",
+    ]
+
+
+def test_the_history_has_the_commits_that_have_the_value(results: Path) -> None:
+    pytest.importorskip("matplotlib")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run([*git, "init", "-q"], cwd=results, check=True)
+    file = results / "machine" / "generate-a.json"
+    for ms in ({"graphdecode": 1.0}, {"graphdecode": 0.5, "llama-cpp": 0.25}):
+        file.write_text(result("a", ms))
+        subprocess.run([*git, "add", "."], cwd=results, check=True)
+        subprocess.run([*git, "commit", "-qm", "measured"], cwd=results, check=True)
+    shown = show(results, "--history", "machine/generate-a.json")
+    assert [line.split()[2] for line in shown.stdout.splitlines()] == ["1.0000", "0.5000"]
+    metric = ("--metric", "rows.0.ms_per_step.llama-cpp")
+    plot = results / "history.png"
+    shown = show(results, "--history", "machine/generate-a.json", *metric, "--plot", str(plot))
+    assert [line.split()[2] for line in shown.stdout.splitlines()] == ["0.2500"]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    nothing = show(results, "--history", "machine/generate-a.json", "--metric", "rows.7.no")
+    assert nothing.returncode == 2
+    assert "no committed version of machine/generate-a.json has rows.7.no" in " ".join(nothing.stderr.split())
+
+
+def test_every_committed_result_has_a_history() -> None:
+    results = ROOT / "tools" / "results"
+    command = ["git", "ls-files", "*/generate-*.json"]
+    listed = subprocess.run(command, cwd=results, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no repository")
+    for file in listed.stdout.splitlines():
+        shown = show(results, "--history", file)
+        assert shown.returncode == 0, shown.stderr
+        assert all(float(line.split()[2]) > 0 for line in shown.stdout.splitlines())
