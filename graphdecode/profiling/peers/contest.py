@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.peers.attempt import attempt
 from graphdecode.profiling.peers.greedy import Reference
 from graphdecode.profiling.peers.own import Graphdecode
 from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
 
 _FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
-_REASON_LENGTH = 200
-
-Result = TypeVar("Result")
 
 
 def compare_engines(
@@ -53,12 +51,12 @@ def compare_engines(
         opened.callback(own.close)
         engines: dict[str, Peer] = {own.name: own}
         for peer in tqdm(peers, desc="opening peers", unit="peer", disable=not progress, leave=False):
-            reason = peer.why_not(folder, workload) or _try(partial(peer.open, folder, workload))[1]
+            reason = peer.why_not(folder, workload) or attempt(partial(peer.open, folder, workload))[1]
             if reason:
                 left_out[peer.name] = reason
                 continue
             engines[peer.name] = peer
-            opened.callback(_try, peer.close)
+            opened.callback(attempt, peer.close)
         reference = Reference(folder, workload)
         rounds = [_Round(engines, size, workload, reference.vocab_size) for size in workload.batch_sizes]
         for each in tqdm(rounds, desc="comparing tokens", unit="batch size", disable=not progress, leave=False):
@@ -97,7 +95,7 @@ class _Round:
         new_tokens = self._workload.new_tokens + 1  # the longest answer that is timed
         answers: dict[str, Tokens] = {}
         for name, engine in list(self._engines.items()):
-            answer, wrong = _try(partial(engine.generate, self._prompts, new_tokens))
+            answer, wrong = attempt(partial(engine.generate, self._prompts, new_tokens))
             if answer is not None:
                 self._shortfall[name], wrong = reference.judge(self._prompts, answer, new_tokens)
                 answers[name] = answer
@@ -113,7 +111,7 @@ class _Round:
             bandwidth = read_bandwidth(self._workload.device, repeats=2)
             for name, engine in list(self._engines.items()):
                 measure = partial(engine.seconds_per_step, self._prompts, self._workload.new_tokens)
-                seconds, failure = _try(measure)
+                seconds, failure = attempt(measure)
                 if seconds is None:
                     self._leave_out(name, failure)
                 elif turn:
@@ -148,15 +146,6 @@ class _Round:
             raise ValueError(f"{name} itself, at batch size {len(self._prompts)}: {reason}")
         del self._engines[name]
         self._left_out[name] = reason
-
-
-def _try(call: Callable[[], Result]) -> tuple[Result | None, str]:
-    """Return what a peer gives, or why it gives nothing: other people's code may raise anything."""
-    try:
-        return call(), ""
-    except Exception as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        return None, f"{type(error).__name__}: {first_line}"[:_REASON_LENGTH]
 
 
 def _shared_prefix(a: Tokens, b: Tokens) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from graphdecode.profiling.peers.listing import choose
 from graphdecode.profiling.peers.peer import Peer
 from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
 
@@ -21,10 +22,4 @@ def parse_peers(text: str) -> list[Peer]:
     Raises:
         ValueError: one is unknown; names those that there are.
     """
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if names == ["all"]:
-        names = list(PEERS)
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise ValueError(f"unknown peers: {', '.join(unknown)}; there are {', '.join(PEERS)}, or all")
-    return [PEERS[name]() for name in dict.fromkeys(names)]
+    return [peer() for peer in choose(text, PEERS)]
