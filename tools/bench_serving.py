@@ -1,84 +1,154 @@
 """Serve an open-loop load at several rates, and show throughput against latency.
 
-python tools/bench_serving.py --rates 5,20,80
+    python tools/bench_serving.py --rates 5,20,80 --out serving
+    python tools/bench_serving.py --prompt-tokens lognormal:64:0.8:400 --answer-tokens 8-64
+    python tools/bench_serving.py --trace arrivals.jsonl --rates 10,40
+
+Requests arrive at random (Poisson), or as a trace says: JSONL with `at` (seconds), `prompt_tokens` and `answer_tokens`,
+played as it is, or at the rates that are given. Arrivals do not wait for answers. Writes serving.json after every load.
 """
 
 import json
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from graphdecode import LLM
+from graphdecode.cli.options import print_error, wide_console
 from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.serving import poisson_arrivals, read_trace, serve
+from graphdecode.profiling.load import Arrival, Lengths, at_rate, poisson_arrivals, read_trace
+from graphdecode.profiling.serving import SCHEMA_VERSION, check_fits, serve
+from graphdecode.profiling.serving_plot import plot_serving
+
+DEFAULT_RATES = "5,20,80"
+WARM_UP = [Arrival(0.0, 8, 4)] * 4
+
+
+def rates_of(text: str) -> list[float]:
+    """Parse rates that are separated by commas."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"--rates must be numbers separated by commas, such as 5,20,80; got {text!r}") from None
+    if min(rates) <= 0:
+        raise ValueError(f"--rates must be > 0, got {text!r}")
+    return rates
+
+
+def loads_of(
+    trace: Path | None, rates: str | None, requests: int, prompt_tokens: str, answer_tokens: str, seed: int
+) -> dict[str, list[Arrival]]:
+    """Return the loads by name."""
+    if trace is not None:
+        arrivals = read_trace(trace)
+        if rates is None:
+            return {"as traced": arrivals}
+        return {f"{rate:g}/s": at_rate(arrivals, rate) for rate in rates_of(rates)}
+    lengths = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--answer-tokens", answer_tokens)
+    return {
+        f"{rate:g}/s": poisson_arrivals(rate, requests, *lengths, seed) for rate in rates_of(rates or DEFAULT_RATES)
+    }
 
 
 def main(
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, or demo.")] = "demo",
     config: Annotated[Path | None, typer.Option(help="A bucket configuration file.")] = None,
-    rates: Annotated[str, typer.Option(help="Requests per second; separated by commas.")] = "5,20,80",
+    rates: Annotated[
+        str | None, typer.Option(help=f"Requests per second; separated by commas. [default: {DEFAULT_RATES}]")
+    ] = None,
     requests: Annotated[int, typer.Option(help="Requests at each rate.")] = 100,
-    prompt_tokens: Annotated[str, typer.Option(help="Shortest-longest prompt.")] = "8-64",
-    answer_tokens: Annotated[str, typer.Option(help="Shortest-longest answer.")] = "8-64",
-    trace: Annotated[Path | None, typer.Option(help="A JSONL file of arrivals, instead of rates.")] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and prompts.")] = 0,
+    prompt_tokens: Annotated[str, typer.Option(help="N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST.")] = "8-64",
+    answer_tokens: Annotated[str, typer.Option(help="The same, of answers.")] = "8-64",
+    trace: Annotated[Path | None, typer.Option(help="A JSONL file of arrivals, instead of random ones.")] = None,
+    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="A folder for serving.json and serving.png.")] = None,
 ) -> None:
     """Measure what users would see at given rates of arrivals."""
-    ranges = [tuple(int(n) for n in text.split("-")) for text in (prompt_tokens, answer_tokens)]
-    with LLM(model, config=config, progress=True) as llm:
-        if trace is not None:
-            loads = {str(trace): read_trace(trace)}
-        else:
-            loads = {rate: poisson_arrivals(float(rate), requests, *ranges, seed) for rate in rates.split(",")}
-        rows = [{"load": name, **serve(llm, arrivals, seed=seed)} for name, arrivals in loads.items()]
-        result = {"environment": describe_environment(llm.device), "model": model, "rows": rows}
-    table = Table("load", "req/s", "tokens/s", "TTFT ms p50", "p99", "TPOT ms p50", "ITL ms p99", "queue", "preempted")
-    for row in rows:
-        table.add_row(
-            row["load"],
-            f"{row['served_per_second']:.1f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{row['ttft_ms']['p50']:.1f}",
-            f"{row['ttft_ms']['p99']:.1f}",
-            f"{row['tpot_ms']['p50']:.2f}",
-            f"{row['itl_ms']['p99']:.2f}",
-            str(row["longest_queue"]),
-            str(row["preemptions"]),
-        )
-    Console().print(table)
+    loads = loads_of(trace, rates, requests, prompt_tokens, answer_tokens, seed)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "serving.json").write_text(json.dumps(result, indent=1))
-        plot(rows, out / "serving.png")
+    console = wide_console()
+    rows: list[dict[str, Any]] = []
+    with LLM(model, config=config, device=device, dtype=dtype, progress=True) as llm:
+        for arrivals in loads.values():
+            check_fits(llm, arrivals)
+        serve(llm, WARM_UP, progress=False)
+        about = {
+            "schema": SCHEMA_VERSION,
+            "environment": describe_environment(llm.device),
+            "model": model,
+            "dtype": str(llm.model.dtype).removeprefix("torch."),
+            "backend": llm.graphs.backend,
+            "max_batch_size": llm.config.max_batch_size,
+            "buckets": list(llm.graphs.buckets),
+            "total_num_pages": llm.capacity.total_num_pages,
+            "page_size": llm.config.page_size,
+            "lengths": None if trace is not None else {"prompt": prompt_tokens, "answer": answer_tokens},
+            "seed": seed,
+        }
+        try:
+            for index, (name, arrivals) in enumerate(loads.items(), 1):
+                rows.append({"load": name, **serve(llm, arrivals, seed=seed + index, label=f"serving {name}")})
+                if out is not None:
+                    (out / "serving.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        finally:
+            if rows:
+                show(rows, console)
+                if out is not None:
+                    title = f"{model} {about['dtype']} on {about['environment']['device_name']}, open loop"
+                    (out / "serving.png").write_bytes(plot_serving(rows, title))
 
 
-def plot(rows: list[dict], path: Path) -> None:
-    """Draw latency against throughput."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    throughput = [row["tokens_per_second"] for row in rows]
-    axes.plot(throughput, [row["ttft_ms"]["p50"] for row in rows], "o-", label="first token, median")
-    axes.plot(throughput, [row["ttft_ms"]["p99"] for row in rows], "o--", label="first token, p99")
-    axes.plot(throughput, [row["itl_ms"]["p99"] for row in rows], "s--", label="between tokens, p99")
+def show(rows: list[dict[str, Any]], console: Console) -> None:
+    """Print what users would see of each load, and how it was served."""
+    users = Table(title="open loop: latencies in ms", box=box.SIMPLE)
+    engine = Table(
+        title="time in the queue (ms), length of the queue (requests), mean live rows of a step", box=box.SIMPLE
+    )
+    heads = ("load", "tokens/s", "TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "ITL p50", "p90", "p99")
+    for head in heads:
+        users.add_column(head, justify="right")
+    heads = ("load", "offered/s", "served/s", "queued p50", "p90", "p99")
+    for head in (*heads, "queue p50", "p90", "p99", "max", "rows", "preempted"):
+        engine.add_column(head, justify="right")
     for row in rows:
-        axes.annotate(
-            f"{row['load']}/s",
-            (row["tokens_per_second"], row["ttft_ms"]["p50"]),
-            textcoords="offset points",
-            xytext=(0, 6),
-            fontsize="small",
+        users.add_row(
+            row["load"],
+            f"{row['tokens_per_second']:.0f}",
+            *percentiles(row["ttft_ms"]),
+            *percentiles(row["tpot_ms"]),
+            *percentiles(row["itl_ms"]),
         )
-    axes.set(xlabel="throughput (tokens/s)", ylabel="latency (ms)", yscale="log", title="Throughput against latency")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path)
+        steps = sum(row["batch_sizes"].values())
+        live = sum(int(size) * count for size, count in row["batch_sizes"].items())
+        engine.add_row(
+            row["load"],
+            "-" if row["offered_per_second"] is None else f"{row['offered_per_second']:.1f}",
+            f"{row['served_per_second']:.1f}",
+            *percentiles(row["queue_ms"]),
+            *(f"{row['queue_depth'][key]:.0f}" for key in ("p50", "p90", "p99", "max")),
+            f"{live / steps:.1f}",
+            str(row["preemptions"]),
+        )
+    console.print(users)
+    console.print(engine)
+
+
+def percentiles(found: dict[str, float] | None) -> list[str]:
+    """Return p50, p90 and p99 of a duration, or that there are none."""
+    return ["-" if found is None else f"{found[key]:.{2 if found[key] < 10 else 0}f}" for key in ("p50", "p90", "p99")]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except ValueError as error:
+        print_error(str(error))
+        sys.exit(2)

@@ -43,6 +43,7 @@ class RequestMetrics:
 
     Attributes:
         arrival_time: the request was handed in.
+        first_scheduled_time: it first got a row and pages; None before.
         first_token_time: its first token was known to the host; None before.
         finished_time: its last answer was finished; None before.
         num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
@@ -50,6 +51,7 @@ class RequestMetrics:
     """
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
     num_cached_tokens: int = 0

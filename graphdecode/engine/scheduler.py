@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
@@ -99,6 +100,8 @@ class Scheduler:
         sequence.cached_length = cached
         sequence.published_length = cached
         metrics = sequence.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.perf_counter()
         if not sequence.output.token_ids:
             metrics.num_cached_tokens = max(metrics.num_cached_tokens, cached)
         self._admitted.append(sequence)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,18 @@ class Percentiles:
         """Return the percentiles of some durations, in their unit."""
         p50, p90, p99 = np.percentile(values, [50, 90, 99])
         return cls(float(p50), float(p90), float(p99), float(max(values)))
+
+    @classmethod
+    def weighted(cls, weights: Mapping[float, float]) -> Percentiles:
+        """Return the percentiles of some values that count by their weights.
+
+        Args:
+            weights: value -> weight; at least one is above 0.
+        """
+        values = sorted(value for value, weight in weights.items() if weight > 0)
+        shares = np.cumsum([weights[value] for value in values])
+        p50, p90, p99 = (values[int(np.searchsorted(shares, share * shares[-1]))] for share in (0.5, 0.9, 0.99))
+        return cls(float(p50), float(p90), float(p99), float(values[-1]))
 
 
 @dataclass(frozen=True)

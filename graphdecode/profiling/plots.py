@@ -18,10 +18,6 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError(MISSING) from error
     pictures = {}
     for name, draw in (
         ("latency", _draw_latency),
@@ -29,7 +25,7 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
         ("replay", _draw_replay),
         ("histogram", _draw_histogram),
     ):
-        figure = Figure(figsize=(7.5, 4.5), dpi=110, layout="constrained")
+        figure = new_figure((7.5, 4.5))
         draw(figure, profile)
         for axes in figure.axes:
             axes.grid(alpha=0.3)
@@ -38,6 +34,19 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
         figure.savefig(buffer, format="png")
         pictures[name] = buffer.getvalue()
     return pictures
+
+
+def new_figure(inches: tuple[float, float]) -> Any:
+    """Return an empty figure, as all pictures are made.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError(MISSING) from error
+    return Figure(figsize=inches, dpi=110, layout="constrained")
 
 
 def _by_context(profile: dict) -> dict[int, list[dict]]:

@@ -2,78 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import random
 import time
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 
 from tqdm import tqdm
 
 from graphdecode.engine import LLM, SamplingParams
 from graphdecode.engine.stream import Stream
+from graphdecode.profiling.load import Arrival, offered_rate
 from graphdecode.profiling.percentiles import Percentiles
 
+SCHEMA_VERSION = 1  # of the file that holds these figures
 _IDLE_SECONDS = 0.0005  # how long to sleep when nothing runs and nobody has arrived
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """One request: when it comes, in seconds from the start, and how long its prompt and its answer are, in tokens."""
-
-    at: float
-    prompt_tokens: int
-    answer_tokens: int
-
-
-def poisson_arrivals(
-    rate: float, count: int, prompt_tokens: tuple[int, int], answer_tokens: tuple[int, int], seed: int = 0
-) -> list[Arrival]:
-    """Return requests that arrive independently of one another, with lengths drawn evenly from two ranges.
-
-    Args:
-        rate: requests per second, > 0.
-        count: requests.
-        prompt_tokens: shortest and longest prompt.
-        answer_tokens: shortest and longest answer.
-        seed: of the draws.
-
-    Raises:
-        ValueError: a number that no load can have.
-    """
-    if rate <= 0 or count < 1:
-        raise ValueError(f"rate must be > 0 and count >= 1, got {rate} and {count}")
-    for name, (low, high) in (("prompt_tokens", prompt_tokens), ("answer_tokens", answer_tokens)):
-        if not 1 <= low <= high:
-            raise ValueError(f"{name} must be a range of numbers >= 1, got {low}-{high}")
-    rng = random.Random(seed)
-    now, arrivals = 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(rate)
-        arrivals.append(Arrival(now, rng.randint(*prompt_tokens), rng.randint(*answer_tokens)))
-    return arrivals
-
-
-def read_trace(path: Path) -> list[Arrival]:
-    """Read arrivals from a JSONL file: objects with `at`, `prompt_tokens` and `answer_tokens`, a line each.
-
-    Raises:
-        ValueError: the file cannot be read, or a line holds something else.
-    """
-    arrivals = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.strip():
-                record = json.loads(line)
-                arrivals.append(
-                    Arrival(float(record["at"]), int(record["prompt_tokens"]), int(record["answer_tokens"]))
-                )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no trace of arrivals: {error!r}") from error
-    if not arrivals:
-        raise ValueError(f"{path} holds no arrivals")
-    return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
 @dataclass
@@ -84,64 +29,110 @@ class _Served:
     stream: Stream
     token_times: list[float] = field(default_factory=list)
 
+    @property
+    def finished(self) -> bool:
+        return self.stream.request.outputs[0].finish_reason is not None
 
-def serve(llm: LLM, arrivals: Sequence[Arrival], *, seed: int = 0, progress: bool = True) -> dict:
+    def note_tokens(self, now: float) -> None:
+        self.token_times += [now] * (len(self.stream.request.outputs[0].token_ids) - len(self.token_times))
+
+
+def check_fits(llm: LLM, arrivals: Sequence[Arrival]) -> None:
+    """Refuse a load that the engine could not serve as it is written, before any of it is served.
+
+    Raises:
+        ValueError: a request is longer than a sequence can be.
+    """
+    limit = llm.capacity.token_limit
+    for arrival in arrivals:
+        if arrival.prompt_tokens + arrival.answer_tokens > limit:
+            raise ValueError(
+                f"a request of {arrival.prompt_tokens} + {arrival.answer_tokens} tokens does not fit: prompt and "
+                f"answer can have {limit} (max_sequence_length {llm.capacity.max_sequence_length}, "
+                f"{llm.capacity.total_num_pages} pages of {llm.config.page_size} tokens)"
+            )
+
+
+def serve(
+    llm: LLM, arrivals: Sequence[Arrival], *, seed: int = 0, label: str = "serving", progress: bool = True
+) -> dict:
     """Play a load and return what was seen: latencies in milliseconds, throughput, queueing, preemptions, batch sizes.
 
-    Arrivals do not wait for answers: a load that is too high shows as a growing queue.
+    Arrivals do not wait for answers: a load that is too high shows as a growing queue. What is under way when this is
+    interrupted is aborted.
+
+    Args:
+        llm: the engine; nothing else may be using it.
+        arrivals: in the order of their times.
+        seed: of the prompts' tokens; another for each load, or the prefix cache knows them.
+        label: of the progress bar.
+        progress: show it on standard error.
+
+    Raises:
+        ValueError: a request is longer than a sequence can be.
     """
+    check_fits(llm, arrivals)
     rng = random.Random(seed)
     vocab_size = llm.model.config.vocab_size
-    pending = list(reversed(arrivals))
+    prompts = [[rng.randrange(vocab_size) for _ in range(arrival.prompt_tokens)] for arrival in arrivals]
+    due = [arrival.at for arrival in arrivals]
     running: list[_Served] = []
     done: list[_Served] = []
+    queued_seconds: defaultdict[float, float] = defaultdict(
+        float
+    )  # requests without a row -> for how long there were so many
     batches_before, preempted_before = llm.stats.batch_sizes.copy(), llm.num_preemptions
-    longest_queue = 0
-    began = time.perf_counter()
-    with tqdm(total=len(arrivals), desc="serving", unit="request", disable=not progress, leave=False) as bar:
-        while pending or running:
+    handed_in, began, last = 0, time.perf_counter(), 0.0
+    bar = tqdm(total=len(arrivals), desc=label, unit="request", disable=not progress, leave=False)
+    try:
+        while handed_in < len(arrivals) or running:
             now = time.perf_counter() - began
-            while pending and pending[-1].at <= now:
-                arrival = pending.pop()
-                prompt = [rng.randrange(vocab_size) for _ in range(arrival.prompt_tokens)]
+            while handed_in < len(arrivals) and due[handed_in] <= now:
+                arrival = arrivals[handed_in]
                 params = SamplingParams(temperature=0.0, max_tokens=arrival.answer_tokens, ignore_eos=True)
-                running.append(_Served(arrival, llm.stream(prompt, params)))
-            if not running:
-                time.sleep(min(_IDLE_SECONDS, max(pending[-1].at - now, 0.0)))
-                continue
-            llm.step()
-            longest_queue = max(longest_queue, llm.num_waiting)
+                running.append(_Served(arrival, llm.stream(prompts[handed_in], params)))
+                handed_in += 1
+            if running:
+                llm.step()
+            else:
+                time.sleep(min(_IDLE_SECONDS, max(due[handed_in] - now, 0.0)))
             now = time.perf_counter() - began
+            queued_seconds[llm.num_waiting + bisect_right(due, now) - handed_in] += now - last
+            last = now
             for served in running:
-                answer = served.stream.request.outputs[0]
-                served.token_times += [now] * (len(answer.token_ids) - len(served.token_times))
-                if answer.finish_reason is not None:
-                    done.append(served)
-                    bar.update()
-            running = [served for served in running if served.stream.request.outputs[0].finish_reason is None]
-    seconds = time.perf_counter() - began
-    first = [1000 * (served.token_times[0] - served.arrival.at) for served in done]
-    gaps = [
-        1000 * (later - earlier)
-        for served in done
-        for earlier, later in zip(served.token_times, served.token_times[1:], strict=False)
-    ]
-    per_token = [
-        1000 * (served.token_times[-1] - served.token_times[0]) / (len(served.token_times) - 1)
-        for served in done
-        if len(served.token_times) > 1
-    ]
-    tokens = sum(len(served.token_times) for served in done)
-    batches = llm.stats.batch_sizes - batches_before
+                served.note_tokens(now)
+            finished = [served for served in running if served.finished]
+            running = [served for served in running if not served.finished]
+            done += finished
+            bar.update(len(finished))
+    finally:
+        bar.close()
+        for served in running:
+            served.stream.close()
+    return _figures(done, began, last) | {
+        "offered_per_second": offered_rate(arrivals),
+        "queue_depth": asdict(Percentiles.weighted(queued_seconds)),
+        "preemptions": llm.num_preemptions - preempted_before,
+        "batch_sizes": {str(size): steps for size, steps in sorted((llm.stats.batch_sizes - batches_before).items())},
+    }
+
+
+def _figures(done: Sequence[_Served], began: float, seconds: float) -> dict:
+    times = [served.token_times for served in done]
+    arrived = [served.arrival.at for served in done]
+    scheduled = [served.stream.request.metrics.first_scheduled_time or 0.0 for served in done]
     return {
         "requests": len(done),
-        "offered_per_second": len(arrivals) / max(arrivals[-1].at, 1e-9),
+        "seconds": seconds,
         "served_per_second": len(done) / seconds,
-        "tokens_per_second": tokens / seconds,
-        "ttft_ms": vars(Percentiles.of(first)),
-        "tpot_ms": vars(Percentiles.of(per_token or [0.0])),
-        "itl_ms": vars(Percentiles.of(gaps or [0.0])),
-        "longest_queue": longest_queue,
-        "preemptions": llm.num_preemptions - preempted_before,
-        "batch_sizes": {str(size): batches[size] for size in sorted(batches)},
+        "tokens_per_second": sum(map(len, times)) / seconds,
+        "ttft_ms": _milliseconds([own[0] - at for own, at in zip(times, arrived, strict=True)]),
+        "queue_ms": _milliseconds([at - began - due for at, due in zip(scheduled, arrived, strict=True)]),
+        "tpot_ms": _milliseconds([(own[-1] - own[0]) / (len(own) - 1) for own in times if len(own) > 1]),
+        "itl_ms": _milliseconds([later - earlier for own in times for earlier, later in itertools.pairwise(own)]),
     }
+
+
+def _milliseconds(seconds: Sequence[float]) -> dict[str, float] | None:
+    """Return percentiles; None where there is nothing to measure, such as the time between the tokens of one."""
+    return asdict(Percentiles.of([1000 * value for value in seconds])) if seconds else None

@@ -1,45 +1,173 @@
 """An open-loop load is played as it was written, and counted right."""
 
 import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from graphdecode import LLM, BucketConfig
-from graphdecode.profiling.serving import Arrival, poisson_arrivals, read_trace, serve
+from graphdecode.profiling.load import Arrival
+from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.profiling.serving import check_fits, serve
+from graphdecode.profiling.serving_plot import plot_serving
+
+ROOT = Path(__file__).parent.parent.parent
+TOOL = [sys.executable, str(ROOT / "tools" / "bench_serving.py")]
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
-def test_poisson_arrivals_keep_rate_and_ranges() -> None:
-    arrivals = poisson_arrivals(50.0, 4000, (3, 9), (1, 5), seed=1)
-    assert arrivals == poisson_arrivals(50.0, 4000, (3, 9), (1, 5), seed=1)
-    assert len(arrivals) / arrivals[-1].at == pytest.approx(50.0, rel=0.06)
-    assert {a.prompt_tokens for a in arrivals} == set(range(3, 10))
-    assert {a.answer_tokens for a in arrivals} == set(range(1, 6))
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("demo", config=BucketConfig(max_batch_size=4, max_sequence_length=64)) as engine:
+        yield engine
 
 
-@pytest.mark.parametrize(("rate", "count", "prompts"), [(0, 1, (1, 2)), (1, 0, (1, 2)), (1, 1, (0, 2)), (1, 1, (3, 2))])
-def test_impossible_loads_are_refused(rate: float, count: int, prompts: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        poisson_arrivals(rate, count, prompts, (1, 1))
-
-
-def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    records = [{"at": 0.2, "prompt_tokens": 3, "answer_tokens": 4}, {"at": 0.1, "prompt_tokens": 5, "answer_tokens": 6}]
-    path.write_text("\n".join(json.dumps(record) for record in records))
-    assert read_trace(path) == [Arrival(0.1, 5, 6), Arrival(0.2, 3, 4)]
-    path.write_text('{"at": 1}')
-    with pytest.raises(ValueError, match="is no trace"):
-        read_trace(path)
-
-
-def test_every_request_is_served_and_every_token_counted() -> None:
+def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
     arrivals = [Arrival(0.001 * i, 4 + i, 3 + i % 5) for i in range(12)]
-    with LLM("demo", config=BucketConfig(max_batch_size=4, max_sequence_length=64)) as llm:
-        result = serve(llm, arrivals, progress=False)
-        assert llm.cache.pool.used == 0
+    result = serve(llm, arrivals, progress=False)
+    assert llm.cache.pool.used == 0
     assert result["requests"] == 12
     tokens = sum(arrival.answer_tokens for arrival in arrivals)
     assert sum(int(size) * steps for size, steps in result["batch_sizes"].items()) == tokens
-    assert 0 < result["ttft_ms"]["p50"] <= result["ttft_ms"]["p99"]
-    assert result["longest_queue"] >= 1
+    assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds"])
+    assert result["offered_per_second"] == pytest.approx(1000)
+    for kind in ("ttft_ms", "tpot_ms", "itl_ms", "queue_ms"):
+        assert 0 < result[kind]["p50"] <= result[kind]["p90"] <= result[kind]["p99"] <= result[kind]["max"]
+
+
+def test_a_crowd_waits_in_the_queue_and_a_lone_request_does_not(llm: LLM) -> None:
+    crowd = serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=1, progress=False)  # of which four have a row
+    assert crowd["queue_depth"]["max"] == 8
+    assert crowd["queue_depth"]["p50"] >= 4
+    assert crowd["queue_ms"]["p90"] > 0.3 * crowd["ttft_ms"]["p90"]
+    assert crowd["queue_ms"]["max"] < 1000 * crowd["seconds"]
+    assert crowd["offered_per_second"] is None
+    lone = serve(llm, [Arrival(0.002, 4, 30)], seed=2, progress=False)
+    assert lone["queue_depth"]["p50"] == 0
+    assert lone["queue_ms"]["max"] < crowd["queue_ms"]["p90"]
+    assert (lone["requests"], lone["batch_sizes"]) == (1, {"1": 30})
+
+
+def test_preemptions_are_those_of_this_load() -> None:
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, total_num_pages=10)
+    with LLM("demo", config=config) as llm:
+        found = [serve(llm, [Arrival(0.0, 16, 60)] * 4, seed=seed, progress=False) for seed in (0, 1)]
+        assert llm.num_preemptions == sum(result["preemptions"] for result in found)
+        assert min(result["preemptions"] for result in found) > 0
+
+
+def test_one_token_has_no_time_between_tokens(llm: LLM) -> None:
+    result = serve(llm, [Arrival(0.0, 4, 1)], progress=False)
+    assert result["tpot_ms"] is result["itl_ms"] is None
+    assert result["ttft_ms"]["p50"] > 0
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_served(llm: LLM) -> None:
+    steps = llm.stats.batch_sizes.total()
+    with pytest.raises(ValueError, match=r"a request of 60 \+ 5 tokens does not fit: prompt and answer can have 64"):
+        serve(llm, [Arrival(0.0, 4, 4), Arrival(0.0, 60, 5)], progress=False)
+    check_fits(llm, [Arrival(0.0, 60, 4)])
+    assert llm.stats.batch_sizes.total() == steps
+
+
+def test_an_interrupted_load_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, left = LLM.step, [5]
+
+    def interrupted(self: LLM) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        step(self)
+
+    monkeypatch.setattr(LLM, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=3, progress=False)
+    monkeypatch.undo()
+    assert (llm.cache.pool.used, llm.num_waiting) == (0, 0)
+    assert serve(llm, [Arrival(0.0, 4, 3)], seed=4, progress=False)["requests"] == 1
+
+
+def test_weighted_percentiles_count_by_weight() -> None:
+    assert Percentiles.weighted({0: 9.5, 3: 0.4, 7: 0.1, 9: 0.0}) == Percentiles(0.0, 0.0, 3.0, 7.0)
+    assert Percentiles.weighted({2: 1.0}) == Percentiles(2.0, 2.0, 2.0, 2.0)
+
+
+def test_the_picture_takes_any_load(llm: LLM) -> None:
+    pytest.importorskip("matplotlib")
+    lone = {"load": "as traced", **serve(llm, [Arrival(0.0, 4, 1)], progress=False)}
+    some = {"load": "5/s", **serve(llm, [Arrival(0.01 * i, 4, 9) for i in range(9)], seed=5, progress=False)}
+    for rows in ([lone], [lone, some]):
+        assert plot_serving(rows, "a title").startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="no load to draw"):
+        plot_serving([], "a title")
+
+
+def test_the_tool_serves_a_trace_of_one_request(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
+    command = [*TOOL, "--trace", "trace.jsonl", "--out", "out"]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    written = json.loads((tmp_path / "out" / "serving.json").read_text())
+    assert (written["schema"], written["model"], written["dtype"]) == (1, "demo", "float32")
+    assert [(row["load"], row["requests"], row["batch_sizes"]) for row in written["rows"]] == [
+        ("as traced", 1, {"1": 4})
+    ]
+    for text in ("TTFT p50", "TPOT", "ITL", "queued p50", "queue p50", "preempted", "as traced"):
+        assert text in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"trace": "empty.jsonl"}, r"empty\.jsonl is no trace of arrivals: it is empty"),
+        ({"trace": "one.jsonl", "rates": "5"}, "has no rate that could be changed"),
+        ({"rates": "5,x"}, "--rates must be numbers separated by commas, such as 5,20,80; got '5,x'"),
+        ({"rates": "0"}, "--rates must be > 0"),
+        ({"prompt_tokens": "9-3"}, "--prompt-tokens must be"),
+        ({"requests": 0}, "the number of requests >= 1"),
+        ({"answer_tokens": "5000"}, "tokens does not fit"),
+    ],
+)
+def test_the_tool_refuses_what_cannot_be_served(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "one.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
+    if "trace" in options:
+        options = options | {"trace": tmp_path / options["trace"]}
+    tool = runpy.run_path(TOOL[1])
+    with pytest.raises(ValueError, match=message):
+        tool["main"](**options)
+
+
+def test_the_tool_ends_an_error_with_one_line(tmp_path: Path) -> None:
+    command = [*TOOL, "--trace", "none.jsonl", "--out", "out"]
+    result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: none.jsonl is no trace of arrivals")
+    assert len(result.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_keeps_the_loads_that_were_finished(tmp_path: Path) -> None:
+    command = [*TOOL, "--rates", "500,0.01", "--requests", "8", "--out", str(tmp_path / "out")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "out" / "serving.json").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "500/s" in output
+    assert [row["load"] for row in json.loads((tmp_path / "out" / "serving.json").read_text())["rows"]] == ["500/s"]
+    assert (tmp_path / "out" / "serving.png").exists()
