@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .native import NativeCall, library
 from .optional_triton import tl, triton
 from .registration import operator
 from .sampling_slots import FLAG_LOGPROBS, FLAG_PENALTIES, LogprobOutputs, SamplingSlots
@@ -233,6 +234,20 @@ def advance_torch(
     step_index.numpy()[0] = step + 1
 
 
+def native_advance(*tensors: Tensor | None) -> NativeCall | None:
+    """Return the compiled kernel over the tensors of `advance_torch`; None if there is no compiler."""
+    if library() is None:
+        return None
+    ring_tokens, token_counts, stop_ids, top_ids = tensors[5], tensors[6], tensors[16], tensors[13]
+    sizes = (
+        *ring_tokens.shape,  # type: ignore[union-attr]
+        0 if token_counts is None else token_counts.stride(0),
+        stop_ids.shape[1],  # type: ignore[union-attr]
+        0 if top_ids is None else top_ids.shape[1],
+    )
+    return NativeCall("advance", None, *tensors, FLAG_PENALTIES, FLAG_LOGPROBS, *sizes)
+
+
 _advance = operator(
     "advance(Tensor(a!) tokens, Tensor(b!) pre_step_seqlens, Tensor(c!) finished, Tensor(d!) step_index, "
     "Tensor(e!) running, Tensor(f!) ring_tokens, Tensor(g!)? token_counts, Tensor(h!)? ring_logprob, "
@@ -240,6 +255,7 @@ _advance = operator(
     "Tensor? top_logprobs, Tensor? top_ids, Tensor live_rows, Tensor sampling_flags, Tensor stop_ids, "
     "Tensor min_position, Tensor last_position) -> ()",
     torch_version=advance_torch,
+    native_version=native_advance,
     triton_version=advance_triton,
 )
 

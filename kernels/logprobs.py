@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .native import NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 from .sampling_slots import FLAG_LOGPROBS, MAX_LOGPROBS, LogprobOutputs
@@ -166,10 +167,29 @@ def token_logprobs_torch(
         top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))
 
 
+def native_token_logprobs(
+    sampled_logprob: Tensor,
+    top_logprobs: Tensor,
+    top_ids: Tensor,
+    logits: Tensor,
+    sampled: Tensor,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+) -> NativeCall | None:
+    """Return the compiled kernel over these tensors, if there is one for them; see `token_logprobs`."""
+    if not fits(logits) or logits.stride(1) != 1:
+        return None
+    rows, vocab = logits.shape
+    outputs = (sampled_logprob, top_logprobs, top_ids)
+    sizes = (FLAG_LOGPROBS, top_ids.shape[1], vocab, logits.stride(0), rows)
+    return NativeCall("token_logprobs", logits.dtype, *outputs, logits, sampled, live_rows, sampling_flags, *sizes)
+
+
 _token_logprobs = operator(
     "token_logprobs(Tensor(a!) sampled_logprob, Tensor(b!) top_logprobs, Tensor(c!) top_ids, Tensor logits, "
     "Tensor sampled, Tensor live_rows, Tensor sampling_flags) -> ()",
     torch_version=token_logprobs_torch,
+    native_version=native_token_logprobs,
     triton_version=token_logprobs_triton,
 )
 

@@ -2,10 +2,10 @@
 
 A decode step on a CPU is bound by memory like one on a GPU, and between torch's operators more time is lost than in
 them. The kernels of `*.c` read at the machine's bandwidth, and a recorded step runs a list of them in one call, with no
-Python in between. They use the threads of torch's own OpenMP, so that one pool serves both.
+Python in between. They share their work among threads of their own (`native_threads.h`), as many as torch has.
 
-Where there is no C compiler, or torch has no libgomp, `library()` is None and `why_not()` says why; torch's operators
-do the work then. The environment variable GRAPHDECODE_NATIVE=0 has the same effect.
+Where there is no C compiler, `library()` is None and `why_not()` says why; torch's operators do the work then. The
+environment variable GRAPHDECODE_NATIVE=0 has the same effect.
 """
 
 import ctypes

@@ -11,20 +11,18 @@ Probabilities are integers here (`token_filters`). Sums of integers do not depen
 same whatever the tiling, the row, the bucket or the company.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from .greedy import native_greedy
 from .logit_processing import COUNT_MASK, add_bias, apply_penalties, mask_stops, processed_logits
 from .logprobs import token_logprobs
+from .native_sample import native_sample
 from .optional_triton import tl, triton
 from .philox import uniform_bits, uniform_bits_of
 from .registration import operator
 from .sampling_slots import (
+    DEAD_TOKEN,
     FLAG_BIAS,
     FLAG_LOGPROBS,
     FLAG_PENALTIES,
@@ -46,7 +44,6 @@ from .token_filters import (
     weights,
 )
 
-DEAD_TOKEN = 1
 _BLOCK = 4096
 
 
@@ -295,7 +292,7 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     return int(np.searchsorted(cumulative, target, side="right"))
 
 
-def bind_sample(
+def sample_torch(
     sampled: Tensor,
     logits: Tensor,
     positions: Tensor,
@@ -314,55 +311,42 @@ def bind_sample(
     stop_ids: Tensor,
     min_position: Tensor,
     token_counts: Tensor | None,
-) -> Callable[[], None]:
-    """Return the choice over fixed tensors in host memory, row by row; see `sample`."""
-    greedy = native_greedy(sampled, logits, sampling_flags, live_rows, FLAG_LOGPROBS)
-    tokens, live_count, flags_of = sampled.numpy(), live_rows.numpy(), sampling_flags.numpy()
-
-    def choose() -> None:
-        live = int(live_count[0])
-        tokens[live:] = DEAD_TOKEN
-        if greedy is not None:
-            greedy()
-        for row, flags in enumerate(flags_of[:live].tolist()):
-            if not flags & ~FLAG_LOGPROBS:
-                if greedy is None:  # numpy's argmax is several times faster than torch's
-                    tokens[row] = logits[row].float().numpy().argmax()
-                continue
-            line = logits[row].float().numpy()
-            if logits.dtype == torch.float32:
-                line = line.copy()
-            position = int(positions[row]) + 1
-            if flags & FLAG_BIAS:
-                add_bias(line, bias_ids.numpy()[row], bias_values.numpy()[row])
-            if flags & FLAG_PENALTIES and token_counts is not None:
-                apply_penalties(
-                    line,
-                    token_counts.numpy()[row],
-                    repetition_penalty.numpy()[row],
-                    presence_penalty.numpy()[row],
-                    frequency_penalty.numpy()[row],
-                )
-            if flags & FLAG_STOP_MASK and position < min_position.numpy()[row]:
-                mask_stops(line, stop_ids.numpy()[row])
-            if not flags & FLAG_SAMPLE:
-                tokens[row] = line.argmax()
-                continue
-            tokens[row] = sample_row(
+) -> None:
+    """Choose in host memory, row by row; see `sample`."""
+    live = int(live_rows.item())
+    tokens = sampled.numpy()
+    tokens[live:] = DEAD_TOKEN
+    for row, flags in enumerate(sampling_flags.numpy()[:live].tolist()):
+        line = logits[row].float().numpy()  # numpy's argmax is several times faster than torch's
+        if not flags & ~FLAG_LOGPROBS:
+            tokens[row] = line.argmax()
+            continue
+        if logits.dtype == torch.float32:
+            line = line.copy()
+        position = int(positions[row]) + 1
+        if flags & FLAG_BIAS:
+            add_bias(line, bias_ids.numpy()[row], bias_values.numpy()[row])
+        if flags & FLAG_PENALTIES and token_counts is not None:
+            apply_penalties(
                 line,
-                uniform_bits(int(seed.numpy()[row]), position),
-                temperature.numpy()[row],
-                int(top_k.numpy()[row]),
-                top_p.numpy()[row],
-                min_p.numpy()[row],
+                token_counts.numpy()[row],
+                repetition_penalty.numpy()[row],
+                presence_penalty.numpy()[row],
+                frequency_penalty.numpy()[row],
             )
-
-    return choose
-
-
-def sample_torch(*arguments: Any) -> None:
-    """Choose in host memory; see `bind_sample` for the arguments."""
-    bind_sample(*arguments)()
+        if flags & FLAG_STOP_MASK and position < min_position.numpy()[row]:
+            mask_stops(line, stop_ids.numpy()[row])
+        if not flags & FLAG_SAMPLE:
+            tokens[row] = line.argmax()
+            continue
+        tokens[row] = sample_row(
+            line,
+            uniform_bits(int(seed.numpy()[row]), position),
+            temperature.numpy()[row],
+            int(top_k.numpy()[row]),
+            top_p.numpy()[row],
+            min_p.numpy()[row],
+        )
 
 
 _sample = operator(
@@ -371,7 +355,7 @@ _sample = operator(
     "Tensor presence_penalty, Tensor frequency_penalty, Tensor bias_ids, Tensor bias_values, Tensor stop_ids, "
     "Tensor min_position, Tensor? token_counts) -> ()",
     torch_version=sample_torch,
-    bound_version=bind_sample,
+    native_version=native_sample,
     triton_version=sample_triton,
 )
 

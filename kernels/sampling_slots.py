@@ -12,6 +12,7 @@ from torch import Tensor
 MAX_BIASES = 64
 MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
+DEAD_TOKEN = 1  # what is sampled for rows past the live ones
 
 # token_counts holds, for each token of a row, how often it was generated (low 30 bits) and whether the
 # prompt has it (this bit).

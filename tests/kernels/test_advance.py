@@ -4,7 +4,8 @@ import pytest
 import torch
 from sampling_rows import logprob_outputs, make_hostile, neutral_slots, set_row
 
-from graphdecode.kernels.advance import AdvanceState, advance, advance_torch, advance_triton
+from graphdecode.kernels import native
+from graphdecode.kernels.advance import AdvanceState, advance, advance_torch, advance_triton, native_advance
 from graphdecode.kernels.sample import sample
 from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
 
@@ -33,9 +34,11 @@ def new_state(rows: int, with_logprobs: bool = False) -> AdvanceState:
     )
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "native", "triton"])
 def step(request, device):
-    """Advance by one of the two versions, in place."""
+    """Advance by one of the versions, in place."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(state, sampled, slots, live=None, logprobs=(None, None, None)):
         live_rows = torch.tensor([len(sampled) if live is None else live], dtype=torch.int32)
@@ -43,6 +46,9 @@ def step(request, device):
         arguments = (*state, torch.as_tensor(sampled), *logprobs, live_rows, *read)
         if request.param == "torch":
             advance_torch(*arguments)
+            return
+        if request.param == "native":
+            native_advance(*arguments)()
             return
         there = [t if t is None else t.to(device) for t in arguments]
         advance_triton(*there)

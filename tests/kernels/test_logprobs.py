@@ -2,13 +2,16 @@ import pytest
 import torch
 from sampling_rows import logprob_outputs
 
-from graphdecode.kernels.logprobs import token_logprobs_torch, token_logprobs_triton
+from graphdecode.kernels import native
+from graphdecode.kernels.logprobs import native_token_logprobs, token_logprobs_torch, token_logprobs_triton
 from graphdecode.kernels.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "native", "triton"])
 def compute(request, device):
-    """Log-probabilities by one of the two versions; a vocabulary of more than 16 ids takes several blocks."""
+    """Log-probabilities by one of the versions; a vocabulary of more than 16 ids takes several of Triton's blocks."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(logits, sampled, flags, live=None):
         rows = logits.shape[0]
@@ -18,6 +21,8 @@ def compute(request, device):
         outputs = [t.to(where) for t in logprob_outputs(rows)]
         if request.param == "triton":
             token_logprobs_triton(*outputs, *given, block=16)
+        elif request.param == "native":
+            native_token_logprobs(*outputs, *given)()
         else:
             token_logprobs_torch(*outputs, *given)
         return [t.cpu() for t in outputs]

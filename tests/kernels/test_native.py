@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from sampling_rows import neutral_slots, random_rows, set_row
 
 from graphdecode.kernels import native
 from graphdecode.kernels.act_mul import ACTIVATIONS, native_act_mul
 from graphdecode.kernels.attention_plan import native_attention_plan
 from graphdecode.kernels.decode_attention import decode_attention_torch, native_decode_attention
 from graphdecode.kernels.embedding import native_embedding
-from graphdecode.kernels.greedy import native_greedy
 from graphdecode.kernels.int8_linear import quantise_int8
 from graphdecode.kernels.native import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native_linear import native_linear, to_panels
+from graphdecode.kernels.native_sample import native_sample
 from graphdecode.kernels.rms_norm import native_add_rms_norm, native_rms_norm
 from graphdecode.kernels.rope_append import native_rope_append, rope_append_torch
-from graphdecode.kernels.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE
+from graphdecode.kernels.sample import sample_torch
+from graphdecode.kernels.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
@@ -163,6 +165,16 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
     assert not results[1][-1].any()
 
 
+def sampled_by(version, logits, positions, slots, counts, live):
+    sampled = torch.full((len(logits),), -7)
+    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots[:13], counts)
+    return sampled.tolist()
+
+
+def run_native_sample(*given):
+    native_sample(*given)()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 15, 16, 100])
 def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
@@ -170,11 +182,55 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
     logits[1] = logits[1, 0]
     logits[2, vocab // 2 :] = torch.nan
     logits[3] = -torch.inf
-    flags = torch.tensor([0, FLAG_LOGPROBS, 0, 0, FLAG_SAMPLE, 0], dtype=torch.int32)
-    sampled = torch.full((6,), -7)
-    native_greedy(sampled, logits, flags, torch.tensor([5], dtype=torch.int32), FLAG_LOGPROBS)()
-    expected = logits[:4].float().numpy().argmax(axis=1).tolist()
-    assert sampled.tolist() == [*expected, -7, -7]  # a row that samples and a dead one are left alone
+    slots = neutral_slots(6)
+    slots.sampling_flags[1] = FLAG_LOGPROBS
+    expected = logits[:5].float().numpy().argmax(axis=1).tolist()
+    got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, 5)
+    assert got == [*expected, DEAD_TOKEN]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [45, 2000, 33333])
+def test_a_drawn_token_is_the_torch_versions(vocab, dtype):
+    """At the border of two tokens the last bit of an exponential may decide: one row in a million."""
+    for seed in range(6):
+        logits, positions, slots, counts = random_rows(12, vocab, seed)
+        given = (logits.to(dtype), positions, slots, counts, 11)
+        assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given), f"seed {seed}"
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-6, 0.3, 3.0, 40.0])
+@pytest.mark.parametrize("wish", [{"top_k": 1}, {"top_k": 700}, {"top_p": 0.5}, {"top_p": 0.999, "top_k": 1500}])
+def test_thresholds_are_found_in_any_range_of_values(spread, wish, generator):
+    vocab, rows = 2003, 16
+    logits = torch.randn(rows, vocab, generator=generator) * spread - 5.0
+    logits[1, ::3] = -torch.inf
+    logits[2] = (logits[2] * 2).round() / 2  # many ties
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=0.7, seed=row, **wish)
+    given = (logits, torch.arange(rows, dtype=torch.int32), slots, None, rows)
+    assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given)
+
+
+def test_a_draw_does_not_depend_on_company_or_threads(generator):
+    rows, vocab = 7, 5000
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    slots = neutral_slots(rows)
+    for row in range(rows):
+        set_row(slots, row, temperature=1.1, top_p=0.95, top_k=400, min_p=0.01, seed=5)
+    positions = torch.full((rows,), 9, dtype=torch.int32)
+    logits[:] = logits[0]
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        together = sampled_by(run_native_sample, logits, positions, slots, None, rows)
+        torch.set_num_threads(1)
+        one = SamplingSlots(*(slot[:1] for slot in slots))
+        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, 1)
+    finally:
+        torch.set_num_threads(threads)
+    assert together == alone * rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,8 @@ import torch
 from sampling_rows import kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
+from graphdecode.kernels import native
+from graphdecode.kernels.native_sample import native_sample
 from graphdecode.kernels.philox import uniform_bits
 from graphdecode.kernels.sample import sample, sample_torch, sample_triton
 from graphdecode.kernels.sampling_slots import PROMPT_BIT, SamplingSlots
@@ -14,9 +16,11 @@ from graphdecode.kernels.sampling_slots import PROMPT_BIT, SamplingSlots
 BLOCK = 16
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "native", "triton"])
 def draw(request, device):
-    """Sample with one of the two versions; a vocabulary of more than 16 ids takes several blocks."""
+    """Sample with one of the versions; a vocabulary of more than 16 ids takes several of Triton's blocks."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
 
     def run(logits, slots, positions=None, counts=None, live=None):
         rows = logits.shape[0]
@@ -27,8 +31,10 @@ def draw(request, device):
         sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
         if request.param == "triton":
             sample_triton(sampled, *given, block=BLOCK)
-        else:
+        elif request.param == "torch" or logits.dtype == torch.float16:
             sample_torch(sampled, *given)
+        else:
+            native_sample(sampled, *given)()
         return sampled.cpu()
 
     return run

@@ -1,0 +1,292 @@
+/* The next token of each row; see sample.py for what rows may ask for, and token_filters.py for the integer weights.
+ *
+ * A row's logits are widened into memory of their own and processed there. Thresholds are found by radix selection: the
+ * distances of the logits from the largest, as ordered integers, are counted by their high bits, then by the next ones
+ * among those that share them, so that the vocabulary is never sorted.
+ */
+#include "native.h"
+
+#ifndef GRAPHDECODE_SAMPLE
+#define GRAPHDECODE_SAMPLE
+#define WEIGHT_SCALE 68719476736.0f /* 2^36 */
+#define FRACTION_BITS 24
+#define RANGES 5 /* of values, by their distance from the largest: 1, 2, 4, 8, more */
+#define FIRST_SHIFT 21
+#define RADIX_BITS 11
+#define BUCKETS (1 << RADIX_BITS)
+#define SUM_BLOCK 1024 /* ids whose weights are added up before they are looked at one by one */
+
+/* Half as many values as in other vectors: 64-bit integers take twice the room. */
+#define HALF (LANES / 2)
+typedef float half_vec __attribute__((vector_size(4 * HALF)));
+typedef int32_t half_ivec __attribute__((vector_size(4 * HALF)));
+typedef int64_t wide_ivec __attribute__((vector_size(8 * HALF)));
+
+/* What is known of a call: its arguments by name. */
+struct sampling {
+    int64_t *sampled;
+    const void *logits;
+    const int32_t *positions, *live_rows, *flags;
+    const float *temperature;
+    const int32_t *top_k;
+    const float *top_p, *min_p;
+    const int64_t *seed;
+    const float *repetition, *presence, *frequency;
+    const int32_t *bias_ids;
+    const float *bias_values;
+    const int32_t *stop_ids, *min_position, *counts;
+    float *memory; /* of each lane: the row's logits, their weights, and ids */
+    int64_t rows, vocab, stride, counts_stride, biases, stops, lanes, dead_token, count_mask;
+    int64_t sample_flag, penalties_flag, bias_flag, stop_flag;
+};
+
+/* One row at work; `padded` is `vocab` rounded up to whole vectors, and what is behind `vocab` has weight 0. */
+struct line {
+    float *logits, *weights;
+    int32_t *ids;
+    int64_t vocab, padded;
+    float largest, lowest;
+    int64_t least;
+};
+
+static struct sampling sampling_of(const arg *a) {
+    struct sampling s = {a[0].p,  a[1].p,  a[2].p,  a[3].p,  a[4].p,  a[5].p,  a[6].p,  a[7].p,  a[8].p,  a[9].p,
+                         a[10].p, a[11].p, a[12].p, a[13].p, a[14].p, a[15].p, a[16].p, a[17].p, a[18].p, a[19].i,
+                         a[20].i, a[21].i, a[22].i, a[23].i, a[24].i, a[25].i, a[26].i, a[27].i, a[28].i, a[29].i,
+                         a[30].i, a[31].i};
+    return s;
+}
+
+static uint64_t philox_bits(uint64_t seed, uint32_t position) {
+    uint32_t c[4] = {position, 0, 0, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
+    for (int round = 0; round < 10; round++) {
+        uint64_t even = c[0] * (uint64_t)0xD2511F53, odd = c[2] * (uint64_t)0xCD9E8D57;
+        uint32_t next[4] = {(uint32_t)(odd >> 32) ^ c[1] ^ key[0], (uint32_t)odd,
+                            (uint32_t)(even >> 32) ^ c[3] ^ key[1], (uint32_t)even};
+        memcpy(c, next, sizeof c);
+        key[0] += 0x9E3779B9, key[1] += 0xBB67AE85;
+    }
+    return c[0] >> (32 - FRACTION_BITS);
+}
+
+/* floor(total * bits / 2^24), without overflow */
+static int64_t fraction_of(int64_t total, int64_t bits) {
+    int64_t mask = ((int64_t)1 << FRACTION_BITS) - 1;
+    return (total >> FRACTION_BITS) * bits + (((total & mask) * bits) >> FRACTION_BITS);
+}
+
+/* Integers that compare as the floats do; the two zeros are one. */
+static inline int32_t ordered_key(float value) {
+    int32_t bits;
+    value += 0.0f;
+    memcpy(&bits, &value, sizeof bits);
+    return bits < 0 ? bits ^ 0x7fffffff : bits;
+}
+
+static inline float value_of_key(int32_t key) {
+    int32_t bits = key < 0 ? key ^ 0x7fffffff : key;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static void penalise(const struct sampling *s, int64_t row, float *logits) {
+    const int32_t *counts = s->counts + row * s->counts_stride;
+    float repetition = s->repetition[row], presence = s->presence[row], frequency = s->frequency[row];
+    for (int64_t i = 0; i < s->vocab; i++) {
+        if (counts[i] == 0) continue;
+        float generated = (float)(counts[i] & s->count_mask);
+        float value = logits[i] > 0 ? logits[i] / repetition : logits[i] * repetition;
+        logits[i] = value - (presence * (generated > 0) + frequency * generated);
+    }
+}
+
+static void process_line(const struct sampling *s, int64_t row, float *logits) {
+    int32_t flags = s->flags[row];
+    if (flags & s->bias_flag)
+        for (int64_t i = row * s->biases; i < (row + 1) * s->biases; i++)
+            if (s->bias_ids[i] >= 0 && s->bias_ids[i] < s->vocab) logits[s->bias_ids[i]] += s->bias_values[i];
+    if ((flags & s->penalties_flag) && s->counts) penalise(s, row, logits);
+    if ((flags & s->stop_flag) && s->positions[row] + 1 < s->min_position[row])
+        for (int64_t i = row * s->stops; i < (row + 1) * s->stops; i++)
+            if (s->stop_ids[i] >= 0 && s->stop_ids[i] < s->vocab) logits[s->stop_ids[i]] = -INFINITY;
+}
+
+/* Divide by the temperature, and weigh. */
+static void weigh_line(struct line *line, float temperature) {
+    line->largest /= temperature;
+    for (int64_t i = line->vocab; i < line->padded; i++) line->logits[i] = -INFINITY;
+    for (int64_t i = 0; i < line->padded; i += LANES) {
+        vec v = load_f32(line->logits + i) / temperature;
+        store_f32(line->logits + i, v);
+        store_f32(line->weights + i, exp_lanes(v - line->largest) * WEIGHT_SCALE);
+    }
+}
+
+static inline int64_t kept_weight(const struct line *line, int64_t i) {
+    int64_t weight = (int64_t)line->weights[i];
+    return line->logits[i] >= line->lowest && weight >= line->least ? weight : 0;
+}
+
+static inline half_vec load_half(const float *at) {
+    half_vec v;
+    memcpy(&v, at, sizeof v);
+    return v;
+}
+
+static int64_t sum_wide(wide_ivec sum) {
+    int64_t total = 0;
+    for (int lane = 0; lane < HALF; lane++) total += sum[lane];
+    return total;
+}
+
+static int64_t kept_sum(const struct line *line, int64_t begin, int64_t end) {
+    wide_ivec sum = {0};
+    for (int64_t i = begin; i < end; i += HALF) {
+        half_ivec kept = load_half(line->logits + i) >= line->lowest;
+        half_vec weights = (half_vec)(kept & (half_ivec)load_half(line->weights + i));
+        wide_ivec weight = __builtin_convertvector(weights, wide_ivec);
+        sum += weight & (wide_ivec)(weight >= line->least);
+    }
+    return sum_wide(sum);
+}
+
+/* Find in which range of values the threshold lies, and write the ids in it; what is above is taken off `needed`. */
+static int64_t narrowed(const struct line *line, int64_t *needed, int by_weight) {
+    float borders[RANGES];
+    wide_ivec sums[RANGES - 1] = {{0}};
+    for (int n = 0; n < RANGES - 1; n++) borders[n] = line->largest - (float)(1 << n);
+    borders[RANGES - 1] = -INFINITY;
+    for (int64_t i = 0; i < line->padded; i += HALF) {
+        half_vec logits = load_half(line->logits + i);
+        half_ivec kept = logits >= line->lowest;
+        half_vec measures = by_weight ? load_half(line->weights + i) : (half_vec){0} + 1.0f;
+        wide_ivec measure = __builtin_convertvector((half_vec)(kept & (half_ivec)measures), wide_ivec);
+        for (int n = 0; n < RANGES - 1; n++)
+            sums[n] += measure & __builtin_convertvector(logits >= borders[n], wide_ivec);
+    }
+    int range = 0;
+    int64_t above = 0, count = 0;
+    for (; range < RANGES - 1; range++) {
+        int64_t reached = sum_wide(sums[range]);
+        if (reached >= *needed) break;
+        above = reached;
+    }
+    *needed -= above;
+    for (int64_t i = 0; i < line->vocab; i++) {
+        float value = line->logits[i];
+        line->ids[count] = (int32_t)i;
+        count += value >= borders[range] && (range == 0 || value < borders[range - 1]);
+    }
+    return count;
+}
+
+/* The largest logit such that what is kept and at least as large measures `needed`: in weight, or in ids. */
+static float threshold(const struct line *line, int64_t needed, int by_weight) {
+    uint32_t top = (uint32_t)ordered_key(line->largest), distance = 0;
+    int64_t count = narrowed(line, &needed, by_weight);
+    for (int shift = FIRST_SHIFT; shift >= 0; shift -= RADIX_BITS - (shift < RADIX_BITS)) {
+        int64_t sums[BUCKETS] = {0}, left = 0;
+        uint32_t bucket = 0;
+        for (int64_t n = 0; n < count; n++) {
+            uint32_t away = top - (uint32_t)ordered_key(line->logits[line->ids[n]]);
+            sums[(away >> shift) % BUCKETS] += by_weight ? kept_weight(line, line->ids[n]) : 1;
+        }
+        while (bucket < BUCKETS - 1 && sums[bucket] < needed) needed -= sums[bucket++];
+        distance |= bucket << shift;
+        for (int64_t n = 0; n < count; n++) {
+            uint32_t away = top - (uint32_t)ordered_key(line->logits[line->ids[n]]);
+            line->ids[left] = line->ids[n];
+            left += away >> shift == distance >> shift;
+        }
+        count = left;
+    }
+    return value_of_key((int32_t)(top - distance));
+}
+
+static int64_t draw_token(const struct sampling *s, int64_t row, struct line *line) {
+    weigh_line(line, s->temperature[row]);
+    int64_t k = s->top_k[row];
+    if (k > 0 && k < line->vocab) line->lowest = threshold(line, k, 0);
+    float top_p = s->top_p[row], min_p = s->min_p[row];
+    if (top_p < 1.0f) {
+        int64_t share = (int64_t)(top_p * (float)(1 << FRACTION_BITS));
+        int64_t needed = fraction_of(kept_sum(line, 0, line->padded), share);
+        line->lowest = threshold(line, needed > 1 ? needed : 1, 1);
+    }
+    if (min_p > 0.0f) line->least = (int64_t)(min_p * WEIGHT_SCALE);
+    int64_t before = 0, bits = philox_bits((uint64_t)s->seed[row], (uint32_t)(s->positions[row] + 1));
+    int64_t target = fraction_of(kept_sum(line, 0, line->padded), bits), begin = 0;
+    for (; begin + SUM_BLOCK < line->vocab; begin += SUM_BLOCK) {
+        int64_t inside = kept_sum(line, begin, begin + SUM_BLOCK);
+        if (before + inside > target) break;
+        before += inside;
+    }
+    for (; begin < line->vocab - 1; begin++) {
+        before += kept_weight(line, begin);
+        if (before > target) break;
+    }
+    return begin;
+}
+#endif
+
+/* The first index of the largest value, or of the first NaN. */
+static int64_t NAME(argmax)(const element *x, int64_t count) {
+    float best = -INFINITY;
+    int64_t found = 0, i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vec v = load(x + i);
+        ivec beats = ~(v <= best); /* a NaN beats all */
+        int64_t any = 0;
+        for (int lane = 0; lane < LANES; lane++) any |= beats[lane];
+        if (!any) continue;
+        for (int lane = 0; lane < LANES; lane++) {
+            if (v[lane] != v[lane]) return i + lane;
+            if (v[lane] > best) best = v[lane], found = i + lane;
+        }
+    }
+    for (; i < count; i++) {
+        float value = widen(x[i]);
+        if (value != value) return i;
+        if (value > best) best = value, found = i;
+    }
+    return found;
+}
+
+#ifndef ELEMENT_BF16 /* a processed line is in floats, whatever the logits were */
+static int64_t choose_token(const struct sampling *s, int64_t row, struct line *line) {
+    process_line(s, row, line->logits);
+    int64_t best = argmax_f32(line->logits, line->vocab);
+    line->largest = line->logits[best];
+    return s->flags[row] & s->sample_flag && isfinite(line->largest) ? draw_token(s, row, line) : best;
+}
+#endif
+
+/* A lane takes every so-and-so-many-th row, and has memory for one. */
+static void NAME(sample_lanes)(const void *job, int64_t begin, int64_t end) {
+    const struct sampling *s = job;
+    int32_t changes = s->sample_flag | s->penalties_flag | s->bias_flag | s->stop_flag;
+    int64_t padded = (s->vocab + LANES - 1) / LANES * LANES;
+    for (int64_t lane = begin; lane < end; lane++)
+        for (int64_t row = lane; row < *s->live_rows; row += s->lanes) {
+            const element *logits = (const element *)s->logits + row * s->stride;
+            if (!(s->flags[row] & changes)) {
+                s->sampled[row] = NAME(argmax)(logits, s->vocab);
+                continue;
+            }
+            float *memory = s->memory + lane * 3 * padded;
+            struct line line = {memory, memory + padded, (int32_t *)(memory + 2 * padded), s->vocab, padded,
+                                0, -INFINITY, 1};
+            int64_t i = 0;
+            for (; i + LANES <= s->vocab; i += LANES) store_f32(memory + i, load(logits + i));
+            for (; i < s->vocab; i++) memory[i] = widen(logits[i]);
+            s->sampled[row] = choose_token(s, row, &line);
+        }
+}
+
+/* the fields of `struct sampling` in their order */
+void NAME(sample)(const arg *args) {
+    struct sampling s = sampling_of(args);
+    for (int64_t row = *s.live_rows; row < s.rows; row++) s.sampled[row] = s.dead_token;
+    parallel(NAME(sample_lanes), &s, s.lanes, items_of(PARALLEL_WORK, s.vocab));
+}
