@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes
 from .attention_torch import LogitOptions, attend_row, row_entries
+from .native import LANES, NativeCall, fits
 from .optional_triton import tl, triton
 from .registration import operator
 
@@ -252,11 +253,37 @@ def extend_attention_torch(
             lse[chosen].unflatten(1, (kv_heads, -1)).copy_(row_lse[0].transpose(0, 1) * LOG2_E)
 
 
+def native_extend_attention(
+    out: Tensor,
+    lse: Tensor | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    page_table: Tensor | None,
+    sm_scale: float,
+    window_left: int,
+    soft_cap: float,
+) -> NativeCall | None:
+    """Return the compiled attention of these tensors, if it serves them; see `extend_attention`."""
+    if lse is not None or page_table is None or q.dim() != 3 or soft_cap > 0.0 or not fits(out, q, k_cache, v_cache):
+        return None
+    pages, page_size, kv_heads, dim = k_cache.shape
+    dense = (out, q, k_cache, v_cache, page_table)
+    if k_cache.shape != v_cache.shape or dim % LANES or not all(tensor.is_contiguous() for tensor in dense):
+        return None
+    tensors = (*dense, cu_seqlens_q, cu_seqlens_kv)
+    sizes = (cu_seqlens_q.shape[0] - 1, kv_heads, q.shape[1] // kv_heads, dim, page_size, pages, page_table.shape[1])
+    return NativeCall("extend_attention", q.dtype, *tensors, *sizes, window_left, float(sm_scale))
+
+
 _extend_attention = operator(
     "extend_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, "
     "Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? page_table, float sm_scale, int window_left, "
     "float soft_cap) -> ()",
     torch_version=extend_attention_torch,
+    native_version=native_extend_attention,
     triton_version=extend_attention_triton,
 )
 

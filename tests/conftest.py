@@ -1,6 +1,7 @@
 """What all tests share: where they run, and Triton's interpreter where there is no GPU."""
 
 import os
+import signal
 import tempfile
 
 import torch
@@ -8,6 +9,9 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 if not HAS_CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # must stand before the first import of triton
+
+# a shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # what one run measures must not decide about the next one
 CHOICES = tempfile.TemporaryDirectory(prefix="graphdecode-choices-")

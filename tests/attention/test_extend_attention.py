@@ -11,7 +11,12 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
-from graphdecode.kernels.extend_attention import extend_attention_torch, extend_attention_triton
+from graphdecode.kernels import native
+from graphdecode.kernels.extend_attention import (
+    extend_attention_torch,
+    extend_attention_triton,
+    native_extend_attention,
+)
 
 DTYPES = {
     "fp16": (torch.float16, torch.float16),
@@ -33,9 +38,22 @@ CHOICES = {
     "before": (0, 1, 33),
 }
 CASES = pairwise(CHOICES)
+NATIVE_CASES = pairwise(
+    {
+        **CHOICES,
+        "dtype": ("bf16", "fp32"),
+        "page_size": (1, 3, 16),
+        "layout": ("NHD",),
+        "soft_cap": (0.0,),
+        "packed": (True,),
+        "window_left": (-1, 0, 9, 40),
+        "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17), (70, 33)),
+        "before": (0, 1, 33, 200),
+    }
+)
 
 
-def check(version, case, device, seed):
+def check(version, case, device, seed, with_lse=True):
     q_dtype, kv_dtype = DTYPES[case["dtype"]]
     q_lens = list(case["q_lens"])
     lens = [n + case["before"] * (row + 1) if n else 0 for row, n in enumerate(q_lens)]
@@ -61,7 +79,7 @@ def check(version, case, device, seed):
         q = torch.randn(width, len(q_lens), heads, case["head_dim"], generator=draw).to(q_dtype).to(device)
         q = q.transpose(0, 1)
     out = torch.full(q.shape, 7.0, dtype=q_dtype, device=device)
-    lse = torch.full(q.shape[:-1], 7.0, device=device)
+    lse = torch.full(q.shape[:-1], 7.0, device=device) if with_lse else None
     cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
     options = Options(0.2, window_left=case["window_left"], soft_cap=case["soft_cap"])
     version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, options.sm_scale, options.window_left, options.soft_cap)
@@ -73,7 +91,8 @@ def check(version, case, device, seed):
         touched[own] = True
         expected, expected_lse = attend(q[own], rows.keys[row], rows.values[row], options)
         torch.testing.assert_close(out[own].double().cpu(), expected, atol=close, rtol=close)
-        torch.testing.assert_close(lse[own].double().cpu(), expected_lse, atol=close, rtol=close)
+        if lse is not None:
+            torch.testing.assert_close(lse[own].double().cpu(), expected_lse, atol=close, rtol=close)
     assert (out.cpu()[~touched] == 7.0).all()
 
 
@@ -85,6 +104,18 @@ def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(extend_attention_torch, CASES[number], "cpu", number)
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
+@pytest.mark.parametrize("threads", [1, 3])
+def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check(lambda *given: native_extend_attention(*given)(), NATIVE_CASES[number], "cpu", number, with_lse=False)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch])
