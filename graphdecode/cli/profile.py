@@ -15,7 +15,7 @@ from graphdecode.cli.options import ConfigOption, numbers, wide_console
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import load_runner
 from graphdecode.profiling.comparison import compare_profiles, read_profile
-from graphdecode.profiling.latency import LatencyProfiler
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
 from graphdecode.profiling.plots import MISSING
 from graphdecode.profiling.report import profile_tables, summary, write_report
 
@@ -41,7 +41,10 @@ def profile(
     lengths = numbers("--contexts", contexts)
     if steps < 1:
         raise ValueError(f"--steps must be >= 1, got {steps}")
-    settings = BucketConfig.load(config) if config else BucketConfig(max_batch_size=16)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, or not exist, got {out}")
+    longest = max(*lengths, 1) + STEPS_PER_STAGING  # without a configuration: no larger cache than is used
+    settings = BucketConfig.load(config) if config else BucketConfig(max_sequence_length=longest)
     runner = load_runner(model, settings, device=device, dtype=dtype, prefix_cache=False, progress=True)
     runner.graphs.capture(progress=True)
     profiler = LatencyProfiler(runner, steps=steps)

@@ -59,11 +59,8 @@ def tune(
         )
     base = base.with_limits(max_graphs=len(today) if max_graphs is None else max_graphs)
     measured = read_profile(profile) if profile else None
-    try:
-        cost = StepCost.linear(top) if measured is None else StepCost.from_profile(measured, top)
-        graph_cost = None if measured is None else GraphCost.from_profile(measured, top)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{profile} is no profile: {error!r}") from error
+    cost = StepCost.linear(top) if measured is None else StepCost.from_profile(measured, top)
+    graph_cost = None if measured is None else GraphCost.from_profile(measured, top)
     figures = compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
     console = wide_console()
     console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))

@@ -99,8 +99,15 @@ def read_profile(path: Path) -> dict:
     schema = profile.get("schema") if isinstance(profile, dict) else None
     if schema != SCHEMA_VERSION:
         raise ValueError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
-    rows = profile.get("rows")
-    if not rows or not isinstance(rows, list):
+    try:
+        for row in profile["rows"]:
+            _ = row["bucket"], row["context"], row["step_ms"]["p50"], row["noise"], min(row["round_ms"])
+        for bucket in profile["captures"]["buckets"]:
+            _ = bucket["bucket"], bucket["state"], bucket["capture_ms"], bucket["pool_bytes"]
+        _ = profile["environment"]["device_name"], *(profile[key] for key in _SAME)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no profile: {error!r}") from error
+    if not profile["rows"]:
         raise ValueError(f"{path} is no profile: it has no rows")
     return profile
 

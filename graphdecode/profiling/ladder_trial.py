@@ -18,7 +18,8 @@ from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.sequence import Sequence
 from graphdecode.models import Decoder, load_model
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, spread_of
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
+from graphdecode.profiling.profile_row import spread_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,79 +20,14 @@ from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.sequence import Sequence
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.percentiles import Histogram, Percentiles
+from graphdecode.profiling.profile_row import ProfileRow, Samples
 
 SCHEMA_VERSION = 2
 STEPS_PER_STAGING = 16  # the graph advances itself: rows are set back before they grow far past the context
 ROUNDS = 5  # in which all points take turns, so that a slow minute of the machine falls on all of them
 TRACED_STEPS = 10
-NOISY = 0.1  # medians of rounds that differ by more say little about a tenth
-_EAGER_SHARE = 4  # one eager step is timed for so many replays
-_LEAST_EAGER_STEPS = 2
-
-
-@dataclass(frozen=True)
-class ProfileRow:
-    """One bucket at one context.
-
-    Attributes:
-        bucket: rows, all of them live.
-        context: tokens in the cache of each row.
-        launch_us: host time of the launch.
-        step_ms: time of the step on the device.
-        token_ms: from the launch to the tokens in the host's hands.
-        eager_ms: time of the same step, run eagerly.
-        replay_speedup: eager over replayed, medians.
-        bytes_moved: bytes that a step must read and write: weights once, keys and values of all rows once.
-        in_cache: so few that the processor's last cache may hold them: memory sets no floor then.
-        achieved_bytes_per_second: `bytes_moved` over the median step.
-        bandwidth_share: the same over the measured read bandwidth.
-        floor_ms: `bytes_moved` over the measured read bandwidth.
-        times_floor: median step over the floor.
-        round_ms: median step of each round.
-        noise: how far the rounds' medians lie apart, see `spread_of`.
-        noisy: so far that the figures cannot be trusted to a tenth.
-        histogram_ms: of all steps.
-    """
-
-    bucket: int
-    context: int
-    launch_us: Percentiles
-    step_ms: Percentiles
-    token_ms: Percentiles
-    eager_ms: Percentiles
-    replay_speedup: float
-    bytes_moved: int
-    in_cache: bool
-    achieved_bytes_per_second: float
-    bandwidth_share: float
-    floor_ms: float
-    times_floor: float
-    round_ms: list[float]
-    noise: float
-    noisy: bool
-    histogram_ms: Histogram
-
-
-@dataclass
-class _Samples:
-    """What was timed at one point, over all rounds."""
-
-    launch_us: list[float] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    token_ms: list[float] = field(default_factory=list)
-    eager_ms: list[float] = field(default_factory=list)
-    round_ms: list[float] = field(default_factory=list)
-
-
-def spread_of(round_ms: SequenceOf[float]) -> float:
-    """Return half the range of the rounds' medians over their median; of three rounds or more, the worst is left out.
-
-    One round may be spoilt by a neighbour without moving the median of all; two spoilt rounds may move it.
-    """
-    ordered = sorted(round_ms)
-    kept = ordered[:-1] if len(ordered) > 2 else ordered
-    return (kept[-1] - kept[0]) / 2 / statistics.median(ordered)
+_EAGER_SHARE = 2  # one eager step is timed for so many replays
+_LEAST_EAGER_STEPS = 3
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
@@ -144,7 +79,8 @@ class LatencyProfiler:
                 raise ValueError(
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
-        points = {(bucket, context): _Samples() for context in contexts for bucket in runner.graphs.buckets}
+        environment = describe_environment(device)  # before this run is part of the load
+        points = {(bucket, context): Samples() for context in contexts for bucket in runner.graphs.buckets}
         rounds = min(ROUNDS, self._steps)
         bandwidths: list[float] = []
         visits = [(index, point) for index in range(rounds) for point in points]
@@ -153,9 +89,11 @@ class LatencyProfiler:
                 bandwidths.append(read_bandwidth(device, repeats=2))
             steps = self._steps // rounds + (index < self._steps % rounds)
             self._visit(points[bucket, context], bucket, context, steps)
-        bandwidth, environment = statistics.median(bandwidths), describe_environment(device)
-        cache_bytes = int(environment["cache_bytes"])
-        rows = [self._row(*point, samples, bandwidth, cache_bytes) for point, samples in points.items()]
+        bandwidth, cache_bytes = statistics.median(bandwidths), int(environment["cache_bytes"])
+        rows = [
+            ProfileRow.of(*point, samples, step_bytes(runner, *point), bandwidth, cache_bytes)
+            for point, samples in points.items()
+        ]
         return {
             "schema": SCHEMA_VERSION,
             "model": model,
@@ -219,43 +157,16 @@ class LatencyProfiler:
             raise
         return sequences
 
-    def _visit(self, samples: _Samples, bucket: int, context: int, steps: int) -> None:
+    def _visit(self, samples: Samples, bucket: int, context: int, steps: int) -> None:
         """Time one point's steps of one round, replayed and eager."""
         sequences = self.sequences(bucket, context)
         try:
             launch_us, step_ms, token_ms = self.replayed(sequences, steps)
-            samples.eager_ms += self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
+            eager_ms = list(self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS)))
         finally:
             for sequence in sequences:
                 self.runner.cache.free_sequence(sequence.sequence_id)
-        samples.launch_us += launch_us
-        samples.step_ms += step_ms
-        samples.token_ms += token_ms
-        samples.round_ms.append(statistics.median(step_ms))
-
-    def _row(self, bucket: int, context: int, samples: _Samples, bandwidth: float, cache_bytes: int) -> ProfileRow:
-        step, eager = Percentiles.of(samples.step_ms), Percentiles.of(samples.eager_ms)
-        bytes_moved = step_bytes(self.runner, bucket, context)
-        seconds, noise = step.p50 / 1000, spread_of(samples.round_ms)
-        return ProfileRow(
-            bucket=bucket,
-            context=context,
-            launch_us=Percentiles.of(samples.launch_us),
-            step_ms=step,
-            token_ms=Percentiles.of(samples.token_ms),
-            eager_ms=eager,
-            replay_speedup=eager.p50 / step.p50,
-            bytes_moved=bytes_moved,
-            in_cache=bytes_moved <= cache_bytes,
-            achieved_bytes_per_second=bytes_moved / seconds,
-            bandwidth_share=bytes_moved / seconds / bandwidth,
-            floor_ms=1000 * bytes_moved / bandwidth,
-            times_floor=seconds * bandwidth / bytes_moved,
-            round_ms=samples.round_ms,
-            noise=noise,
-            noisy=noise > NOISY,
-            histogram_ms=Histogram.of(samples.step_ms),
-        )
+        samples.add_round(launch_us, step_ms, token_ms, eager_ms)
 
     def replayed(
         self, sequences: list[Sequence], steps: int | None = None

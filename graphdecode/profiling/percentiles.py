@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _BARS = 40
+_QUARTILES = 3  # how far a histogram goes: so many times as far from the least value as three quarters of them do
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Histogram:
     @classmethod
     def of(cls, values: Sequence[float]) -> Histogram:
         """Return the histogram of some durations, in their unit."""
-        low, p90 = float(min(values)), float(np.percentile(values, 90))
-        high = max(min(float(max(values)), low + 2 * (p90 - low)), low * (1 + 1e-6) + 1e-12)
+        low, p75 = float(min(values)), float(np.percentile(values, 75))
+        high = max(min(float(max(values)), low + _QUARTILES * (p75 - low)), low * (1 + 1e-6) + 1e-12)
         counts, _ = np.histogram(values, bins=_BARS, range=(low, high))
         return cls(low, high, [int(count) for count in counts], sum(value > high for value in values))

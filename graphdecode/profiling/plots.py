@@ -10,6 +10,7 @@ import numpy as np
 
 MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
 _TICKED_BUCKETS = 12
+_LINEAR_SPAN = 16  # where the largest value is further from the least, linear axes show only the largest
 
 
 def plot_profile(profile: dict) -> dict[str, bytes]:
@@ -62,18 +63,35 @@ def _shown_context(profile: dict) -> list[dict]:
 
 
 def _draw_latency(figure: Any, profile: dict) -> None:
+    from matplotlib.ticker import LogLocator
+
     axes = figure.add_subplot()
+    drawn, low, high = [], np.inf, 0.0
     for context, rows in _by_context(profile).items():
         buckets = [row["bucket"] for row in rows]
-        line = axes.plot(buckets, [row["step_ms"]["p50"] for row in rows], "o-", label=f"context {context}")[0]
+        steps = np.array([row["step_ms"]["p50"] for row in rows])
+        below = [step - min(row["round_ms"]) for step, row in zip(steps, rows, strict=True)]
+        above = [max(row["round_ms"]) - step for step, row in zip(steps, rows, strict=True)]
+        reach = np.maximum([below, above], 0.0)
+        bars = axes.errorbar(buckets, steps, reach, fmt="o-", markersize=4, elinewidth=1, label=f"context {context}")
         within = " (fits the cache)" if all(row["in_cache"] for row in rows) else ""
         floors = [row["floor_ms"] for row in rows]
-        axes.plot(buckets, floors, "--", color=line.get_color(), label=f"floor at {context}{within}")
-    axes.set(xlabel="bucket (rows)", ylabel="step, median (ms)")
+        label = f"floor at {context}{within}"
+        drawn += [bars, *axes.plot(buckets, floors, "--", color=bars[0].get_color(), label=label)]
+        low, high = min(low, *steps, *floors), max(high, *steps, *floors)
+    axes.set(xlabel="bucket (rows)", ylabel="step (ms): median, and medians of rounds")
     axes.set_title(f"Step time, and the floor at {profile['read_bandwidth'] / 1e9:.1f} GB/s read from memory")
-    _tick_buckets(axes, buckets)
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small")
+    if max(high / low, buckets[-1] / buckets[0]) > _LINEAR_SPAN:
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks([bucket for bucket in buckets if bucket & (bucket - 1) == 0 or bucket == buckets[-1]])
+        axes.set_xticks([], minor=True)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+    else:
+        _tick_buckets(axes, buckets)
+        axes.set_ylim(bottom=0)
+    axes.legend(handles=drawn, fontsize="small", loc="upper left")
 
 
 def _tick_buckets(axes: Any, buckets: list[int]) -> None:
@@ -91,11 +109,16 @@ def _draw_padding(figure: Any, profile: dict) -> None:
     sizes = np.arange(1, buckets[-1] + 1)
     taken = np.array([cost[min(bucket for bucket in cost if bucket >= size)] for size in sizes])
     own = np.interp(sizes, buckets, list(cost.values()))
-    axes.bar(sizes, taken - own, 1.0, bottom=own, alpha=0.25, label="cost of padding")
+    padded = len(buckets) < len(sizes)
+    if padded:
+        axes.bar(
+            sizes, taken - own, 1.0, bottom=own, alpha=0.25, label="cost of padding (between buckets: interpolated)"
+        )
     axes.step(sizes, taken, where="mid", label="step of the bucket that a batch runs in")
     axes.plot(buckets, list(cost.values()), "o", color="black", markersize=4, label="bucket")
     axes.set(xlabel="batch size (live rows)", ylabel="step, median (ms)")
-    axes.set_title(f"The padding staircase, context {rows[0]['context']}")
+    none = "" if padded else ": no padding, every batch size is a bucket"
+    axes.set_title(f"The padding staircase, context {rows[0]['context']}{none}")
     _tick_buckets(axes, buckets)
     axes.set_ylim(0, 1.08 * max(cost.values()))
     axes.legend(fontsize="small", loc="lower right")
@@ -127,7 +150,7 @@ def _draw_histogram(figure: Any, profile: dict) -> None:
         axes.axvline(
             row["step_ms"]["p50"], color="black", linewidth=0.9, label=f"median {row['step_ms']['p50']:.3g} ms"
         )
-        above = f"; {histogram['above']} steps are slower" if histogram["above"] else ""
+        above = f"; slower ones: {histogram['above']}" if histogram["above"] else ""
         axes.set(xlabel=f"step (ms){above}", title=f"bucket {row['bucket']}")
         axes.locator_params(axis="x", nbins=5)
         axes.legend(fontsize="small")

@@ -12,9 +12,11 @@ from rich import box
 from rich.table import Table
 
 from graphdecode.profiling.plots import plot_profile
+from graphdecode.profiling.profile_row import NOISY
 
 _CAPTIONS = {
-    "latency": "Step time of each bucket, and the floor: the bytes that a step must move over the read bandwidth.",
+    "latency": "Step time of each bucket, from the quickest to the slowest round, and the floor: the bytes that a step "
+    "must move over the read bandwidth.",
     "padding": "What a batch costs that has to run in a larger bucket.",
     "replay": "The same step run operator by operator, and replayed.",
     "histogram": "How the steps of the smallest and the largest bucket spread.",
@@ -39,9 +41,14 @@ def time_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
     for row in profile["rows"]:
         cells = [str(row["bucket"]), str(row["context"])]
         for kind, _, digits in kinds:
-            cells += [f"{row[kind][key]:.{digits}f}" for key in ("p50", "p90", "p99", "max")]
+            cells += [_short(row[kind][key], digits) for key in ("p50", "p90", "p99", "max")]
         rows.append(cells)
     return heads, rows
+
+
+def _short(value: float, digits: int) -> str:
+    """Return a number with so many digits after the point, fewer where there are many before it."""
+    return f"{value:.{max(digits - max(len(str(int(value))) - 2, 0), 0)}f}"
 
 
 def floor_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
@@ -57,7 +64,7 @@ def floor_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
                 str(row["context"]),
                 f"{step:.3f}",
                 f"{row['eager_ms']['p50']:.3f}",
-                f"{row['replay_speedup']:.2f}",
+                f"{row['replay_speedup']:.2f}" + "?" * (row["eager_noise"] > NOISY),
                 f"{row['bytes_moved'] / 1e6:.1f}",
                 f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
                 f"{100 * row['bandwidth_share']:.0f}%",
@@ -95,6 +102,9 @@ def summary(profile: dict) -> list[str]:
         lines.append(
             f"* a step moves less than the last cache's {size:.0f} MiB, and may be quicker than memory's floor"
         )
+    unsure = sum(row["eager_noise"] > NOISY for row in rows)
+    if unsure:
+        lines.append(f"? the eager steps were too noisy to tell the ratio to a tenth at {unsure} of {len(rows)} points")
     noise, noisy = statistics.median(row["noise"] for row in rows), [row for row in rows if row["noisy"]]
     lines.append(
         f"noise: medians of rounds lie {100 * noise:.1f}% apart at the middle point, "

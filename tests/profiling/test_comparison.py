@@ -33,9 +33,16 @@ def profile_of(step_ms: dict[tuple[int, int], list[float]], noise: float = 0.01)
         for (bucket, context), rounds in step_ms.items()
     ]
     environment = {"device_name": "x", "threads": 2}
+    captures = [{"bucket": bucket, "state": "eager", "capture_ms": 0.0, "pool_bytes": 0} for bucket, _ in step_ms]
     return {
-        "schema": 2, "model": "m", "dtype": "float32", "backend": "recorded", "environment": environment, "rows": rows
-    }  # fmt: skip
+        "schema": 2,
+        "model": "m",
+        "dtype": "float32",
+        "backend": "recorded",
+        "environment": environment,
+        "captures": {"buckets": captures},
+        "rows": rows,
+    }
 
 
 QUIET = {(bucket, 32): [1.0 + bucket / 10, 1.01 + bucket / 10, 1.02 + bucket / 10] for bucket in (1, 2, 4)}
@@ -95,9 +102,12 @@ def test_profiles_of_different_things_are_said_to_differ() -> None:
 
 def test_profiles_that_cannot_be_compared_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    for text in ("", "[]", '{"schema": 1}', '{"schema": 2}'):
+    whole = profile_of(QUIET)
+    assert exit_code(whole, whole, tmp_path)[0] == 0
+    broken = [whole | {"rows": []}, whole | {"rows": [{}]}, whole | {"captures": {}}, whole | {"environment": {}}]
+    for text in ("", "[]", '{"schema": 1}', '{"schema": 2}', *map(json.dumps, broken)):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"profile\.json"):
+        with pytest.raises(ValueError, match=r"profile\.json is no profile"):
             read_profile(path)
     with pytest.raises(ValueError, match="in common"):
         compare_profiles(profile_of(QUIET), profile_of({(1, 7): [1.0]}))

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 from graphdecode import BucketConfig
 from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
-from graphdecode.profiling.latency import LatencyProfiler, spread_of
+from graphdecode.profiling.latency import LatencyProfiler
 from graphdecode.profiling.percentiles import Histogram
 from graphdecode.profiling.plots import plot_profile
-from graphdecode.profiling.report import profile_tables, summary, write_report
+from graphdecode.profiling.profile_row import spread_of
+from graphdecode.profiling.report import floor_columns, profile_tables, summary, time_columns, write_report
 
 STEPS = 40
 
@@ -47,7 +48,13 @@ def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
         assert row["token_ms"]["p50"] >= row["step_ms"]["p50"] * 0.9
         assert row["replay_speedup"] == pytest.approx(row["eager_ms"]["p50"] / row["step_ms"]["p50"])
         assert sum(row["histogram_ms"]["counts"]) + row["histogram_ms"]["above"] == profile["steps"] == STEPS
-        assert len(row["round_ms"]) == profile["rounds"] == len(profile["read_bandwidth_rounds"]) == 5
+        assert (
+            len(row["eager_round_ms"])
+            == len(row["round_ms"])
+            == profile["rounds"]
+            == len(profile["read_bandwidth_rounds"])
+            == 5
+        )
 
 
 def test_every_step_stands_next_to_its_floor(profile: dict) -> None:
@@ -81,11 +88,21 @@ def test_the_tables_hold_every_figure(profile: dict) -> None:
     assert captures.row_count == 2
 
 
+def test_long_times_keep_their_column(profile: dict) -> None:
+    long = {"p50": 71896.4, "p90": 9406.5, "p99": 105.34, "max": 9.4}
+    cells = time_columns({"rows": [profile["rows"][0] | {"launch_us": long}]})[1][0]
+    assert cells[2:6] == ["71896", "9406", "105", "9.4"]
+
+
 def test_a_busy_machine_is_named(profile: dict) -> None:
-    quiet = {**profile, "rows": [{**row, "noise": 0.01, "noisy": False} for row in profile["rows"]]}
+    at_rest = {"noise": 0.01, "noisy": False, "eager_noise": 0.01}
+    quiet = {**profile, "rows": [{**row, **at_rest} for row in profile["rows"]]}
     assert not any("too noisy" in line for line in summary(quiet))
     quiet["rows"][0] |= {"noise": 0.4, "noisy": True}
     assert "too noisy to tell at 1 of 4 points" in summary(quiet)[-1]
+    quiet["rows"][1] |= {"eager_noise": 0.2}
+    assert any("eager steps were too noisy to tell the ratio to a tenth at 1 of 4 points" in s for s in summary(quiet))
+    assert [cells[4].endswith("?") for cells in floor_columns(quiet)[1]] == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +145,43 @@ def test_the_trace_holds_ten_steps(profile: dict, trace_path: Path) -> None:
     assert sum(event.get("name") == "decode step" for event in events) == 10
 
 
+def test_the_command_writes_everything_that_it_names(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / "b.toml").write_text("[capacity]\nmax_batch_size = 2\nmax_sequence_length = 64\n")
+    out = tmp_path / "p"
+    options = ["--config", str(tmp_path / "b.toml"), "--contexts", "8", "--steps", "2", "--trace", "--out", str(out)]
+    result = CliRunner().invoke(app, ["profile", *options], catch_exceptions=False)
+    assert result.exit_code == 0
+    names = {"profile.json", "report.html", "trace.json", "latency.png", "padding.png", "replay.png", "histogram.png"}
+    assert {path.name for path in out.iterdir()} == names
+    assert all(name in result.output for name in names)
+    assert "…" not in result.output
+    written = json.loads((out / "profile.json").read_text())
+    assert (written["schema"], written["steps"], written["rounds"]) == (2, 2, 2)
+    assert [row["bucket"] for row in written["rows"]] == [1, 2]
+
+
+def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for_its_contexts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen = []
+
+    def record(model: str, settings: BucketConfig, **_: object) -> None:
+        seen.append(settings)
+        raise ValueError("seen")
+
+    monkeypatch.setattr("graphdecode.cli.profile.load_runner", record)
+    with pytest.raises(ValueError, match="seen"):
+        CliRunner().invoke(
+            app,
+            ["profile", "--contexts", "32,400", "--out", str(tmp_path)],
+            catch_exceptions=False,
+            standalone_mode=False,
+        )
+    assert seen[0].ladder == BucketConfig().ladder
+    assert seen[0].max_sequence_length == 416
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -137,11 +191,16 @@ def test_the_trace_holds_ten_steps(profile: dict, trace_path: Path) -> None:
         (["--contexts", "100000"], r"a context must be in 1\.\."),
         (["--model", "shape:llama-7t"], "unknown shape"),
         (["--compare", "none.json", "none.json"], "none.json"),
+        (["--out", "FILE"], "--out must be a folder, or not exist"),
+        (["--contexts", "0"], r"a context must be in 1\.\."),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         CliRunner().invoke(
-            app, ["profile", "--out", str(tmp_path / "p"), *arguments], catch_exceptions=False, standalone_mode=False
+            app,
+            ["profile", "--out", str(tmp_path / "p"), *(__file__ if word == "FILE" else word for word in arguments)],
+            catch_exceptions=False,
+            standalone_mode=False,
         )
     assert not list(tmp_path.iterdir())

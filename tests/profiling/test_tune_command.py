@@ -21,9 +21,12 @@ def tune(folder: Path, *options: str) -> str:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     record_batch_sizes(tmp_path / "batches.json", {3: 40, 5: 2})
-    rows = [{"bucket": b, "context": 32, "step_ms": {"p50": 1.0 + b}} for b in (1, 8)]
+    rows = [
+        {"bucket": b, "context": 32, "step_ms": {"p50": 1.0 + b}, "round_ms": [1.0 + b], "noise": 0.0} for b in (1, 8)
+    ]
     captured = [{"bucket": b, "state": "captured", "capture_ms": 10.0, "pool_bytes": b << 20} for b in (1, 8)]
-    profile = {"schema": 2, "rows": rows, "captures": {"buckets": captured}}
+    profile = {"schema": 2, "rows": rows, "captures": {"buckets": captured}, "environment": {"device_name": "x"}}
+    profile |= {"model": "m", "dtype": "float32", "backend": "recorded"}
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     (tmp_path / "today.toml").write_text("[capacity]\nmax_batch_size = 8\n[buckets]\nbatch_sizes = [4]\n")
     return tmp_path
