@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -23,6 +24,7 @@ from graphdecode.profiling.peers import (
     parse_peers,
 )
 from graphdecode.profiling.peers import contest as contest_module
+from graphdecode.profiling.peers.attempt import attempt
 from graphdecode.profiling.peers.greedy import Reference
 from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersStatic
 
@@ -186,6 +188,20 @@ def test_answers_of_another_length_or_vocabulary_are_no_answers() -> None:
 def test_every_peer_says_why_it_is_not_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
     assert PEERS[name]().why_not(DEMO, SMALL).startswith("not installed: ")
+
+
+@pytest.mark.parametrize(("name", "module"), [("vllm", "vllm"), ("sglang", "sglang"), ("nano-vllm", "nanovllm")])
+def test_peers_for_gpus_say_so_and_fail_alone(
+    name: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f"{module}.py").write_text("")  # something that can be imported, and no more
+    monkeypatch.syspath_prepend(tmp_path)
+    peer, on_gpu = PEERS[name](), replace(SMALL, device="cuda")
+    assert peer.why_not(DEMO, SMALL) == "is compared on cuda only"
+    assert peer.why_not(DEMO, on_gpu) == ("knows Qwen3 only, this is LlamaForCausalLM" if name == "nano-vllm" else "")
+    nothing, reason = attempt(lambda: peer.open(DEMO, on_gpu))
+    assert nothing is None
+    assert reason.startswith(f"AttributeError: module '{module}' has no attribute")
 
 
 def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from graphdecode.profiling.peers.listing import choose
+from graphdecode.profiling.peers.llama_cpp import LlamaCpp
+from graphdecode.profiling.peers.nano_vllm import NanoVllm
 from graphdecode.profiling.peers.peer import Peer
+from graphdecode.profiling.peers.sglang import Sglang
 from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
+from graphdecode.profiling.peers.vllm import Vllm
 
 PEERS: dict[str, type[Peer]] = {
     peer.name: peer
@@ -12,6 +16,10 @@ PEERS: dict[str, type[Peer]] = {
         Transformers,
         TransformersStatic,
         TransformersCompiled,
+        LlamaCpp,
+        Vllm,
+        Sglang,
+        NanoVllm,
     )
 }
 

@@ -12,6 +12,9 @@ from typing import ClassVar
 
 Tokens = list[list[int]]
 
+GPU_SHARE = 0.25
+"""Of a GPU's memory, for a peer that takes all it is given: every engine of a comparison is loaded at once."""
+
 _LEAST_CAPACITY = 512  # tokens a sequence may have, though a comparison needs fewer: engines are not sized to the token
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+_NOISY = 0.5  # spread past which a median of a few turns says little
 
 
 def contest_table(record: dict[str, Any], title: str) -> Table:
@@ -27,7 +31,7 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
                 batch_size,
                 name,
                 f"{ms:.3f}",
-                f"{100 * (max(row['turns_ms'][name]) - min(row['turns_ms'][name])) / ms:.0f}%",
+                f"{100 * _spread(row['turns_ms'][name]):.0f}%",
                 f"{row['tokens_per_second'][name]:.1f}",
                 f"{row['times_faster_than'][name]:.2f}",
                 f"{row['times_floor'][name]:.2f}",
@@ -42,17 +46,28 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
 def contest_notes(record: dict[str, Any]) -> list[str]:
     """Return the lines that belong below the table: floors, tokens, and who was left out and why."""
     lines = [
-        "ms/step is the median of turns taken one after another; spread is from the quickest turn to the slowest;",
-        "ratio is its time over graphdecode's; floors is its time over that of reading the weights once;",
-        "same are the tokens before the first that graphdecode chose otherwise. All are greedy: no token's logit lies",
-        f"more than {record['tolerance']:g} standard deviations below the best, so that only near-ties differ.",
+        "ms/step: the median of turns taken one after another; spread: from the quickest turn to the slowest.",
+        "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
+        "same: tokens before the first that graphdecode chose otherwise. All are greedy up to near-ties: no token's "
+        f"logit lies more than {record['tolerance']:g} standard deviations of the logits below the best.",
     ]
     lines += [
         f"batch {row['batch_size']}: read bandwidth {row['read_bandwidth'] / 1e9:.1f} GB/s; "
         f"reading the weights once takes {row['floor_ms']:.3f} ms"
         for row in record["rows"]
     ]
+    noisy = [str(row["batch_size"]) for row in record["rows"] if max(map(_spread, row["turns_ms"].values())) > _NOISY]
+    if noisy:
+        lines.append(
+            f"the machine was too noisy to tell at batch {', '.join(noisy)}: look at the spread, and run again"
+        )
     lines += [f"{name}: left out: {reason}" for name, reason in record["left_out"].items()]
     for row in record["rows"]:
         lines += [f"{name}: left out at batch {row['batch_size']}: {why}" for name, why in row["left_out"].items()]
     return lines
+
+
+def _spread(turns: list[float]) -> float:
+    """Return from the quickest turn to the slowest, as a share of the median; infinite where noise ate the median."""
+    median = statistics.median(turns)
+    return (max(turns) - min(turns)) / median if median > 0 else math.inf
