@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import torch
 from rich.console import Console
 
 from graphdecode.models import resolve_model_path
@@ -202,6 +203,24 @@ def test_peers_for_gpus_say_so_and_fail_alone(
     nothing, reason = attempt(lambda: peer.open(DEMO, on_gpu))
     assert nothing is None
     assert reason.startswith(f"AttributeError: module '{module}' has no attribute")
+
+
+@pytest.mark.slow
+def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_row = replace(SMALL, batch_sizes=(1,))
+    monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
+    compiled = compare_engines(parse_peers("transformers-compiled"), DEMO, one_row, repeats=1)
+    for row in compiled["rows"]:
+        assert row["same_tokens"].get("transformers-compiled") == 1.0 or row["left_out"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # nothing that an earlier run has compiled
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    torch.compiler.reset()
+    left = compare_engines(parse_peers("transformers-compiled,transformers"), DEMO, one_row, repeats=1)
+    for row in left["rows"]:
+        assert list(row["ms_per_step"]) == ["graphdecode", "transformers"]
+        assert "compiler" in row["left_out"]["transformers-compiled"].lower()
 
 
 def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:
