@@ -9,46 +9,22 @@
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
 
-/* The products of one query with `keys` keys, a constant where this is used. */
-INLINE void add_dots(const int keys, float *logits, const float *q, const float *const *found, int64_t dim) {
-    vec sums[4];
-#pragma GCC unroll 4
-    for (int j = 0; j < keys; j++) sums[j] = splat(0.0f);
-    for (int64_t i = 0; i < dim; i += LANES) {
-        vec of_query = load_f32(q + i);
-#pragma GCC unroll 4
-        for (int j = 0; j < keys; j++) sums[j] += of_query * load_f32(found[j] + i);
-    }
-#pragma GCC unroll 4
-    for (int j = 0; j < keys; j++) logits[j] = sum_lanes(sums[j]);
-}
+/* Lanes of two vectors: from each in turn, the first `width` of every 2 * width. */
+#define LANE(n, width) ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width))
+#define LANES_4(n, width) LANE(n, width), LANE(n + 1, width), LANE(n + 2, width), LANE(n + 3, width)
+#if LANES == 16
+#define FIRST_LANES(width) {LANES_4(0, width), LANES_4(4, width), LANES_4(8, width), LANES_4(12, width)}
+#elif LANES == 8
+#define FIRST_LANES(width) {LANES_4(0, width), LANES_4(4, width)}
+#else
+#define FIRST_LANES(width) {LANES_4(0, width)}
+#endif
 
-static void dots(float *logits, const float *q, const float *const *found, int64_t count, int64_t dim) {
-    int64_t j = 0;
-    for (; j + 4 <= count; j += 4) add_dots(4, logits + j, q, found + j, dim);
-    for (; j < count; j++) add_dots(1, logits + j, q, found + j, dim);
-}
-
-/* sums += weights * values over `vectors` vectors of each value, a constant where this is used. */
-INLINE void add_weighted(const int vectors, float *sums, const float *const *values, int64_t offset,
-                         const float *weights, int64_t count) {
-    vec held[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; i++) held[i] = load_f32(sums + i * LANES);
-    for (int64_t j = 0; j < count; j++) {
-        const float *value = values[j] + offset;
-#pragma GCC unroll 8
-        for (int i = 0; i < vectors; i++) held[i] += load_f32(value + i * LANES) * weights[j];
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < vectors; i++) store_f32(sums + i * LANES, held[i]);
-}
-
-static void weigh(float *sums, const float *const *values, const float *weights, int64_t count, int64_t dim) {
-    int64_t i = 0;
-    for (; i + 8 * LANES <= dim; i += 8 * LANES) add_weighted(8, sums + i, values, i, weights, count);
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) add_weighted(4, sums + i, values, i, weights, count);
-    for (; i < dim; i += LANES) add_weighted(1, sums + i, values, i, weights, count);
+/* Add those lanes of two vectors to the ones beside them; `width` is a constant where this is used. */
+INLINE vec fold_pair(const int width, vec a, vec b) {
+    const ivec eight = FIRST_LANES(8), four = FIRST_LANES(4), two = FIRST_LANES(2), one = FIRST_LANES(1);
+    const ivec lanes = width == 8 ? eight : width == 4 ? four : width == 2 ? two : one;
+    return __builtin_shuffle(a, b, lanes) + __builtin_shuffle(a, b, lanes + width);
 }
 
 /* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
@@ -77,66 +53,137 @@ static void soften(float *logits, int64_t count, float *sums, float *largest, fl
 }
 #endif
 
-/* Say where a block's entries stand as floats: in the cache, or widened in `memory`. */
-static void NAME(locate)(const float **found, float *memory, const element *cache, const int64_t *places, int64_t count,
-                         int64_t dim) {
-    for (int64_t j = 0; j < count; j++) {
-        const element *at = cache + places[j];
-#ifdef ELEMENT_BF16
-        found[j] = memory + j * dim;
-        for (int64_t i = 0; i < dim; i += LANES) store_f32(memory + j * dim + i, load(at + i));
-#else
-        found[j] = at;
-#endif
-    }
+/* logits[head][key] of `heads` queries, a constant where this is used, with LANES / heads keys: each key is loaded once.
+ * Each sum is added up in the order of sum_lanes. */
+INLINE void NAME(add_dots)(const int heads, float *logits, const float *q, const element *const *found, int64_t dim) {
+    const int keys = LANES / heads;
+    vec sums[LANES];
+#pragma GCC unroll 16
+    for (int n = 0; n < LANES; n++) sums[n] = splat(0.0f);
+    for (int64_t i = 0; i < dim; i += LANES)
+#pragma GCC unroll 16
+        for (int j = 0; j < keys; j++) {
+            vec key = load(found[j] + i);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) sums[h * keys + j] += load_f32(q + h * dim + i) * key;
+        }
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width > 0; width /= 2)
+#pragma GCC unroll 16
+        for (int n = 0; n < width; n++) sums[n] = fold_pair(width, sums[2 * n], sums[2 * n + 1]);
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++) memcpy(logits + h * BLOCK, (float *)sums + h * keys, keys * sizeof(float));
 }
 
-/* Let a block's entries come while others are worked on. */
+/* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each; `heads` and `vectors` are constants. */
+INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const float *weights,
+                               const element *const *values, int64_t offset, int64_t count, int64_t dim) {
+    vec held[4][4];
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
+    for (int64_t j = 0; j < count; j++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) {
+            vec value = load(values[j] + offset + v * LANES);
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++) held[h][v] += value * weights[h * BLOCK + j];
+        }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store_f32(sums + h * dim + offset + v * LANES, held[h][v]);
+}
+
+INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found, int64_t count,
+                       int64_t dim) {
+    for (int64_t j = 0; j < count; j += LANES / heads) NAME(add_dots)(heads, logits + j, q, found + j, dim);
+}
+
+INLINE void NAME(weigh)(const int heads, float *sums, const float *weights, const element *const *values, int64_t count,
+                        int64_t dim) {
+    int64_t i = 0;
+    for (; i + 4 * LANES <= dim; i += 4 * LANES) NAME(add_weighted)(heads, 4, sums, weights, values, i, count, dim);
+    for (; i < dim; i += LANES) NAME(add_weighted)(heads, 1, sums, weights, values, i, count, dim);
+}
+
+/* Both for all queries of a key head, as many at once as leave the sums in registers. */
+static void NAME(group_dots)(float *logits, const float *q, const element *const *found, int64_t group, int64_t count,
+                             int64_t dim) {
+    int64_t h = 0;
+    for (; h + 4 <= group; h += 4) NAME(dots)(4, logits + h * BLOCK, q + h * dim, found, count, dim);
+    for (; h + 2 <= group; h += 2) NAME(dots)(2, logits + h * BLOCK, q + h * dim, found, count, dim);
+    for (; h < group; h++) NAME(dots)(1, logits + h * BLOCK, q + h * dim, found, count, dim);
+}
+
+static void NAME(group_weigh)(float *sums, const float *weights, const element *const *values, int64_t group,
+                              int64_t count, int64_t dim) {
+    int64_t h = 0;
+    for (; h + 4 <= group; h += 4) NAME(weigh)(4, sums + h * dim, weights + h * BLOCK, values, count, dim);
+    for (; h + 2 <= group; h += 2) NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, count, dim);
+    for (; h < group; h++) NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, count, dim);
+}
+
+/* Let the next block's entries of a head come while others are worked on. */
 static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j++)
         for (int64_t byte = 0; byte < dim * (int64_t)sizeof(element); byte += 64)
             __builtin_prefetch((const char *)(cache + places[j]) + byte);
 }
 
+/* Find where a block's entries begin. */
+static int64_t NAME(locate)(int64_t *places, const arg *args, const int32_t *row_pages, int64_t first, int64_t length) {
+    int64_t page_size = args[10].i, pages = args[11].i, entry = args[7].i * args[9].i;
+    int64_t count = length - first < BLOCK ? length - first : BLOCK;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t page = row_pages[(first + j) / page_size];
+        page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
+        places[j] = (page * page_size + (first + j) % page_size) * entry;
+    }
+    return count;
+}
+
 /* One row's attention over key heads `head` to `last`, whose entries stand side by side: a block of them is read as one
  * stream. */
 static void NAME(attend_heads)(const arg *args, int64_t row, int64_t head, int64_t last) {
     const int32_t *row_pages = (const int32_t *)args[4].p + row * args[12].i;
-    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, page_size = args[10].i, pages = args[11].i;
+    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, most = args[12].i * args[10].i;
     int64_t window = args[13].i, heads = (last - head) * group, length = ((const int32_t *)args[5].p)[row];
-    int64_t at = (row * kv_heads + head) * group * dim, span = (last - head) * dim;
+    int64_t at = (row * kv_heads + head) * group * dim;
     element *out = (element *)args[0].p + at;
     const element *q = (const element *)args[1].p + at;
     const element *k_cache = (const element *)args[2].p + head * dim, *v_cache = (const element *)args[3].p + head * dim;
     float scaled[heads * dim], sums[heads * dim], largest[heads], total[heads], logits[heads * BLOCK];
-    float memory[BLOCK * dim];
-    const float *found[BLOCK];
-    int64_t places[BLOCK];
-    length = length < args[12].i * page_size ? length : args[12].i * page_size;
+    const element *found[BLOCK];
+    int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1];
+    length = length < most ? length : most;
     if (length <= 0) {
         memset(out, 0, heads * dim * sizeof(element));
         return;
     }
     for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)args[14].d, sums[i] = 0.0f;
     for (int64_t h = 0; h < heads; h++) largest[h] = -INFINITY, total[h] = 0.0f;
-    for (int64_t first = window >= 0 && window < length ? length - 1 - window : 0; first < length; first += BLOCK) {
-        int64_t count = length - first < BLOCK ? length - first : BLOCK;
-        for (int64_t j = 0; j < count; j++) {
-            int64_t page = row_pages[(first + j) / page_size];
-            page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
-            places[j] = (page * page_size + (first + j) % page_size) * kv_heads * dim;
+    int64_t first = window >= 0 && window < length ? length - 1 - window : 0;
+    int64_t count = NAME(locate)(places, args, row_pages, first, length), coming;
+    for (; count > 0; count = coming, first += BLOCK) {
+        coming = first + BLOCK < length ? NAME(locate)(next, args, row_pages, first + BLOCK, length) : 0;
+        for (int64_t h = 0; h < heads; h += group) {
+            const element *of_head = k_cache + h / group * dim;
+            NAME(ask_for)(of_head, next, coming, dim);
+            for (int64_t j = 0; j < BLOCK; j++) found[j] = of_head + places[j < count ? j : count - 1];
+            NAME(group_dots)(logits + h * BLOCK, scaled + h * dim, found, group, count, dim);
         }
-        NAME(ask_for)(k_cache, places, count, span);
-        NAME(ask_for)(v_cache, places, count, span);
-        for (int64_t h = 0; h < heads; h++) {
-            if (h % group == 0) NAME(locate)(found, memory, k_cache + h / group * dim, places, count, dim);
-            dots(logits + h * BLOCK, scaled + h * dim, found, count, dim);
+        for (int64_t h = 0; h < heads; h++)
             soften(logits + h * BLOCK, count, sums + h * dim, largest + h, total + h, dim);
+        for (int64_t h = 0; h < heads; h += group) {
+            const element *of_head = v_cache + h / group * dim;
+            NAME(ask_for)(of_head, next, coming, dim);
+            for (int64_t j = 0; j < count; j++) found[j] = of_head + places[j];
+            NAME(group_weigh)(sums + h * dim, logits + h * BLOCK, found, group, count, dim);
         }
-        for (int64_t h = 0; h < heads; h++) {
-            if (h % group == 0) NAME(locate)(found, memory, v_cache + h / group * dim, places, count, dim);
-            weigh(sums + h * dim, found, logits + h * BLOCK, count, dim);
-        }
+        int64_t *done = places;
+        places = next, next = done;
     }
     for (int64_t h = 0; h < heads; h++)
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = narrow(sums[h * dim + i] / total[h]);
