@@ -9,22 +9,34 @@
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
 
-/* Lanes of two vectors: from each in turn, the first `width` of every 2 * width. */
-#define LANE(n, width) ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width))
-#define LANES_4(n, width) LANE(n, width), LANE(n + 1, width), LANE(n + 2, width), LANE(n + 3, width)
+/* Lanes of two vectors: of each, from `from` on, the next `width` of every 2 * width. */
+#define LANE(n, width, from) \
+    ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width) + (from))
+#define LANES_4(n, ...) LANE(n, __VA_ARGS__), LANE(n + 1, __VA_ARGS__), LANE(n + 2, __VA_ARGS__), LANE(n + 3, __VA_ARGS__)
 #if LANES == 16
-#define FIRST_LANES(width) {LANES_4(0, width), LANES_4(4, width), LANES_4(8, width), LANES_4(12, width)}
+#define ALL_LANES(...) \
+    LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__), LANES_4(8, __VA_ARGS__), LANES_4(12, __VA_ARGS__)
 #elif LANES == 8
-#define FIRST_LANES(width) {LANES_4(0, width), LANES_4(4, width)}
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__)
 #else
-#define FIRST_LANES(width) {LANES_4(0, width)}
+#define ALL_LANES(...) LANES_4(0, __VA_ARGS__)
 #endif
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
+#endif
+#define FOLD(width) (SHUFFLE(a, b, ALL_LANES(width, 0)) + SHUFFLE(a, b, ALL_LANES(width, width)))
 
-/* Add those lanes of two vectors to the ones beside them; `width` is a constant where this is used. */
+/* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
 INLINE vec fold_pair(const int width, vec a, vec b) {
-    const ivec eight = FIRST_LANES(8), four = FIRST_LANES(4), two = FIRST_LANES(2), one = FIRST_LANES(1);
-    const ivec lanes = width == 8 ? eight : width == 4 ? four : width == 2 ? two : one;
-    return __builtin_shuffle(a, b, lanes) + __builtin_shuffle(a, b, lanes + width);
+#if LANES >= 16
+    if (width == 8) return FOLD(8);
+#endif
+#if LANES >= 8
+    if (width == 4) return FOLD(4);
+#endif
+    return width == 2 ? FOLD(2) : FOLD(1);
 }
 
 /* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */

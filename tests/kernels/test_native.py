@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -328,6 +329,11 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
 def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
     compiler = f"{os.environ.get('CC', 'cc')} -mno-avx512f"
     assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=compiler) == ["None", "802|cinaeco"]
+
+
+@pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
+def test_clang_compiles_the_kernels_too(tmp_path):
+    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC="clang") == ["None", "802|cinaeco"]
 
 
 def test_the_library_is_compiled_once_and_found_again(tmp_path):
