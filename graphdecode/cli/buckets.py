@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import ModelOption
+from graphdecode.cli.options import wide_console
 from graphdecode.cli.tune import tune
 from graphdecode.config import BucketConfig
-from graphdecode.engine.capacity import plan_capacity
-from graphdecode.models import ModelConfig, resolve_model_path
+from graphdecode.engine.capacity import free_bytes, plan_capacity
+from graphdecode.engine.loading import resolve_device
+from graphdecode.models import ModelConfig, describe_model, resolve_dtype, weight_bytes
 
 
 class _FileByDefault(typer.core.TyperGroup):
@@ -32,15 +32,20 @@ buckets = typer.Typer(cls=_FileByDefault, no_args_is_help=True, help="Show a buc
 @buckets.command()
 def show(
     file: Annotated[Path, typer.Argument(help="A bucket configuration file (TOML).")],
-    model: ModelOption = "demo",
+    model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
     config = BucketConfig.load(file)
-    console = Console()
+    settings, place = describe_model(model), resolve_device(device)
+    chosen = resolve_dtype(dtype, settings.dtype, place)
+    console = wide_console()
     console.print(_bucket_table(config))
     batch_size, share = config.ladder.worst_padding()
-    console.print(f"worst padding: batch size {batch_size} wastes {100 * share:.0f}% of its bucket's rows")
-    console.print(_memory_table(config, model))
+    worst = f"worst padding: batch size {batch_size} wastes {100 * share:.0f}% of its bucket's rows"
+    console.print(worst if share else "no padding: every batch size has a bucket", highlight=False)
+    console.print(_memory_table(config, model, settings, chosen, place))
 
 
 def _bucket_table(config: BucketConfig) -> Table:
@@ -54,22 +59,34 @@ def _bucket_table(config: BucketConfig) -> Table:
     return table
 
 
-def _memory_table(config: BucketConfig, model: str) -> Table:
-    path = resolve_model_path(model)
-    settings = ModelConfig.load(path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    capacity = plan_capacity(config, settings, settings.dtype, device)
-    weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
-    cache = capacity.page_bytes * (capacity.total_num_pages + 1)
-    rows = capacity.pages_per_row * config.max_batch_size
-    table = Table("what", "MiB", "of what", title=f"memory for {model} in {settings.dtype} on {device.type}")
-    table.add_row("weights", f"{weights / 2**20:.1f}", "the checkpoint's files")
-    table.add_row(
-        "key-value cache",
-        f"{cache / 2**20:.1f}",
-        f"{capacity.total_num_pages} pages of {config.page_size} tokens, {capacity.page_bytes / 2**10:.1f} KiB each, "
-        f"{100 * min(capacity.total_num_pages / rows, 1.0):.0f}% of {config.max_batch_size} rows at full length",
+def _memory_table(
+    config: BucketConfig, model: str, settings: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Table:
+    free, weights = free_bytes(device), weight_bytes(settings, dtype)
+    capacity = plan_capacity(config, settings, dtype, device, available_bytes=max(free - weights, 0))
+    pages, per_row = capacity.total_num_pages, capacity.pages_per_row
+    cache = capacity.page_bytes * (pages + 1)
+    left = free - weights - cache
+    name = str(dtype).removeprefix("torch.")
+    limit = f"; pages may take {config.memory_fraction:.0%} of it" if config.total_num_pages == "auto" else ""
+    table = Table(title=f"memory for {model} in {name} on {device.type}")
+    table.add_column("what")
+    table.add_column("MiB", justify="right")
+    table.add_column("of what")
+    lines = (
+        ("free now", free, f"on {device.type}"),
+        ("weights", weights, f"{weights // dtype.itemsize / 1e6:.1f} million parameters in {name}"),
+        ("left for pages", free - weights, f"what the weights leave{limit}"),
+        (
+            "key-value cache",
+            cache,
+            f"{pages} pages of {config.page_size} tokens, and one for padding, {capacity.page_bytes / 2**10:.1f} KiB "
+            f"each: {pages / per_row:.1f} of {config.max_batch_size} rows at {capacity.max_sequence_length} tokens",
+        ),
+        ("left" if left >= 0 else "missing", abs(left), "for graphs and buffers" if left >= 0 else "it does not fit"),
     )
+    for what, size, of_what in lines:
+        table.add_row(what, f"{size / 2**20:.1f}", of_what)
     return table
 
 

@@ -34,10 +34,23 @@ class Capacity:
     token_limit: int
 
 
-def plan_capacity(config: BucketConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Capacity:
-    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free on the device now.
+def plan_capacity(
+    config: BucketConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    available_bytes: int | None = None,
+) -> Capacity:
+    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free.
 
     `"auto"` never takes more pages than all rows at full length need.
+
+    Args:
+        config: rows, lengths and pages.
+        model: layers and heads.
+        dtype: of the cache.
+        device: where the cache goes.
+        available_bytes: memory that is free there; None: what is free now.
 
     Raises:
         ValueError: not even one page fits.
@@ -48,7 +61,8 @@ def plan_capacity(config: BucketConfig, model: ModelConfig, dtype: torch.dtype, 
     page_bytes = token_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
-        affordable = int(free_bytes(device) * config.memory_fraction) // page_bytes - 1
+        free = free_bytes(device) if available_bytes is None else available_bytes
+        affordable = int(free * config.memory_fraction) // page_bytes - 1
         if affordable < 1:
             raise ValueError(f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes")
         total = min(affordable, config.max_batch_size * pages_per_row)

@@ -3,7 +3,7 @@
 from graphdecode.models.checkpoint import CheckpointError
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.load import load_model
+from graphdecode.models.load import describe_model, load_model, resolve_dtype, weight_bytes
 from graphdecode.models.source import ModelSourceError, load_tokenizer, resolve_model_path
 
 __all__ = [
@@ -12,7 +12,10 @@ __all__ = [
     "ModelConfig",
     "ModelSourceError",
     "UnsupportedModelError",
+    "describe_model",
     "load_model",
     "load_tokenizer",
+    "resolve_dtype",
     "resolve_model_path",
+    "weight_bytes",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import platform
 import sys
 from pathlib import Path
@@ -53,6 +54,20 @@ def _cpu_has_bf16() -> bool:
     if platform.machine() in ("x86_64", "AMD64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def describe_model(model: str | Path) -> ModelConfig:
+    """Return what a model looks like, without its weights; names as for `load_model`.
+
+    Raises:
+        ValueError: there is no such model, or its configuration cannot be used.
+    """
+    return shape_config(str(model)) if str(model).startswith(PREFIX) else ModelConfig.load(resolve_model_path(model))
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the memory that all tensors of a model take, each of them once."""
+    return sum(math.prod(shape) for shape in _expected_shapes(config).values()) * dtype.itemsize
 
 
 def load_model(
