@@ -10,6 +10,7 @@ played as it is, or at the rates that are given. Arrivals do not wait for answer
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from rich.table import Table
 
 from graphdecode import LLM
 from graphdecode.cli.options import print_error, wide_console
+from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.load import Arrival, Lengths, at_rate, poisson_arrivals, read_trace
 from graphdecode.profiling.serving import SCHEMA_VERSION, check_fits, serve
@@ -41,7 +43,7 @@ def rates_of(text: str) -> list[float]:
 
 
 def loads_of(
-    trace: Path | None, rates: str | None, requests: int, prompt_tokens: str, answer_tokens: str, seed: int
+    trace: Path | None, rates: str | None, requests: int, prompt_tokens: str, answer_tokens: str, seed: int, burst: int
 ) -> dict[str, list[Arrival]]:
     """Return the loads by name."""
     if trace is not None:
@@ -51,7 +53,8 @@ def loads_of(
         return {f"{rate:g}/s": at_rate(arrivals, rate) for rate in rates_of(rates)}
     lengths = Lengths.parse("--prompt-tokens", prompt_tokens), Lengths.parse("--answer-tokens", answer_tokens)
     return {
-        f"{rate:g}/s": poisson_arrivals(rate, requests, *lengths, seed) for rate in rates_of(rates or DEFAULT_RATES)
+        f"{rate:g}/s": poisson_arrivals(rate, requests, *lengths, seed, burst)
+        for rate in rates_of(rates or DEFAULT_RATES)
     }
 
 
@@ -62,6 +65,7 @@ def main(
         str | None, typer.Option(help=f"Requests per second; separated by commas. [default: {DEFAULT_RATES}]")
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests at each rate.")] = 100,
+    burst: Annotated[int, typer.Option(help="Requests that arrive together.")] = 1,
     prompt_tokens: Annotated[str, typer.Option(help="N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST.")] = "8-64",
     answer_tokens: Annotated[str, typer.Option(help="The same, of answers.")] = "8-64",
     trace: Annotated[Path | None, typer.Option(help="A JSONL file of arrivals, instead of random ones.")] = None,
@@ -69,9 +73,12 @@ def main(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="A folder for serving.json and serving.png.")] = None,
+    record_batches: Annotated[Path | None, typer.Option(help="Add the loads' batch sizes to a file.")] = None,
 ) -> None:
     """Measure what users would see at given rates of arrivals."""
-    loads = loads_of(trace, rates, requests, prompt_tokens, answer_tokens, seed)
+    loads = loads_of(trace, rates, requests, prompt_tokens, answer_tokens, seed, burst)
+    if record_batches is not None:
+        check_record(record_batches)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     console = wide_console()
@@ -90,7 +97,9 @@ def main(
             "buckets": list(llm.graphs.buckets),
             "total_num_pages": llm.capacity.total_num_pages,
             "page_size": llm.config.page_size,
-            "lengths": None if trace is not None else {"prompt": prompt_tokens, "answer": answer_tokens},
+            "arrivals": {"trace": trace.name}
+            if trace is not None
+            else {"prompt_tokens": prompt_tokens, "answer_tokens": answer_tokens, "burst": burst},
             "seed": seed,
         }
         try:
@@ -101,9 +110,19 @@ def main(
         finally:
             if rows:
                 show(rows, console)
+                if record_batches is not None:
+                    record_batch_sizes(record_batches, batch_sizes_of(rows))
                 if out is not None:
                     title = f"{model} {about['dtype']} on {about['environment']['device_name']}, open loop"
                     (out / "serving.png").write_bytes(plot_serving(rows, title))
+
+
+def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
+    """Return how many steps of all loads had so many live rows."""
+    counts: Counter[int] = Counter()
+    for row in rows:
+        counts.update({int(size): steps for size, steps in row["batch_sizes"].items()})
+    return counts
 
 
 def show(rows: list[dict[str, Any]], console: Console) -> None:

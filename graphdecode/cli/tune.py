@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +19,7 @@ from graphdecode.profiling.batch_record import read_batch_sizes
 from graphdecode.profiling.comparison import read_profile
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.ladder_figures import SCHEMA_VERSION, TODAY, LadderFigures, compare_ladders
-from graphdecode.profiling.ladder_trial import LadderTrial, Trial, try_ladders
+from graphdecode.profiling.ladder_trial import Trial, try_ladders
 from graphdecode.profiling.tuner import GraphCost, StepCost
 
 
@@ -129,31 +128,24 @@ def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -
         "graphs MiB",
     ):
         table.add_column(head, justify="right")
-    today = trial.ladders[TODAY]
     for row in figures:
-        own = trial.ladders[row.name]
+        own, ratio = trial.ladders[row.name], trial.ratio(row.name, TODAY)
         table.add_row(
             row.name,
             str(len(row.sizes)),
             f"{own.step_ms:.4f}",
-            f"{own.step_ms / today.step_ms:.3f}",
-            f"{own.quiet_ms / today.quiet_ms:.3f}",
-            f"{100 * own.noise:.1f}%",
+            f"{ratio.median:.3f}",
+            f"{ratio.quiet:.3f}",
+            f"{100 * ratio.noise:.1f}%",
             f"{row.expected_ms / figures[0].expected_ms:.3f}",
             f"{own.capture_ms:.0f}",
             f"{own.pool_bytes / 2**20:.2f}",
         )
     console.print(table)
-    console.print(_verdict(trial.ladders, figures[-1].name), highlight=False, soft_wrap=True)
-
-
-def _verdict(trials: Mapping[str, LadderTrial], tuned_name: str) -> str:
-    today, tuned = trials[TODAY], trials[tuned_name]
-    ratio, quiet = tuned.step_ms / today.step_ms, tuned.quiet_ms / today.quiet_ms
-    noise = max(today.noise, tuned.noise)
-    said = f"no difference beyond the noise of {100 * noise:.1f}%"
-    if max(ratio, quiet) < 1 - noise:
-        said = "quicker"
-    elif min(ratio, quiet) > 1 + noise:
-        said = "slower"
-    return f"{tuned_name}: {tuned.step_ms:.4f} ms a step, {today.step_ms:.4f} today, {ratio:.3f} of it ({said})"
+    tuned, ratio = figures[-1].name, trial.ratio(figures[-1].name, TODAY)
+    console.print(
+        f"{tuned}: {trial.ladders[tuned].step_ms:.4f} ms a step, {trial.ladders[TODAY].step_ms:.4f} today, "
+        f"{ratio.median:.3f} of it: {ratio.verdict}",
+        highlight=False,
+        soft_wrap=True,
+    )

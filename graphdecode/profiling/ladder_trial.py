@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -19,7 +20,6 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.sequence import Sequence
 from graphdecode.models import Decoder, load_model
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
-from graphdecode.profiling.profile_row import spread_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class LadderTrial:
         step_ms: mean time of a step of the load: the median over the rounds.
         quiet_ms: the same of the quickest round, which neighbours on the machine disturbed least.
         rounds_ms: the mean of each round.
-        noise: how far the rounds lie apart, see `spread_of`.
         capture_ms: time of all captures.
         pool_bytes: memory of all graphs' intermediates.
     """
@@ -38,9 +37,32 @@ class LadderTrial:
     step_ms: float
     quiet_ms: float
     rounds_ms: list[float]
-    noise: float
     capture_ms: float
     pool_bytes: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One ladder's step over another's: below 1 is quicker.
+
+    Attributes:
+        median: of the rounds, each with the other ladder's of the same time.
+        quiet: quickest round over quickest round.
+        noise: half the distance between the quartiles of the rounds' ratios, over their median.
+    """
+
+    median: float
+    quiet: float
+    noise: float
+
+    @property
+    def verdict(self) -> str:
+        """What can be said beyond the noise."""
+        if max(self.median, self.quiet) < 1 - self.noise:
+            return "quicker"
+        if min(self.median, self.quiet) > 1 + self.noise:
+            return "slower"
+        return f"no difference beyond the noise of {100 * self.noise:.1f}%"
 
 
 @dataclass(frozen=True)
@@ -64,6 +86,13 @@ class Trial:
     steps: int
     rounds: int
     ladders: dict[str, LadderTrial]
+
+    def ratio(self, name: str, over: str) -> Ratio:
+        """Return how one ladder's step compares with another's."""
+        own, other = self.ladders[name], self.ladders[over]
+        ratios = [mine / theirs for mine, theirs in zip(own.rounds_ms, other.rounds_ms, strict=True)]
+        low, median, high = np.percentile(ratios, [25, 50, 75])
+        return Ratio(float(median), own.quiet_ms / other.quiet_ms, float((high - low) / 2 / median))
 
 
 def trace_of(counts: Mapping[int, int], steps: int) -> list[int]:
@@ -183,7 +212,6 @@ class _Turns:
             statistics.median(rounds),
             min(rounds),
             rounds,
-            spread_of(rounds),
             sum(bucket.capture_ms for bucket in captured),
             sum(bucket.pool_bytes for bucket in captured),
         )

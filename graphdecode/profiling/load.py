@@ -73,9 +73,9 @@ class Arrival:
 
 
 def poisson_arrivals(
-    rate: float, count: int, prompt_tokens: Lengths, answer_tokens: Lengths, seed: int = 0
+    rate: float, count: int, prompt_tokens: Lengths, answer_tokens: Lengths, seed: int = 0, burst: int = 1
 ) -> list[Arrival]:
-    """Return requests that arrive independently of one another; with one seed, rates differ in nothing but the pace.
+    """Return bursts of requests that arrive independently of one another; rates differ in nothing but the pace.
 
     Args:
         rate: requests per second, > 0.
@@ -83,16 +83,18 @@ def poisson_arrivals(
         prompt_tokens: of each prompt.
         answer_tokens: of each answer.
         seed: of the draws.
+        burst: requests that arrive together.
 
     Raises:
         ValueError: a number that no load can have.
     """
-    if not 0 < rate < math.inf or count < 1:
-        raise ValueError(f"rate must be > 0 and the number of requests >= 1, got {rate} and {count}")
+    if not 0 < rate < math.inf or count < 1 or burst < 1:
+        raise ValueError(f"rate must be > 0, the number of requests and a burst >= 1, got {rate}, {count} and {burst}")
     rng = random.Random(seed)
     now, arrivals = 0.0, []
-    for _ in range(count):
-        now += rng.expovariate(1.0)
+    for index in range(count):
+        if index % burst == 0:
+            now += burst * rng.expovariate(1.0)
         arrivals.append(Arrival(now / rate, prompt_tokens.draw(rng), answer_tokens.draw(rng)))
     return arrivals
 

@@ -6,7 +6,7 @@ import pytest
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.buckets import BucketLadder
-from graphdecode.profiling.ladder_trial import trace_of, try_ladders
+from graphdecode.profiling.ladder_trial import LadderTrial, Ratio, Trial, trace_of, try_ladders
 from graphdecode.profiling.tuner import StepCost, best_ladders, padding_share
 
 
@@ -28,6 +28,26 @@ def test_every_ladder_is_tried_on_the_same_load():
         assert trial.quiet_ms == min(trial.rounds_ms) <= trial.step_ms <= max(trial.rounds_ms)
         assert trial.capture_ms > 0
     assert found["all"].pool_bytes > found["one"].pool_bytes
+
+
+def trial_of(**rounds_ms: list[float]) -> Trial:
+    ladders = {name: LadderTrial(rounds[0], min(rounds), rounds, 1.0, 1) for name, rounds in rounds_ms.items()}
+    return Trial("m", "float32", "recorded", 8, 16, 4, ladders)
+
+
+def test_ladders_are_compared_round_by_round():
+    drifting = [1.0, 2.0, 3.0, 4.0]  # the machine gets slower, for both alike
+    trial = trial_of(today=drifting, tuned=[0.8 * value for value in drifting], same=[*drifting[:3], 4.04])
+    assert trial.ratio("tuned", "today") == Ratio(pytest.approx(0.8), pytest.approx(0.8), pytest.approx(0.0))
+    assert trial.ratio("tuned", "today").verdict == "quicker"
+    assert trial.ratio("today", "tuned").verdict == "slower"
+    assert trial.ratio("same", "today").verdict == "no difference beyond the noise of 0.1%"
+
+
+def test_a_difference_within_the_noise_is_none():
+    trial = trial_of(today=[1.0] * 5, tuned=[0.6, 0.8, 0.9, 1.0, 2.0])
+    assert trial.ratio("tuned", "today").noise == pytest.approx(0.1 / 0.9)
+    assert trial.ratio("tuned", "today").verdict == "no difference beyond the noise of 11.1%"
 
 
 def test_a_tuned_ladder_beats_todays_on_a_recorded_run_measured():

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,12 @@ def test_poisson_arrivals_keep_rate_and_lengths() -> None:
     assert [(a.prompt_tokens, a.answer_tokens) for a in made(5.0)] == [
         (a.prompt_tokens, a.answer_tokens) for a in arrivals
     ]
+
+
+def test_bursts_arrive_together_at_the_same_mean_rate() -> None:
+    arrivals = poisson_arrivals(50.0, 40000, Lengths(3, 9), Lengths(1, 5), burst=40)
+    assert sorted(Counter(arrival.at for arrival in arrivals).values()) == [40] * 1000
+    assert offered_rate(arrivals) == pytest.approx(50.0, rel=0.1)
 
 
 def test_lengths_are_drawn_from_what_was_asked_for() -> None:
@@ -54,6 +61,8 @@ def test_impossible_distributions_are_refused(text: str) -> None:
 def test_impossible_loads_are_refused(rate: float, count: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         poisson_arrivals(rate, count, Lengths(1, 2), Lengths(1, 1))
+    with pytest.raises(ValueError, match="a burst >= 1, got 1, 1 and 0"):
+        poisson_arrivals(1, 1, Lengths(1, 2), Lengths(1, 1), burst=0)
 
 
 def test_a_trace_is_read_in_order_of_arrival(tmp_path: Path) -> None:

@@ -111,9 +111,11 @@ def test_the_picture_takes_any_load(llm: LLM) -> None:
 
 def test_the_tool_serves_a_trace_of_one_request(tmp_path: Path) -> None:
     (tmp_path / "trace.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
-    command = [*TOOL, "--trace", "trace.jsonl", "--out", "out"]
+    (tmp_path / "b.json").write_text('{"batch_sizes": {"1": 2, "9": 1}}')
+    command = [*TOOL, "--trace", "trace.jsonl", "--out", "out", "--record-batches", "b.json"]
     result = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "b.json").read_text()) == {"batch_sizes": {"1": 6, "9": 1}}
     written = json.loads((tmp_path / "out" / "serving.json").read_text())
     assert (written["schema"], written["model"], written["dtype"]) == (1, "demo", "float32")
     assert [(row["load"], row["requests"], row["batch_sizes"]) for row in written["rows"]] == [
@@ -131,8 +133,9 @@ def test_the_tool_serves_a_trace_of_one_request(tmp_path: Path) -> None:
         ({"rates": "5,x"}, "--rates must be numbers separated by commas, such as 5,20,80; got '5,x'"),
         ({"rates": "0"}, "--rates must be > 0"),
         ({"prompt_tokens": "9-3"}, "--prompt-tokens must be"),
-        ({"requests": 0}, "the number of requests >= 1"),
+        ({"requests": 0}, "the number of requests and a burst >= 1"),
         ({"answer_tokens": "5000"}, "tokens does not fit"),
+        ({"record_batches": Path("none/b.json")}, "must be a file in a folder that exists"),
     ],
 )
 def test_the_tool_refuses_what_cannot_be_served(tmp_path: Path, options: dict[str, Any], message: str) -> None:
