@@ -8,7 +8,7 @@ from types import FrameType, TracebackType
 
 
 class DeferredInterrupt:
-    """While it is entered, Ctrl-C waits; on leaving, it raises `KeyboardInterrupt`.
+    """While it is entered, Ctrl-C waits; on leaving, or at the next `check`, it raises `KeyboardInterrupt`.
 
     A step changes the books of rows and pages in several places; an interrupt in between would leave them torn. A
     second Ctrl-C does not wait. Outside the main thread, where signals never arrive, it does nothing.
@@ -27,6 +27,12 @@ class DeferredInterrupt:
         if self._pending:
             raise KeyboardInterrupt
         self._pending = True
+
+    def check(self) -> None:
+        """Raise `KeyboardInterrupt` if Ctrl-C came; between two steps."""
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -157,10 +157,12 @@ class LLM:
         try:
             for sequence in sequences:
                 self._loop.add(sequence)
-            for sequence in sequences:
-                while not sequence.finished:
-                    self.step()
-                    bar.update(min(self.stats.finished_answers - began, len(sequences)) - bar.n)
+            with DeferredInterrupt() as interrupt:
+                for sequence in sequences:
+                    while not sequence.finished:
+                        self._loop.step()
+                        interrupt.check()
+                        bar.update(min(self.stats.finished_answers - began, len(sequences)) - bar.n)
         except BaseException:
             self._abort(sequences)
             raise
