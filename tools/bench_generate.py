@@ -56,13 +56,15 @@ def main(
     threads: Annotated[int, typer.Option(help="0 leaves torch's default.")] = 0,
     peers: Annotated[str, typer.Option(help=f"all, or of {', '.join(PEERS)}; by commas.")] = "transformers",
     device: Annotated[str, typer.Option(help="cpu or cuda; auto takes what is there.")] = "auto",
-    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.", dir_okay=False)] = None,
 ) -> None:
     """Compare decode speed with peers on one checkpoint."""
     try:
         chosen = parse_peers(peers)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--peers") from error
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)  # if it cannot be, better now than after the run
     disable_progress_bar()  # of loading weights
     if threads:
         torch.set_num_threads(threads)
