@@ -78,8 +78,8 @@ def main(
         folder = make_llama_100m(Path(scratch)) if model == "llama-100m" else resolve_model_path(model)
         record = compare_engines(chosen, folder, workload, repeats=repeats, progress=True)
     console = Console()
-    console.print(contest_table(record, f"{model} {dtype} on {device}, {workload.threads} threads"))
-    for note in contest_notes(record):
+    console.print(contest_table(record, f"{model} {dtype} on {device}, threads: {workload.threads}"))
+    for note in contest_notes(record, int(environment["cache_bytes"])):
         console.print(note, highlight=False, markup=False)
     if out is not None:
         out.write_text(json.dumps(facts | {"environment": environment} | record, indent=1) + "\n")

@@ -155,6 +155,8 @@ def test_the_table_has_a_line_for_everyone_and_the_notes_say_why(record: dict) -
     assert ["2", "fainting", *["-"] * 6] in lines
     notes = contest_notes(record)
     assert "broken: left out: OSError: out of luck" in notes
+    assert not any("fit in the last cache" in note for note in notes)
+    assert any("fit in the last cache" in note for note in contest_notes(record, record["weight_bytes"]))
     assert any(note.startswith("wrong: left out at batch 2: gives other tokens") for note in notes)
 
 

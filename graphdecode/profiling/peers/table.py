@@ -43,8 +43,13 @@ def contest_table(record: dict[str, Any], title: str) -> Table:
     return table
 
 
-def contest_notes(record: dict[str, Any]) -> list[str]:
-    """Return the lines that belong below the table: floors, tokens, and who was left out and why."""
+def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
+    """Return the lines that belong below the table: floors, tokens, and who was left out and why.
+
+    Args:
+        record: the comparison.
+        cache_bytes: of the device's last cache; weights that fit in it have no floor.
+    """
     lines = [
         "ms/step: the median of turns taken one after another; spread: from the quickest turn to the slowest.",
         "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
@@ -56,6 +61,8 @@ def contest_notes(record: dict[str, Any]) -> list[str]:
         f"reading the weights once takes {row['floor_ms']:.3f} ms"
         for row in record["rows"]
     ]
+    if record["weight_bytes"] <= cache_bytes:
+        lines.append("the weights fit in the last cache: memory sets no floor for them, and floors may be below 1")
     noisy = [str(row["batch_size"]) for row in record["rows"] if max(map(_spread, row["turns_ms"].values())) > _NOISY]
     if noisy:
         lines.append(
