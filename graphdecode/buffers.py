@@ -104,6 +104,9 @@ class _StagingBlock:
             s.name: self._view(self.device, s, o, max_batch_size) for s, o in zip(slots, offsets, strict=True)
         }
         self.arrays = {name: view.numpy() for name, view in self.host_views.items()}
+        # in large elements: on a CPU torch shares a copy of more than 32768 among its threads, and waiting for these,
+        # while a compiled step's own threads are still looking for work, takes longer than the copy
+        self._host_words, self._device_words = self.host.view(torch.int64), self.device.view(torch.int64)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @staticmethod
@@ -118,7 +121,7 @@ class _StagingBlock:
             self._copied.synchronize()
 
     def upload(self) -> None:
-        self.device.copy_(self.host, non_blocking=True)
+        self._device_words.copy_(self._host_words, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.buffers import FrozenError, Slot, StepBuffers
 
@@ -59,6 +60,24 @@ def test_an_upload_moves_a_block_and_pads_its_tails(buffers: StepBuffers) -> Non
     assert buffers.cu_seqlens.tolist() == [0, 1, 2, 3] + [-5] * 5
     assert buffers.live_rows.tolist() == [3]
     assert (buffers.pages == 3).all(), "another block was touched"
+
+
+def test_an_upload_is_one_copy_of_few_large_elements(buffers: StepBuffers) -> None:
+    class Copies(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.copy_.default:
+                self.seen.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    with Copies() as copies:
+        buffers.upload("rows", 3)
+    assert [copy.element_size() for copy in copies.seen] == [8]
+    begin, end = copies.seen[0].data_ptr(), copies.seen[0].data_ptr() + copies.seen[0].nbytes
+    assert all(begin <= slot.data_ptr() < end for slot in (buffers.tokens, buffers.cu_seqlens, buffers.live_rows))
 
 
 def test_an_upload_outside_the_capacity_changes_nothing(buffers: StepBuffers) -> None:
