@@ -160,6 +160,16 @@ def test_the_table_has_a_line_for_everyone_and_the_notes_say_why(record: dict) -
     assert any(note.startswith("wrong: left out at batch 2: gives other tokens") for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("turns", "noisy"),
+    [([1.0, 1.01, 1.02, 1.03, 90.0], False), ([1.0, 1.01, 1.02, 60.0, 90.0], True), ([-1.0], True), ([1.0], False)],
+)
+def test_one_slow_turn_is_no_noise_and_two_of_five_are(record: dict, turns: list[float], noisy: bool) -> None:
+    row = record["rows"][0]
+    notes = contest_notes(record | {"rows": [row | {"turns_ms": dict.fromkeys(row["turns_ms"], turns)}]})
+    assert any(note.startswith("the machine was too noisy to tell at batch 1:") for note in notes) is noisy
+
+
 def test_this_engine_too_is_held_to_the_greedy_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest_module.Graphdecode, "generate", Wrong.generate)
     with pytest.raises(ValueError, match="graphdecode itself, at batch size 1: gives other tokens"):

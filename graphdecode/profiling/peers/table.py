@@ -9,7 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-_NOISY = 0.5  # spread past which a median of a few turns says little
+_NOISY = 0.2  # spread past which a median of a few turns says little
 
 
 def contest_table(record: dict[str, Any], title: str) -> Table:
@@ -51,7 +51,7 @@ def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
         cache_bytes: of the device's last cache; weights that fit in it have no floor.
     """
     lines = [
-        "ms/step: the median of turns taken one after another; spread: from the quickest turn to the slowest.",
+        "ms/step: the median of turns taken one after another; spread: the range of their middle half.",
         "ratio: its time over graphdecode's; floors: its time over that of reading the weights once.",
         "same: tokens before the first that graphdecode chose otherwise. All are greedy up to near-ties: no token's "
         f"logit lies more than {record['tolerance']:g} standard deviations of the logits below the best.",
@@ -75,6 +75,9 @@ def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:
 
 
 def _spread(turns: list[float]) -> float:
-    """Return from the quickest turn to the slowest, as a share of the median; infinite where noise ate the median."""
+    """Return how far the middle half of the turns reaches, over their median; infinite where noise ate the median."""
     median = statistics.median(turns)
-    return (max(turns) - min(turns)) / median if median > 0 else math.inf
+    if median <= 0:
+        return math.inf
+    first, _, third = statistics.quantiles(turns, n=4, method="inclusive") if len(turns) > 1 else (median,) * 3
+    return (third - first) / median
