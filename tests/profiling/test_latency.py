@@ -1,7 +1,9 @@
 """The profiler measures what it says, and its report shows it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,9 +12,10 @@ from typer.testing import CliRunner
 from graphdecode import BucketConfig
 from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
+from graphdecode.profiling import plots
 from graphdecode.profiling.latency import LatencyProfiler
 from graphdecode.profiling.percentiles import Histogram
-from graphdecode.profiling.plots import plot_profile
+from graphdecode.profiling.plots import new_figure, plot_profile
 from graphdecode.profiling.profile_row import spread_of
 from graphdecode.profiling.report import floor_columns, profile_tables, summary, time_columns, write_report
 
@@ -129,6 +132,36 @@ def test_the_report_is_self_contained(profile: dict, tmp_path: Path) -> None:
     assert "http" not in page
     for text in (profile["environment"]["device_name"], "capture ms", "pool bytes", "of bandwidth", "recorded backend"):
         assert text in page
+
+
+def axes_of(draw: Callable[[Any, dict], None], profile: dict) -> Any:
+    figure = new_figure((4, 3))
+    draw(figure, profile)
+    return figure.axes[0]
+
+
+def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> None:
+    pytest.importorskip("matplotlib")
+    narrow = axes_of(plots._draw_latency, profile)
+    wide = axes_of(plots._draw_latency, profile | {"rows": [*profile["rows"], profile["rows"][-1] | {"bucket": 64}]})
+    for axes, scale in ((narrow, "linear"), (wide, "log")):
+        assert (axes.get_xscale(), axes.get_yscale()) == (scale, scale)
+        assert "(rows)" in axes.get_xlabel()
+        assert "(ms)" in axes.get_ylabel()
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels[0] == "context 16"
+        assert labels[1].startswith("floor at 16")
+    assert [label.get_text() for label in wide.get_xticklabels()] == ["1", "4", "64"]
+
+
+def test_the_staircase_says_where_there_is_no_padding(profile: dict) -> None:
+    pytest.importorskip("matplotlib")
+    padded = axes_of(plots._draw_padding, profile)
+    rows = [row | {"bucket": min(row["bucket"], 2)} for row in profile["rows"]]
+    full = axes_of(plots._draw_padding, profile | {"rows": rows})
+    for axes, shown in ((padded, True), (full, False)):
+        assert any("padding" in text.get_text() for text in axes.get_legend().get_texts()) == shown
+        assert ("no padding" in axes.get_title()) != shown
 
 
 def test_without_matplotlib_there_is_a_report_and_a_reason(
