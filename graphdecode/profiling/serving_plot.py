@@ -71,6 +71,7 @@ def _draw_latencies(axes: Any, rows: Sequence[dict], kinds: Sequence[tuple[str, 
             axes.plot(x, np.maximum(y, _LEAST_MS), style, color=colour, label=label, markersize=4)
     axes.set(xlabel="throughput (tokens/s)", ylabel="latency (ms)", yscale="log", title=title)
     axes.set_xlim(0, 1.1 * max(row["tokens_per_second"] for row in rows))
+    axes.locator_params(axis="x", nbins=6)
     axes.margins(y=0.12)
     if axes.lines:
         axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.16), ncol=2)
