@@ -85,8 +85,8 @@ class AttentionProblem:
 
     @cached_property
     def contiguous(self) -> list[list[Tensor]]:
-        """All caches gathered once, for those that cannot read pages; shared by them."""
-        return [self.gathered(cache) for cache in self.caches]
+        """All caches gathered once, [batch, kv_heads, context, head_dim] in memory too; for those that read no pages."""
+        return [[part.contiguous() for part in self.gathered(cache)] for cache in self.caches]
 
     def error(self, out: Tensor, copy: int) -> float:
         """Return how far an output is from attention in float64, in root mean squares of that one.
