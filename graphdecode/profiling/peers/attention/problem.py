@@ -85,7 +85,7 @@ class AttentionProblem:
 
     @cached_property
     def contiguous(self) -> list[list[Tensor]]:
-        """All caches gathered once, [batch, kv_heads, context, head_dim] in memory too; for those that read no pages."""
+        """All caches gathered, [batch, kv_heads, context, head_dim] in memory too; for those that read no pages."""
         return [[part.contiguous() for part in self.gathered(cache)] for cache in self.caches]
 
     def error(self, out: Tensor, copy: int) -> float:
