@@ -47,7 +47,8 @@ def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[St
     """Yield each argument of a graph that points at memory which has another owner than at capture, or none.
 
     An owner may have reallocated its storage in place (`resize_`), or taken another one (`set_`, `.data = ...`, a
-    parameter that was replaced in its module); memory that was never declared may have been freed.
+    parameter that was replaced in its module); memory that was never declared may have been freed, or have had no owner
+    even at capture.
     """
     problem_of = graph.problem_finder(owners)
     for node in graph.nodes:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.buffers import Batch
 from graphdecode.graphs.cuda_memory import AddressMap
-from graphdecode.graphs.cuda_nodes import nodes_of
+from graphdecode.graphs.cuda_nodes import is_mapped, nodes_of
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.step_graph import Argument, Node
@@ -100,14 +100,14 @@ class CudaStepGraph:
         self.moved_bytes = 0
         try:
             addresses = self._addresses(owners)
-            self.nodes = nodes_of(self._graph.raw_cuda_graph(), addresses.owner_at)
+            self.nodes = nodes_of(self._graph.raw_cuda_graph(), addresses.owner_at, addresses.is_ownerless)
             self.moved_bytes = addresses.bytes_touched(self.nodes)
             self.kinds.update(node.kind for node in self.nodes)
         except RuntimeError as error:  # a graph that cannot be described can be launched all the same
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
 
     def _addresses(self, owners: Owners) -> AddressMap:
-        return AddressMap(owners, self._pool, torch.cuda.memory_snapshot())
+        return AddressMap(owners, self._pool, torch.cuda.memory_snapshot(), is_mapped)
 
     def _capture(self, step: Callable[[Batch], None], batch: Batch, shared: CudaCapture) -> None:
         self._graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
@@ -143,6 +143,8 @@ class CudaStepGraph:
         now = self._addresses(owners)
 
         def problem_of(argument: Argument) -> str | None:
+            if argument.owner is None:
+                return "nobody owned the memory there at capture"
             owner = None if argument.address is None else now.owner_at(argument.address)
             if owner == argument.owner:
                 return None

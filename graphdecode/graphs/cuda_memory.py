@@ -1,9 +1,9 @@
-"""Who owns which device address: slots and constants, the graphs' pool, or somebody else's live allocation."""
+"""Who owns which device address: slots and constants, the graphs' pool, somebody else's live allocation, or nobody."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from graphdecode.graphs.owners import Owners
@@ -11,6 +11,7 @@ from graphdecode.graphs.step_graph import Node
 
 POOL = "the graphs' pool"
 OTHERS = "memory that is no part of the buffers"
+NOT_OF_TORCH = "memory that torch did not allocate"
 
 
 class AddressMap:
@@ -20,13 +21,19 @@ class AddressMap:
         owners: slots, adopted tensors and constants.
         pool: id of the pool that the graphs share.
         segments: what `torch.cuda.memory_snapshot()` says.
+        is_mapped: whether the driver knows an address that lies in none of the segments.
     """
 
-    def __init__(self, owners: Owners, pool: Any, segments: Iterable[dict]) -> None:
+    def __init__(
+        self, owners: Owners, pool: Any, segments: Iterable[dict], is_mapped: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        self._is_mapped = is_mapped
         self._declared = (owners.slots(), owners.constants_now())
         self._blocks: list[tuple[int, int, str]] = []  # begin, end, owner; ascending
+        self._segments: list[tuple[int, int]] = []  # begin, end; ascending
         for segment in sorted(segments, key=lambda segment: segment["address"]):
             begin = segment["address"]
+            self._segments.append((begin, begin + segment["total_size"]))
             if tuple(segment.get("segment_pool_id", ())) == tuple(pool):
                 self._blocks.append((begin, begin + segment["total_size"], POOL))
                 continue
@@ -38,10 +45,14 @@ class AddressMap:
         self._known: dict[int, str | None] = {}  # the kernels of a step share most of their arguments
 
     def owner_at(self, address: int) -> str | None:
-        """Return who owns an address; None if it is free, or no address that torch knows of."""
+        """Return who owns an address; None if it is free memory, or no address."""
         if address not in self._known:
             self._known[address] = self._look_up(address)
         return self._known[address]
+
+    def is_ownerless(self, address: int) -> bool:
+        """Whether an address lies in memory of torch's that is free, and is not just the end of what lies before it."""
+        return self.owner_at(address) is None and self._is_torchs(address) and self.owner_at(address - 1) is None
 
     def bytes_touched(self, nodes: Iterable[Node]) -> int:
         """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""
@@ -56,4 +67,8 @@ class AddressMap:
         place = bisect_right(self._begins, address) - 1
         if place >= 0 and address < self._blocks[place][1]:
             return self._blocks[place][2]
-        return None
+        return NOT_OF_TORCH if not self._is_torchs(address) and self._is_mapped(address) else None
+
+    def _is_torchs(self, address: int) -> bool:
+        place = bisect_right(self._segments, address, key=lambda segment: segment[0]) - 1
+        return place >= 0 and address < self._segments[place][1]

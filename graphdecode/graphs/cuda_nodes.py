@@ -15,18 +15,30 @@ except ImportError:  # without cuda-python graphs are captured and replayed all 
 
 _TYPE_PREFIX = "cudaGraphNodeType"
 _WORD_BYTES = 8
+_LOWEST_ADDRESS = 1 << 20  # smaller numbers are sizes and counts
 
 
-def nodes_of(raw_graph: int, owner_at: Callable[[int], str | None]) -> list[Node]:
+def is_mapped(address: int) -> bool:
+    """Whether the driver knows of memory at an address; without cuda-python, False."""
+    if driver is None or address < _LOWEST_ADDRESS:
+        return False
+    error, _ = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    return int(error) == 0
+
+
+def nodes_of(
+    raw_graph: int, owner_at: Callable[[int], str | None], is_ownerless: Callable[[int], bool] = lambda _: False
+) -> list[Node]:
     """Return the nodes of a `cudaGraph_t`; none without cuda-python.
 
     Kernels are named by their function, other nodes by their kind. Kernels are asked for through the driver's
     interface, for the runtime's does not know Triton's. A kernel's arguments are those 8-byte words of its parameters
-    that are an address somebody owns.
+    that are an address, whether somebody owns it or nobody does.
 
     Args:
         raw_graph: the handle.
-        owner_at: says who owns an address; None if it is none.
+        owner_at: says who owns an address; None if nobody does, or it is none.
+        is_ownerless: whether it is an address, and nobody owns it.
 
     Raises:
         RuntimeError: the driver refused to answer.
@@ -42,7 +54,9 @@ def nodes_of(raw_graph: int, owner_at: Callable[[int], str | None]) -> list[Node
         if kind == "kernel":
             (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(driver.CUgraphNode(init_value=int(handle))))
             words = [(name, word, owner_at(word)) for name, word in _words(parameters)]
-            arguments = tuple(Argument(name, word, owner) for name, word, owner in words if owner is not None)
+            arguments = tuple(
+                Argument(name, word, owner) for name, word, owner in words if owner is not None or is_ownerless(word)
+            )
             nodes.append(Node(_kernel_name(parameters), kind, arguments=arguments))
         else:
             nodes.append(Node(kind, kind))

@@ -19,7 +19,8 @@ class Argument:
     Attributes:
         name: of the operator's argument, "result" for what it returns; for a kernel, its number and the byte in it.
         address: where the tensor's storage began at capture, or the address itself.
-        owner: the slot or constant that it belongs to; None for an operator's intermediates.
+        owner: the slot or constant that it belongs to; None for an operator's intermediates, and for an address that
+            nobody owns.
         tensor: of an operator, an alias of the tensor, which goes on pointing at the memory of the capture.
         storage: what identifies the tensor's storage; None for opaque tensors.
         is_written: whether an operator writes into it.
@@ -60,7 +61,7 @@ class StepGraph(Protocol):
         nodes: the operations in order.
         pool_bytes: memory of the step's intermediates.
         driver_bytes: device memory that the driver took to make the graph fit to launch.
-        moved_bytes: what one replay reads and writes at most, an estimate; 0 where it is not known.
+        moved_bytes: an estimate of what one replay reads and writes; 0 where it is not known.
         instantiate_ms: time that the driver took to make the graph fit to launch.
     """
 

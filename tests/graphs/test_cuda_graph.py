@@ -11,8 +11,10 @@ from torch import Tensor
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs import cuda_nodes
-from graphdecode.graphs.cuda_memory import OTHERS, POOL, AddressMap
+from graphdecode.graphs import StalePointerError, cuda_nodes
+from graphdecode.graphs.audit import stale_pointers
+from graphdecode.graphs.cuda import CudaStepGraph
+from graphdecode.graphs.cuda_memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap
 from graphdecode.graphs.owners import Owners
 
 CAPACITY = 8
@@ -43,6 +45,17 @@ def test_an_address_belongs_to_a_slot_a_constant_the_pool_or_others() -> None:
     assert owners == {-1: None, 0: OTHERS, 511: OTHERS, 512: None, 1023: None, 1024: OTHERS, 2047: OTHERS, 2048: None}
     assert [memory.owner_at(base + offset) for offset in (8191, 8192, 12287, 12288)] == [None, POOL, POOL, None]
     assert memory.owner_at(7) is None
+    ownerless = [offset for offset in (0, 511, 512, 513, 1023, 1024, 2048, 8192) if memory.is_ownerless(base + offset)]
+    assert ownerless == [513, 1023]  # 512 may be the end of what lies before it
+    assert not memory.is_ownerless(7)
+
+
+def test_memory_of_other_libraries_is_known_to_the_driver_alone() -> None:
+    base, segment = 1 << 40, {"address": 1 << 40, "total_size": 512, "segment_pool_id": (0, 0), "blocks": []}
+    memory = AddressMap(Owners(make_buffers("cpu")), (0, 3), [segment], lambda address: address >= base)
+    assert [memory.owner_at(base + offset) for offset in (-1, 0, 512)] == [None, None, NOT_OF_TORCH]
+    assert memory.is_ownerless(base + 8)
+    assert not memory.is_ownerless(base + 512)
 
 
 class FakeDriver:
@@ -64,6 +77,8 @@ class FakeDriver:
         parameters = SimpleNamespace(func=1, kern=0, kernelParams=ctypes.addressof(self.table))
         self.cuGraphKernelNodeGetParams = lambda node: (0, parameters)
         self.cuFuncGetName = lambda function: (0, b"decode_kernel")
+        self.CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2)
+        self.cuPointerGetAttribute = lambda attribute, address: (0 if address == pointer else 1, None)
 
     def cuFuncGetParamInfo(self, function: int, index: int) -> tuple:
         return (0, 0, self.sizes[index]) if index < len(self.sizes) else (1, None, None)
@@ -81,6 +96,25 @@ def test_a_kernel_is_described_by_its_name_and_the_addresses_in_its_parameters(m
     found = [(argument.name, argument.address, argument.owner) for argument in kernel.arguments]
     assert found == [("0+0", buffers.x.data_ptr(), "x"), ("2+8", buffers.y.data_ptr() + 16, "y")]
     assert memory.bytes_touched([copy, kernel, kernel]) == 2 * (buffers.x.nbytes + buffers.y.nbytes)
+
+
+def test_an_address_that_nobody_owns_is_kept_and_a_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    lost = 3 << 40
+    fake = FakeDriver(lost, 77)
+    monkeypatch.setattr(cuda_nodes, "driver", fake)
+    monkeypatch.setattr(cuda_nodes, "runtime", fake)
+    segment = {"address": lost - 512, "total_size": 2048, "segment_pool_id": (0, 0), "blocks": []}
+    memory = AddressMap(Owners(make_buffers("cpu")), (0, 1), [segment], cuda_nodes.is_mapped)
+    _, kernel = cuda_nodes.nodes_of(1, memory.owner_at, memory.is_ownerless)
+    assert [(argument.name, argument.address, argument.owner) for argument in kernel.arguments] == [("0+0", lost, None)]
+    graph = object.__new__(CudaStepGraph)
+    monkeypatch.setattr(graph, "_addresses", lambda owners: memory, raising=False)
+    graph.nodes = [kernel]
+    (found,) = stale_pointers(4, graph, Owners(make_buffers("cpu")))
+    assert str(found) == f"bucket 4: decode_kernel, argument 0+0 ({lost:#x}): nobody owned the memory there at capture"
+    assert cuda_nodes.is_mapped(lost)
+    assert not cuda_nodes.is_mapped(lost + 1)
+    assert not cuda_nodes.is_mapped(5)
 
 
 def test_a_driver_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +231,38 @@ def test_the_audit_names_a_kernel_whose_slot_was_moved(step, weight: Tensor) -> 
     assert graphs.audit() == []
     buffers.y.data = torch.zeros_like(buffers.y)
     assert {pointer.owner for pointer in graphs.audit()} == {"y"}
+
+
+@pytest.mark.gpu
+def test_the_audit_names_memory_that_was_freed_and_strict_graphs_refuse_it(weight: Tensor) -> None:
+    undeclared = [torch.ones(1 << 20, device="cuda")]  # too large to share its segment
+
+    def step(batch: Batch) -> None:
+        batch.y.copy_(batch.x + undeclared[0][:64])
+
+    graphs = GraphManager(step, make_buffers("cuda"), [CAPACITY], strict=True)
+    graphs.capture(progress=False)
+    graphs.replay(CAPACITY)
+    assert graphs.audit() == []
+    undeclared.clear()
+    torch.cuda.synchronize()
+    assert {pointer.owner for pointer in graphs.audit()} == {OTHERS}
+    with pytest.raises(StalePointerError, match="nothing is there now"):
+        graphs.replay(CAPACITY)
+
+
+@pytest.mark.gpu
+def test_a_hundred_captures_leave_the_drivers_memory_as_it_was(step, weight: Tensor) -> None:
+    buffers = make_buffers("cuda")
+
+    def capture_and_close() -> int:
+        graphs = GraphManager(step, buffers, [1, CAPACITY], constants=[weight])
+        graphs.capture(progress=False)
+        graphs.replay(1)
+        torch.cuda.synchronize()
+        graphs.close()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    after_a_few = [capture_and_close() for _ in range(10)][-1]
+    assert [capture_and_close() for _ in range(100)][-1] >= after_a_few - (2 << 20)
