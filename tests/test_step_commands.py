@@ -118,7 +118,7 @@ def test_a_number_that_changes_between_steps_is_found(run):
     done = run("check", "mystep:counts")
     assert done.returncode == 1, done.stderr
     assert "baked-value" in done.stdout
-    assert "1 findings in mystep:counts" in done.stdout
+    assert "1 finding in mystep:counts" in done.stdout
 
 
 def test_findings_stand_in_a_table_with_reasons_below(run):

@@ -86,7 +86,7 @@ def check(
     console.print(table)
     for finding in findings:
         console.print(str(finding), highlight=False, markup=False, soft_wrap=True)
-    console.print(f"{len(findings)} findings in {target}", highlight=False)
+    console.print(f"{len(findings)} finding{'' if len(findings) == 1 else 's'} in {target}", highlight=False)
     raise typer.Exit(1)
 
 

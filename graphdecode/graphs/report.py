@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -24,7 +25,9 @@ class BucketReport:
         instantiate_ms: time of it that the driver took to make the graph fit to launch.
         pool_bytes: memory of the intermediates.
         driver_bytes: device memory that the driver took to make the graph fit to launch.
-        moved_bytes: what one replay reads and writes at most, an estimate; 0 where it is not known.
+        moved_bytes: an estimate of what one replay reads and writes: of recorded operators all tensors that they are
+            given, of CUDA kernels the slots, caches and weights among their arguments; whole caches either way, and 0
+            where it is not known.
         replays: how often it was replayed.
         live_rows: rows that were live, over all replays.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
@@ -92,27 +95,36 @@ class GraphReport:
             f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
             f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
-        lines += [
-            f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {b.instantiate_ms:>12.1f} "
-            f"{b.pool_bytes / 2**20:>9.2f} {b.driver_bytes / 2**20:>11.2f} {b.moved_bytes / 2**20:>10.1f} "
-            f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
-            for b in self.buckets
-        ]
-        largest = self.buckets[-1]
-        if largest.kernels:
-            shown = largest.kernels.most_common(_NAMES_SHOWN)
-            rest = len(largest.kernels) - len(shown)
-            lines.append(f"in bucket {largest.bucket}: " + ", ".join(f"{count} {name}" for name, count in shown))
-            lines[-1] += f", and {rest} other kinds" if rest else ""
+        lines += [self._row(bucket) for bucket in self.buckets]
+        for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
+            if kernels:
+                shown = kernels.most_common(_NAMES_SHOWN)
+                lines.append(f"most often in bucket {_numbers(alike)}:")
+                lines += [f"{count:>7} {name}" for name, count in shown]
+                rest = len(kernels) - len(shown)
+                lines += [f"{'':>7} and {rest} more"] if rest else []
         for (loop, reason), alike in groupby(self.buckets, key=lambda bucket: (bucket.loop, bucket.loop_reason)):
             if loop is not None:
-                lines.append("loop of bucket " + ", ".join(str(bucket.bucket) for bucket in alike) + f": {loop}")
-                lines[-1] += f", for {reason}" if reason else ""
+                lines.append(f"loop of bucket {_numbers(alike)}: {loop}" + (f", for {reason}" if reason else ""))
         for choices, alike in groupby(self.buckets, key=lambda bucket: bucket.choices):
             if choices:
-                lines.append("chosen for bucket " + ", ".join(str(bucket.bucket) for bucket in alike) + ":")
+                lines.append(f"chosen for bucket {_numbers(alike)}:")
                 lines += [f"  {name}: {_figures(facts)}" for name, facts in choices.items()]
         return "\n".join(lines)
+
+    def _row(self, b: BucketReport) -> str:
+        has_driver = self.backend == "cuda"
+        instantiate = f"{b.instantiate_ms:.1f}" if has_driver else "-"
+        driver = f"{b.driver_bytes / 2**20:.2f}" if has_driver else "-"
+        return (
+            f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
+            f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>10.1f} "
+            f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
+        )
+
+
+def _numbers(buckets: Iterable[BucketReport]) -> str:
+    return ", ".join(str(bucket.bucket) for bucket in buckets)
 
 
 def _figures(facts: dict[str, Any]) -> str:
