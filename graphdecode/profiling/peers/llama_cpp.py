@@ -43,7 +43,6 @@ class LlamaCpp(Peer):
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         if not self._model:
             raise RuntimeError("llama.cpp does not load the GGUF file that was written from the checkpoint")
-        self._vocab_size = ModelConfig.load(folder).vocab_size
         vocab_size = ModelConfig.load(folder).vocab_size
         self._contexts = {
             size: _Context(llama_cpp, self._model, size, vocab_size, workload) for size in workload.batch_sizes
