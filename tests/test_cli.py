@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,41 @@ def test_several_answers_stand_under_their_prompts_in_order(tmp_path: Path) -> N
         "generate", "--prompt", "12+30=", "--prompts-file", "prompts.txt", "-", stdin="1+1=\n", folder=tmp_path
     )
     assert result.stdout == ">>> 12+30=\n42\n>>> rev abc=\ncba\n>>> sort cab=\nabc\n>>> 1+1=\n2\n"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_ctrl_c_keeps_the_answers_that_are_complete_as_json() -> None:
+    prompts = [argument for n in range(60) for argument in ("-p", f"rev {'abcdefgh'[: n % 8 + 1]}=")]
+    with subprocess.Popen(
+        [*COMMAND, "generate", "--json", *prompts, "--max-tokens", "450", "--temperature", "9"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    answers = [json.loads(line) for line in [first, *rest.splitlines()]]
+    assert process.returncode == 130, errors
+    assert 1 <= len(answers) < 60
+    assert all(answer["outputs"][0]["finish_reason"] in ("stop", "length") for answer in answers)
+    assert "Traceback" not in errors
+
+
+def test_bytes_that_are_no_text_are_refused() -> None:
+    given = b"12+30=\n\xff\xfe\n"
+    result = subprocess.run([*COMMAND, "generate", "-"], input=given, capture_output=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert b"stdin: 'utf-8' codec can't decode byte 0xff in position 7" in result.stderr
+    assert b"Traceback" not in result.stderr
+
+
+def test_the_versions_are_told() -> None:
+    result = run("--version")
+    assert result.returncode == 0
+    assert re.fullmatch(r"graphdecode \S+, torch \S+, triton \S+\n", result.stdout)
 
 
 def test_json_is_one_object_a_line() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -26,11 +27,21 @@ app.command()(check)
 app.command()(inspect)
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        versions = [f"{name} {metadata.version(name)}" for name in ("graphdecode", "torch", "triton")]
+        typer.echo(", ".join(versions))
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback for errors; anywhere in the line.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
+    ] = False,
 ) -> None:
-    """Take the option for the help; `main` looks for it."""
+    """Take the options for the help; `main` looks for `--debug`."""
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -83,10 +84,17 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"--prompts-file {file}: {error}") from error
     if arguments:
-        texts += [line for line in sys.stdin.read().splitlines() if line]
+        texts += [line for line in _stdin_text().splitlines() if line]
     if not texts:
         raise ValueError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
+
+
+def _stdin_text() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"stdin: {error}") from error
 
 
 def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
@@ -105,9 +113,22 @@ def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
 
 
 def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    outputs = llm.generate(texts, params)
-    for output in outputs:
-        record = asdict(output)
-        record["metrics"]["time_to_first_token"] = output.metrics.time_to_first_token
-        print(json.dumps(record, ensure_ascii=False))
-    return outputs
+    """Print each answer as it is complete, in the order of the prompts; when interrupted, all that are complete."""
+    streams = [llm.stream(text, params, refuse="return") for text in texts]
+    waiting = deque(stream.request for stream in streams)
+    try:
+        for stream in tqdm(streams, desc="generating", unit="prompt", leave=False, disable=None):
+            for _ in stream:
+                pass
+            _print_record(waiting.popleft())
+    finally:
+        for request in waiting:
+            if request.outputs[0].finish_reason not in (None, "abort"):
+                _print_record(request)
+    return [stream.request for stream in streams]
+
+
+def _print_record(request: RequestOutput) -> None:
+    record = asdict(request)
+    record["metrics"]["time_to_first_token"] = request.metrics.time_to_first_token
+    print(json.dumps(record, ensure_ascii=False), flush=True)

@@ -17,14 +17,21 @@ class Detokenizer:
         tokenizer: a `tokenizers.Tokenizer`.
         stop_strings: texts before which the answer is cut.
         skip_special_tokens: leave special tokens out.
+        min_tokens: a stop string that is complete before there are more tokens than this does not stop.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...] = (), skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_strings: tuple[str, ...] = (),
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
-        self._longest_stop = max(map(len, stop_strings), default=0)
+        self._min_tokens = min_tokens
         self._text = ""
         self._handed_out = 0
         self._ids: list[int] = []
@@ -43,10 +50,13 @@ class Detokenizer:
         return self._append(piece)
 
     def _append(self, piece: str) -> str | None:
-        # a stop string that ends in the new piece begins at most so far before it
-        start = max(len(self._text) - self._longest_stop + 1, 0)
+        before = len(self._text)
         self._text += piece
-        hits = [(at, stop) for stop in self._stop_strings if (at := self._text.find(stop, start)) >= 0]
+        if len(self._ids) <= self._min_tokens:
+            return None
+        # a stop string that ends in the new piece begins at most so far before it
+        starts = [(stop, max(before - len(stop) + 1, 0)) for stop in self._stop_strings]
+        hits = [(at, stop) for stop, start in starts if (at := self._text.find(stop, start)) >= 0]
         if not hits:
             return None
         at, stop = min(hits)

@@ -18,6 +18,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.engine.loop import EngineLoop, EngineStats
 from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from graphdecode.engine.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
@@ -25,8 +26,6 @@ from graphdecode.engine.stream import Stream
 from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling_slots import MAX_STOP_IDS
 from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
-
-Prompt = str | SequenceOf[int]
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
@@ -133,7 +132,8 @@ class LLM:
         """Answer some prompts, batched continuously.
 
         Args:
-            prompts: a text, a list of texts, a list of token ids, or a list of lists of token ids.
+            prompts: a text, a list of token ids, a dict with either as `prompt` or `prompt_token_ids`, or a list of
+                these.
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error where that is a terminal.
 
@@ -145,7 +145,7 @@ class LLM:
             ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.
         """
         self._check_open()
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         params = _as_params(sampling_params, len(items))
         encoded = [self._encode(prompt) for prompt in items]
         groups = [self._make_request(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
@@ -176,7 +176,7 @@ class LLM:
         The request joins the batch at once. Several streams may be read in turn: they run side by side.
 
         Args:
-            prompt: a text or a list of token ids.
+            prompt: a text, a list of token ids, or a dict with either, as for `generate`.
             sampling_params: with `n` 1.
             refuse: what to do with a prompt that can never fit: `"raise"`, or `"return"` an empty stream whose
                 `request.error` says why.
@@ -185,7 +185,10 @@ class LLM:
             ValueError: what was given is no prompt or can never fit, or `n` is not 1.
         """
         self._check_open()
-        params = sampling_params or SamplingParams()
+        if isinstance(sampling_params, SequenceOf):
+            raise ValueError(f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}")
+        (params,) = _as_params(sampling_params, 1)
+        prompt = as_prompt(prompt)
         if params.n != 1:
             raise ValueError(f"a stream has one answer: n must be 1, got {params.n}")
         request, sequences = self._make_request(prompt, self._encode(prompt), params)
@@ -224,18 +227,17 @@ class LLM:
         for sequence in sequences:
             self._loop.abort(sequence)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer(prompt, verbose=False).input_ids
             if not ids and self.tokenizer.bos_token_id is not None:
                 ids = [self.tokenizer.bos_token_id]
             return list(ids)
         vocab_size = self.model.config.vocab_size
-        ids = [int(token) for token in prompt]
-        wrong = [token for token in ids if not 0 <= token < vocab_size]
+        wrong = [token for token in prompt if not 0 <= token < vocab_size]
         if wrong:
             raise ValueError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
-        return ids
+        return prompt
 
     def _refusal(self, ids: list[int], params: SamplingParams) -> str | None:
         if not ids:
@@ -260,7 +262,7 @@ class LLM:
         return None
 
     def _make_request(
-        self, prompt: Prompt, ids: list[int], params: SamplingParams
+        self, prompt: str | list[int], ids: list[int], params: SamplingParams
     ) -> tuple[RequestOutput, list[Sequence]]:
         request_id = next(self._request_ids)
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -278,7 +280,10 @@ class LLM:
                 token_ids=list(ids),
                 params=params,
                 detokenizer=Detokenizer(
-                    self.tokenizer.backend_tokenizer, params.stop_strings, params.skip_special_tokens
+                    self.tokenizer.backend_tokenizer,
+                    params.stop_strings,
+                    params.skip_special_tokens,
+                    params.min_tokens,
                 ),
                 seed=seed if output.index == 0 else _mix(seed, output.index),
                 max_length=min(len(ids) + params.max_tokens, self.capacity.token_limit),
@@ -297,23 +302,11 @@ def _mix(seed: int, index: int) -> int:
     return mixed - 2**64 if mixed >= 2**63 else mixed
 
 
-def _as_prompts(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items: list[Any] = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
-        return [items]
-    for item in items:
-        if not isinstance(item, str) and not (
-            isinstance(item, SequenceOf) and all(isinstance(token, int) for token in item)
-        ):
-            raise ValueError(f"a prompt is a text or a list of token ids, got {item!r}")
-    return items
-
-
 def _as_params(params: SamplingParams | SequenceOf[SamplingParams] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, SequenceOf):
+        raise ValueError(f"sampling_params must be SamplingParams, one or a list, got {params!r:.80}")
     wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
     if wrong:
         raise ValueError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")

@@ -180,7 +180,9 @@ class EngineLoop:
             rank = known.index(token) + 1 if token in known else None
             entries[token] = Logprob(logprobs.sampled[row], rank, self._decode(token))
         output = sequence.output
-        output.logprobs = [*(output.logprobs or []), entries]
+        if output.logprobs is None:
+            output.logprobs = []
+        output.logprobs.append(entries)
         output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs.sampled[row]
 
     def _decode(self, token: int) -> str:

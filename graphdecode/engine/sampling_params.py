@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.kernels.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
@@ -12,11 +13,15 @@ _LARGEST = 1e30  # well inside float32, which slots hold
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
 
 
 def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_listed(value: Any) -> bool:
+    return value is None or (isinstance(value, Collection) and not isinstance(value, str | bytes))
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,8 @@ class SamplingParams:
         stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well.
-        min_tokens: end-of-sequence and stop tokens are masked until this many tokens are there.
+        min_tokens: until this many tokens are there, end-of-sequence and stop tokens are masked, and stop texts that
+            come up do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, 0..20, and of the sampled one.
         skip_special_tokens: leave special tokens out of the text.
 
@@ -96,19 +102,25 @@ class SamplingParams:
             self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"None or an integer in 0..{MAX_LOGPROBS}",
         )
+        for name in ("ignore_eos", "skip_special_tokens"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
         bias = self.logit_bias or {}
         self._check(
             "logit_bias",
-            len(bias) <= MAX_BIASES and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
-            f"at most {MAX_BIASES} token ids >= 0 with finite values",
+            isinstance(bias, Mapping)
+            and len(bias) <= MAX_BIASES
+            and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
+            f"a dict of at most {MAX_BIASES} token ids >= 0 with finite values",
         )
-        stop_ids = self.stop_token_ids or ()
+        self._check("stop_token_ids", _is_listed(self.stop_token_ids), "a list of token ids")
+        stop_ids = tuple(self.stop_token_ids or ())
         # one place is kept for the model's own end-of-sequence token; an engine checks it against the model's others
         self._check(
             "stop_token_ids",
             len(stop_ids) < MAX_STOP_IDS and all(_is_integer(k) and k >= 0 for k in stop_ids),
             f"at most {MAX_STOP_IDS - 1} token ids >= 0",
         )
+        self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         self._check(
             "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"

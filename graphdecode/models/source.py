@@ -35,6 +35,8 @@ def resolve_model_path(model: str | Path) -> Path:
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
     """
+    if not isinstance(model, str | Path):
+        raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
     if model == "demo":
         return _DEMO
     name, path = str(model), Path(model)

@@ -67,6 +67,28 @@ def test_text_is_cut_before_a_stop_string_across_token_borders(
     assert ("".join(pieces), found) == (shown, hit)
 
 
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "shown", "hit"),
+    [
+        (("bc", "y"), 0, "a", "bc"),
+        (("bc", "y"), 2, "a", "bc"),
+        (("bc", "y"), 3, "abcdxx", "y"),
+        (("cd",), 4, "abcdxxyab", "cd"),
+        (("cd",), 10, "abcdxxyab", "cd"),
+        (("cd",), 11, "abcdxxyabcd", None),
+    ],
+)
+def test_a_stop_string_that_is_complete_too_early_never_counts(
+    byte_tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, shown: str, hit: str | None
+) -> None:
+    detokenizer, found = Detokenizer(byte_tokenizer, stops, min_tokens=min_tokens), None
+    for token in byte_tokenizer.encode("abcdxxyabcd").ids:
+        found = detokenizer.push(token)
+        if found is not None:
+            break
+    assert (detokenizer.text, found) == (shown, hit)
+
+
 def test_no_prefix_of_a_stop_string_is_ever_shown_too_early(byte_tokenizer: Tokenizer) -> None:
     rng = random.Random(3)
     for case in range(300):
