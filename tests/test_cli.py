@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "graphdecode"]
+MANY = 4000  # prompts that take seconds together
 
 
 def run(*arguments: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -26,6 +26,24 @@ def run(*arguments: str, stdin: str = "", folder: Path | None = None) -> subproc
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
     )
+
+
+def interrupted(folder: Path, *options: str) -> tuple[str, str, str, int]:
+    """Send Ctrl-C to a long run after its first line; return that line, the others, stderr and the exit code."""
+    (folder / "prompts.txt").write_text("rev abcdefgh=\n" * MANY)
+    with subprocess.Popen(
+        [*COMMAND, "generate", "--prompts-file", "prompts.txt", "--max-tokens", "400", "--temperature", "9", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    return first, rest, errors, process.returncode
 
 
 def test_one_answer_is_all_that_stdout_gets() -> None:
@@ -44,22 +62,11 @@ def test_several_answers_stand_under_their_prompts_in_order(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_keeps_the_answers_that_are_complete_as_json() -> None:
-    prompts = [argument for n in range(60) for argument in ("-p", f"rev {'abcdefgh'[: n % 8 + 1]}=")]
-    with subprocess.Popen(
-        [*COMMAND, "generate", "--json", *prompts, "--max-tokens", "450", "--temperature", "9"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        rest, errors = process.communicate(timeout=60)
+def test_ctrl_c_keeps_the_answers_that_are_complete_as_json(tmp_path: Path) -> None:
+    first, rest, errors, status = interrupted(tmp_path, "--json")
     answers = [json.loads(line) for line in [first, *rest.splitlines()]]
-    assert process.returncode == 130, errors
-    assert 1 <= len(answers) < 60
+    assert status == 130, errors
+    assert 1 <= len(answers) < MANY
     assert all(answer["outputs"][0]["finish_reason"] in ("stop", "length") for answer in answers)
     assert "Traceback" not in errors
 
@@ -143,22 +150,8 @@ def test_debug_shows_the_traceback() -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
 def test_ctrl_c_ends_with_130_no_traceback_and_a_record_of_what_ran(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    prompts = [argument for _ in range(400) for argument in ("-p", "rev abcdefgh=")]
-    with subprocess.Popen(
-        [*COMMAND, "generate", *prompts, "--max-tokens", "400", "--temperature", "9", "--record-batches", "b.json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        cwd=tmp_path,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    _, _, errors, status = interrupted(tmp_path, "--record-batches", "b.json")
+    assert status == 130, errors
     assert "Traceback" not in errors
     assert json.loads((tmp_path / "b.json").read_text())["batch_sizes"]
 
