@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from graphdecode.cli.options import STDERR, ConfigOption, ModelOption, print_error
 from graphdecode.engine import LLM, RequestOutput, SamplingParams
+from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.summary import RunSummary
 from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 
@@ -120,11 +121,13 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
         for stream in tqdm(streams, desc="generating", unit="prompt", leave=False, disable=None):
             for _ in stream:
                 pass
-            _print_record(waiting.popleft())
+            with DeferredInterrupt():  # a line is printed whole, and once
+                _print_record(waiting.popleft())
     finally:
-        for request in waiting:
-            if request.outputs[0].finish_reason not in (None, "abort"):
-                _print_record(request)
+        with DeferredInterrupt():
+            for request in waiting:
+                if request.outputs[0].finish_reason not in (None, "abort"):
+                    _print_record(request)
     return [stream.request for stream in streams]
 
 
