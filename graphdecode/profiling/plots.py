@@ -63,7 +63,7 @@ def _shown_context(profile: dict) -> list[dict]:
 
 
 def _draw_latency(figure: Any, profile: dict) -> None:
-    from matplotlib.ticker import LogLocator
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = figure.add_subplot()
     drawn, low, high = [], np.inf, 0.0
@@ -86,6 +86,7 @@ def _draw_latency(figure: Any, profile: dict) -> None:
         axes.set_xticks([bucket for bucket in buckets if bucket & (bucket - 1) == 0 or bucket == buckets[-1]])
         axes.set_xticks([], minor=True)
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:g}")
     else:

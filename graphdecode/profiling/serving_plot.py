@@ -70,6 +70,7 @@ def _draw_latencies(axes: Any, rows: Sequence[dict], kinds: Sequence[tuple[str, 
             x, y = zip(*points, strict=True)
             axes.plot(x, np.maximum(y, _LEAST_MS), style, color=colour, label=label, markersize=4)
     axes.set(xlabel="throughput (tokens/s)", ylabel="latency (ms)", yscale="log", title=title)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlim(0, 1.1 * max(row["tokens_per_second"] for row in rows))
     axes.locator_params(axis="x", nbins=6)
     axes.margins(y=0.12)
