@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from bad_steps import BAD_STEPS
 from good_steps import GOOD_STEPS
 from step_buffers import CONSTANTS, make_buffers
 
-from graphdecode import LLM, BucketConfig, CaptureError, GraphManager
+from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
 from graphdecode.buffers import Batch
 from graphdecode.graphs import check
 
@@ -77,10 +78,52 @@ def test_the_command_line_prints_findings_and_exits_with_1(tmp_path: Path) -> No
     assert none.stderr.startswith("error: mystep:none")
 
 
-def test_the_demo_decoder_has_no_findings() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 3},
+        {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.5, "logprobs": 5},
+        {"logit_bias": {5: 2.0}, "stop_token_ids": [7], "min_tokens": 4},
+    ],
+    ids=["default", "filters", "penalties", "bias"],
+)
+def test_the_demo_decoder_has_no_findings(options: dict) -> None:
+    """Rows that ask for something are staged, and other rows between the two recordings."""
     with LLM("demo", config=BucketConfig(max_batch_size=2, max_sequence_length=64)) as llm:
+        streams = [llm.stream([n, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True, **options)) for n in (5, 8)]
+        llm.step()
         runner = llm._runner
-        assert not check(runner._step, runner.buffers, constants=runner.model.constants)
+        rows = list(llm._loop.scheduler.decoding)
+        assert len(rows) == 2
+        runner.stage_rows(rows)
+        assert not check(
+            runner._step,
+            runner.buffers,
+            constants=runner.model.constants,
+            between_steps=lambda: runner.stage_rows(rows[::-1]),
+        )
+        for stream in streams:
+            stream.close()
+
+
+def test_the_readmes_steps_have_no_findings() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (HERE.parents[1] / "README.md").read_text(), re.DOTALL)
+    checked = []
+    for source in examples:
+        if "GraphManager(" not in source:
+            continue
+        names: dict = {}
+        exec(compile(source.partition("graphs = ")[0], "README.md", "exec"), names)
+        step = next(
+            value
+            for value in names.values()
+            if inspect.isfunction(value) and "batch" in inspect.signature(value).parameters
+        )
+        assert not check(step, names["buffers"], constants=[names["weight"]] if "weight" in names else [])
+        checked.append(step.__name__)
+    assert "step" in checked
+    assert "count_down" in checked
 
 
 def test_a_step_is_seen_to_depend_on_what_the_caller_changes_between_two_steps() -> None:
