@@ -51,8 +51,8 @@ class AddressMap:
         return self._known[address]
 
     def is_ownerless(self, address: int) -> bool:
-        """Whether an address lies in memory of torch's that is free, and is not just the end of what lies before it."""
-        return self.owner_at(address) is None and self._is_torchs(address) and self.owner_at(address - 1) is None
+        """Whether an address lies in memory of torch's that is free."""
+        return self.owner_at(address) is None and self._is_torchs(address)
 
     def bytes_touched(self, nodes: Iterable[Node]) -> int:
         """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""

@@ -140,7 +140,7 @@ class RecordedStepGraph:
         kinds: operator -> how often the step runs it.
         nodes: the operators in order.
         pool_bytes: memory of the intermediates.
-        moved_bytes: bytes of all tensors that the operators are given: what they read and write at most.
+        moved_bytes: bytes of all tensors that the operators are given, whole caches too; an estimate.
         driver_bytes: 0; there is no driver.
         instantiate_ms: 0.
 

@@ -22,9 +22,9 @@ class BucketReport:
         nodes: kind of node or operator -> count.
         kernels: name of kernel or operator -> count.
         capture_ms: time that the capture took, without warm-up.
-        instantiate_ms: time of it that the driver took to make the graph fit to launch.
+        instantiate_ms: time of it that the driver took to make the graph fit to launch; 0 where there is no driver.
         pool_bytes: memory of the intermediates.
-        driver_bytes: device memory that the driver took to make the graph fit to launch.
+        driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
         moved_bytes: an estimate of what one replay reads and writes: of recorded operators all tensors that they are
             given, of CUDA kernels the slots, caches and weights among their arguments; whole caches either way, and 0
             where it is not known.

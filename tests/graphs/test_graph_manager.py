@@ -1,7 +1,9 @@
 """Capture and replay of any step: the laws on toy steps, and refusals that leave the process fit to go on."""
 
 import gc
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -257,6 +259,21 @@ def test_a_hundred_captures_leave_no_tensors_behind(step, buffers, weight) -> No
         graphs.capture(progress=False)
         graphs.close()
     assert tensors_alive() <= before
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads memory use from /proc")
+def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> None:
+    def resident_bytes_after(captures: int) -> int:
+        for _ in range(captures):
+            graphs = manager(step, buffers, weight)
+            graphs.capture(progress=False)
+            graphs.replay(3)
+            graphs.close()
+        gc.collect()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    warmed_up = resident_bytes_after(20)
+    assert resident_bytes_after(100) - warmed_up < 2 * 2**20
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])
