@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.int8_linear import quantise_int8
-from graphdecode.kernels.linear_weight import LinearWeight
-from graphdecode.kernels.native_linear import can_panel, to_panels
-from graphdecode.kernels.packed_linear import can_pack, pack
-from graphdecode.kernels.small_linear_timing import GraphClock, fastest_product
+from graphdecode.kernels.linear.int8_linear import quantise_int8
+from graphdecode.kernels.linear.native_linear import can_panel, to_panels
+from graphdecode.kernels.linear.packed_linear import can_pack, pack
+from graphdecode.linear.linear_weight import LinearWeight
+from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment

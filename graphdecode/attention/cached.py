@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.extend_attention import extend_attention
+from graphdecode.kernels.attention.extend_attention import extend_attention
 
 QKV_FORMATS = ("bshd", "sbhd_2bshd", "thd_2bshd")
 

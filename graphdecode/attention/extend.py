@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from graphdecode.kernels import extend_attention as kernel
+from graphdecode.kernels.attention import extend_attention as kernel
 
 
 def extend_attention(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.decode_attention import POSITION_MODES
+from graphdecode.kernels.attention.decode_attention import POSITION_MODES
 
 KV_LAYOUTS = ("NHD", "HND")
 Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)

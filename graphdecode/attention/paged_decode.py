@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.attention_plan import attention_plan, plan_size, work_items
-from graphdecode.kernels.decode_attention import decode_attention
+from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.decode_attention import decode_attention
 
 PROGRAMS_PER_PROCESSOR = 2  # decode programs that one multiprocessor holds at a time
 FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, whatever the capacity

@@ -17,8 +17,8 @@ from graphdecode.attention.layouts import (
     dtype_of,
 )
 from graphdecode.attention.paged_decode import wave_items_for
-from graphdecode.kernels.attention_plan import attention_plan, plan_size, work_items
-from graphdecode.kernels.decode_attention import decode_attention
+from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.decode_attention import decode_attention
 
 
 def single_decode_with_kv_cache(

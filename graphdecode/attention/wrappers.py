@@ -10,14 +10,14 @@ from torch import Tensor
 from graphdecode.attention.decode_problem import DecodeProblem, check_metadata
 from graphdecode.attention.layouts import PagedCache, check_layout, check_options, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
-from graphdecode.kernels.attention_plan import (
+from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
     paged_attention_plan,
     plan_size,
     work_items,
 )
-from graphdecode.kernels.decode_attention import decode_attention
+from graphdecode.kernels.attention.decode_attention import decode_attention
 
 
 class BatchDecodeWithPagedKVCacheWrapper:

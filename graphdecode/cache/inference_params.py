@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.page_gather import page_gather
+from graphdecode.kernels.cache.page_gather import page_gather
 
 from .manager import QKV_FORMATS, KVCacheManager, require_positive
 from .metadata import StepMetadata

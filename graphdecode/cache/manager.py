@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.cache_append import cache_append
+from graphdecode.kernels.cache.cache_append import cache_append
 
 from .errors import UnknownSequenceError
 from .metadata import StepMetadata

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.cache_append import cache_append
-from graphdecode.kernels.cache_moves import move_rows, plan_row_moves, plan_words
+from graphdecode.kernels.cache.cache_append import cache_append
+from graphdecode.kernels.cache.cache_moves import move_rows, plan_row_moves, plan_words
 
 from .manager import KVCacheManager
 from .metadata import StepMetadata

@@ -7,7 +7,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.slot_cache import slot_scatter, slot_shift
+from graphdecode.kernels.cache.slot_cache import slot_scatter, slot_shift
 
 from .manager import require_positive
 

@@ -24,7 +24,7 @@ from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.stream import Stream
 from graphdecode.graphs import GraphManager
-from graphdecode.kernels.sampling_slots import MAX_STOP_IDS
+from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
 from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.sampling_slots import MAX_LOGPROBS
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS
 
 _WORDS = 2 + 1 + 2 * MAX_LOGPROBS  # 32-bit words of one row's step: a token, its log-probability, the most likely ones
 

@@ -18,9 +18,10 @@ from graphdecode.engine.rings import Rings
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.engine.sequence import Sequence
 from graphdecode.graphs import GraphManager, Loop
-from graphdecode.kernels.advance import AdvanceState, advance
-from graphdecode.kernels.sample import sample
-from graphdecode.kernels.sampling_slots import (
+from graphdecode.kernels.model.advance import AdvanceState, advance
+from graphdecode.kernels.model.skip_steps import skip_steps
+from graphdecode.kernels.sampling.sample import sample
+from graphdecode.kernels.sampling.sampling_slots import (
     MAX_LOGPROBS,
     PROMPT_BIT,
     SAMPLING_SLOTS,
@@ -28,7 +29,6 @@ from graphdecode.kernels.sampling_slots import (
     SamplingSlots,
     sampling_flags,
 )
-from graphdecode.kernels.skip_steps import skip_steps
 from graphdecode.models import Decoder
 
 ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages

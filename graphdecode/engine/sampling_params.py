@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from graphdecode.kernels.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 
 _LARGEST = 1e30  # well inside float32, which slots hold
 

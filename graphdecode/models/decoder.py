@@ -11,11 +11,11 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention, extend_attention
 from graphdecode.buffers import Batch
-from graphdecode.kernels.act_mul import act_mul
-from graphdecode.kernels.embedding import embedding
-from graphdecode.kernels.linear_weight import LinearWeight
-from graphdecode.kernels.rms_norm import add_rms_norm, rms_norm
-from graphdecode.kernels.rope_append import rope_append
+from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from graphdecode.linear.linear_weight import LinearWeight
 from graphdecode.models.config import ModelConfig
 
 LayerCache = tuple[Tensor, Tensor]

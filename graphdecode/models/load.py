@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from graphdecode.kernels import native
-from graphdecode.kernels.choice_cache import ChoiceCache
-from graphdecode.kernels.linear_choice import LinearTuner
-from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.choice_cache import ChoiceCache
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.linear_weight import LinearWeight, prepare_linear
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.decoder import Decoder, LayerWeights

@@ -17,8 +17,8 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
-from graphdecode.kernels import native
-from graphdecode.kernels.linear_weight import LinearWeight
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.linear_weight import LinearWeight
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth

@@ -10,7 +10,7 @@ from graphdecode.models.decoder import StepOperators
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Write RMSNorm of `x` [rows, hidden] into `out`; see `graphdecode.kernels.rms_norm`."""
+    """Write RMSNorm of `x` [rows, hidden] into `out`; see `graphdecode.kernels.norm.rms_norm`."""
     wide = x.float()
     out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
 
@@ -47,7 +47,7 @@ def rope_append(
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache; padding goes to the trash page.
 
-    The arguments are those of `graphdecode.kernels.rope_append`.
+    The arguments are those of `graphdecode.kernels.cache.rope_append`.
     """
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphdecode.kernels.attention_plan import (
+from graphdecode.kernels.attention.attention_plan import (
     TILE_TOKENS,
     attention_plan_torch,
     attention_plan_triton,

@@ -11,12 +11,12 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
-from graphdecode.kernels import native
-from graphdecode.kernels.extend_attention import (
+from graphdecode.kernels.attention.extend_attention import (
     extend_attention_torch,
     extend_attention_triton,
     native_extend_attention,
 )
+from graphdecode.kernels.native import library as native
 
 DTYPES = {
     "fp16": (torch.float16, torch.float16),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from graphdecode import merge_state, merge_state_in_place, merge_states
-from graphdecode.kernels.merge_states import (
+from graphdecode.kernels.attention.merge_states import (
     merge_state_torch,
     merge_state_triton,
     merge_states_torch,

@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import graphdecode.attention
 from graphdecode.attention import PagedDecodeAttention
-from graphdecode.kernels.attention_plan import plan_size
+from graphdecode.kernels.attention.attention_plan import plan_size
 
 OPERATORS = torch.ops.graphdecode
 CHECKS = ("test_schema", "test_faketensor")

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from graphdecode.kernels.rope_append import rope_append_torch, rope_append_triton
+from graphdecode.kernels.cache.rope_append import rope_append_torch, rope_append_triton
 
 HEADS, KV_HEADS, PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
 VERSIONS = {"triton": rope_append_triton, "torch": rope_append_torch}

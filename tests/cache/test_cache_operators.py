@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from graphdecode.kernels.cache_append import cache_append, cache_append_torch, cache_append_triton
-from graphdecode.kernels.cache_moves import (
+from graphdecode.kernels.cache.cache_append import cache_append, cache_append_torch, cache_append_triton
+from graphdecode.kernels.cache.cache_moves import (
     PLAN_HEADER,
     move_rows,
     move_rows_torch,
@@ -14,7 +14,7 @@ from graphdecode.kernels.cache_moves import (
     plan_row_moves_triton,
     plan_words,
 )
-from graphdecode.kernels.page_gather import page_gather, page_gather_torch, page_gather_triton
+from graphdecode.kernels.cache.page_gather import page_gather, page_gather_torch, page_gather_triton
 
 HOSTILE = 2**31 - 1
 

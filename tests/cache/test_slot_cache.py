@@ -5,7 +5,7 @@ import torch
 
 from graphdecode import GraphManager, Slot, StepBuffers
 from graphdecode.cache import SlotKVCacheManager
-from graphdecode.kernels.slot_cache import (
+from graphdecode.kernels.cache.slot_cache import (
     slot_scatter_torch,
     slot_scatter_triton,
     slot_shift_torch,

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.engine import loading
-from graphdecode.kernels import native
+from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
 needs_kernels = pytest.mark.skipif(

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.kernels import linear_weight
-from graphdecode.kernels.linear_choice import LinearChoice
-from graphdecode.kernels.linear_weight import LinearWeight
-from graphdecode.kernels.small_linear import small_linear_triton
-from graphdecode.kernels.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear import small_linear_triton
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.linear import linear_weight
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.linear_weight import LinearWeight
 from graphdecode.models import load
 
 SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)

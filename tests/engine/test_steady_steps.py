@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.buffers import StepBuffers
-from graphdecode.kernels import native
+from graphdecode.kernels.native import library as native
 
 MakeLLM = Callable[..., LLM]
 ROUNDS, STEPS = 3, 400  # the demo model's contexts end at 512

@@ -9,7 +9,7 @@ import numpy
 import torch
 from step_buffers import WEIGHT
 
-from graphdecode.kernels.optional_triton import tl, triton
+from graphdecode.kernels.native.optional_triton import tl, triton
 
 BAD_STEPS: dict[str, tuple[Callable, str]] = {}
 COUNTER = itertools.count(1)

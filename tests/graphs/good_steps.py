@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from step_buffers import TABLE, WEIGHT
 
-from graphdecode.kernels.embedding import embedding
-from graphdecode.kernels.rms_norm import rms_norm
+from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.norm.rms_norm import rms_norm
 
 GOOD_STEPS: dict[str, Callable] = {}
 

@@ -10,7 +10,7 @@ import torch
 
 from graphdecode import BucketLadder, CaptureError, FrozenError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.kernels.rms_norm import rms_norm
+from graphdecode.kernels.norm.rms_norm import rms_norm
 
 CAPACITY = 8
 

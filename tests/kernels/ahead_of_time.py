@@ -25,22 +25,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from graphdecode.kernels import (
-    act_mul,
-    advance,
-    attention_plan,
-    embedding,
-    extend_attention,
-    logprobs,
-    rms_norm,
-    rope_append,
-    sample,
-    skip_steps,
-    small_linear,
-    split_decode,
-)
-from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS
-from graphdecode.kernels.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.attention import attention_plan, extend_attention, split_decode
+from graphdecode.kernels.cache import rope_append
+from graphdecode.kernels.linear import small_linear
+from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.model import act_mul, advance, embedding, skip_steps
+from graphdecode.kernels.norm import rms_norm
+from graphdecode.kernels.sampling import logprobs, sample
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS
 
 POINTERS = {
     torch.float16: "*fp16",

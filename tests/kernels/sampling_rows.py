@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.sampling_slots import (
+from graphdecode.kernels.sampling.sampling_slots import (
     MAX_LOGPROBS,
     PROMPT_BIT,
     SAMPLING_SLOTS,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from sampling_rows import logprob_outputs, make_hostile, neutral_slots, set_row
 
-from graphdecode.kernels import native
-from graphdecode.kernels.advance import AdvanceState, advance, advance_torch, advance_triton, native_advance
-from graphdecode.kernels.sample import sample
-from graphdecode.kernels.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
+from graphdecode.kernels.model.advance import AdvanceState, advance, advance_torch, advance_triton, native_advance
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.sampling.sample import sample
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
 
 RING_LENGTH = 4
 RING_ROWS = 6

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.embedding import embedding, embedding_torch, embedding_triton
+from graphdecode.kernels.model.embedding import embedding, embedding_torch, embedding_triton
 
 HOSTILE_IDS = [2**62, -(2**62), -1, 11]
 

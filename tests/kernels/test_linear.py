@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from graphdecode.kernels import native
-from graphdecode.kernels.int8_linear import int8_linear, quantise_int8
-from graphdecode.kernels.linear import linear
-from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
-from graphdecode.kernels.linear_weight import prepare_linear
-from graphdecode.kernels.packed_linear import packed_linear
+from graphdecode.kernels.linear.int8_linear import int8_linear, quantise_int8
+from graphdecode.kernels.linear.linear import linear
+from graphdecode.kernels.linear.packed_linear import packed_linear
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.linear_weight import prepare_linear
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
 cpu_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
@@ -96,7 +96,7 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
 
 @pytest.fixture
 def no_compiled_kernels(monkeypatch):
-    monkeypatch.setattr("graphdecode.kernels.linear_weight.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.linear_weight.can_panel", lambda weight: False)
 
 
 class FixedTuner(LinearTuner):

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 
-from graphdecode.kernels import choice_cache, linear_choice
-from graphdecode.kernels.choice_cache import ChoiceCache, cache_folder
-from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
-from graphdecode.kernels.linear_weight import LinearWeight, prepare_linear
-from graphdecode.kernels.small_linear_config import SmallLinearConfig, fixed_config
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
+from graphdecode.linear import choice_cache, linear_choice
+from graphdecode.linear.choice_cache import ChoiceCache, cache_folder
+from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.linear_weight import LinearWeight, prepare_linear
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -27,7 +27,7 @@ def weight_of(out_features=96, in_features=80, dtype=torch.float32):
 @pytest.fixture
 def timings(monkeypatch):
     """The products that any tuner times where there are no compiled kernels, in order; the later ones are slower."""
-    monkeypatch.setattr("graphdecode.kernels.linear_weight.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.linear_weight.can_panel", lambda weight: False)
     timed = []
     monkeypatch.setattr(
         LinearTuner, "_best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
@@ -167,7 +167,7 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
     assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
     held = LinearWeight("plain", 1024, 512, weight, choices=choices, counters=torch.zeros(64, dtype=torch.int32))
     taken = []
-    monkeypatch.setattr("graphdecode.kernels.linear_weight.small_linear", lambda *given: taken.append(given[-1]))
+    monkeypatch.setattr("graphdecode.linear.linear_weight.small_linear", lambda *given: taken.append(given[-1]))
     for rows in (1, 2, 3, 16, 17):
         held.apply(torch.zeros(rows, 1024), torch.zeros(rows, 512))
     assert taken == [CONFIG, CONFIG]
@@ -201,7 +201,7 @@ def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
 @pytest.mark.slow
 def test_a_process_finds_what_another_measured(tmp_path):
     script = (
-        "from graphdecode.kernels.linear_choice import LinearTuner\n"
+        "from graphdecode.linear.linear_choice import LinearTuner\n"
         "from graphdecode.models import load_model\n"
         "measured, best = [], LinearTuner._best_seconds\n"
         "LinearTuner._best_seconds = lambda *given: measured.append(1) or best(*given)\n"

@@ -2,9 +2,9 @@ import pytest
 import torch
 from sampling_rows import logprob_outputs
 
-from graphdecode.kernels import native
-from graphdecode.kernels.logprobs import native_token_logprobs, token_logprobs_torch, token_logprobs_triton
-from graphdecode.kernels.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.sampling.logprobs import native_token_logprobs, token_logprobs_torch, token_logprobs_triton
+from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS
 
 
 @pytest.fixture(params=["torch", "native", "triton"])

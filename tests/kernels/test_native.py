@@ -11,19 +11,19 @@ import pytest
 import torch
 from sampling_rows import neutral_slots, random_rows, set_row
 
-from graphdecode.kernels import native
-from graphdecode.kernels.act_mul import ACTIVATIONS, native_act_mul
-from graphdecode.kernels.attention_plan import native_attention_plan
-from graphdecode.kernels.decode_attention import decode_attention_torch, native_decode_attention
-from graphdecode.kernels.embedding import native_embedding
-from graphdecode.kernels.int8_linear import quantise_int8
-from graphdecode.kernels.native import NativeCall, NativeSequence, joined
-from graphdecode.kernels.native_linear import native_linear, to_panels
-from graphdecode.kernels.native_sample import native_sample
-from graphdecode.kernels.rms_norm import native_add_rms_norm, native_rms_norm
-from graphdecode.kernels.rope_append import native_rope_append, rope_append_torch
-from graphdecode.kernels.sample import sample_torch
-from graphdecode.kernels.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
+from graphdecode.kernels.attention.attention_plan import native_attention_plan
+from graphdecode.kernels.attention.decode_attention import decode_attention_torch, native_decode_attention
+from graphdecode.kernels.cache.rope_append import native_rope_append, rope_append_torch
+from graphdecode.kernels.linear.int8_linear import quantise_int8
+from graphdecode.kernels.linear.native_linear import native_linear, to_panels
+from graphdecode.kernels.model.act_mul import ACTIVATIONS, native_act_mul
+from graphdecode.kernels.model.embedding import native_embedding
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
+from graphdecode.kernels.norm.rms_norm import native_add_rms_norm, native_rms_norm
+from graphdecode.kernels.sampling.native_sample import native_sample
+from graphdecode.kernels.sampling.sample import sample_torch
+from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
@@ -292,7 +292,7 @@ def test_neighbouring_kernels_become_one_call(generator):
 ANSWER = """
 import torch
 from graphdecode import LLM, SamplingParams
-from graphdecode.kernels import native
+from graphdecode.kernels.native import library as native
 print(native.why_not())
 outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
 print("|".join(output.outputs[0].text.strip() for output in outputs))
@@ -337,7 +337,7 @@ def test_clang_compiles_the_kernels_too(tmp_path):
 
 
 def test_the_library_is_compiled_once_and_found_again(tmp_path):
-    code = "from graphdecode.kernels import native; print(native.library()._name)"
+    code = "from graphdecode.kernels.native import library as native; print(native.library()._name)"
     (first,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
     made = Path(first).stat().st_mtime_ns
     (second,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
@@ -347,8 +347,11 @@ def test_the_library_is_compiled_once_and_found_again(tmp_path):
 
 
 def test_a_damaged_library_is_a_reason_and_no_crash(tmp_path):
-    code = "from graphdecode.kernels import native; print(native.library()._name)"
+    code = "from graphdecode.kernels.native import library as native; print(native.library()._name)"
     (made,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path))
     Path(made).write_bytes(b"not a library")
-    (why,) = run("from graphdecode.kernels import native; print(native.why_not())", GRAPHDECODE_CACHE_DIR=str(tmp_path))
+    (why,) = run(
+        "from graphdecode.kernels.native import library as native; print(native.why_not())",
+        GRAPHDECODE_CACHE_DIR=str(tmp_path),
+    )
     assert made in why

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from graphdecode.kernels.optional_triton import tl, triton
-from graphdecode.kernels.philox import philox_words, uniform_bits, uniform_bits_of
+from graphdecode.kernels.native.optional_triton import tl, triton
+from graphdecode.kernels.sampling.philox import philox_words, uniform_bits, uniform_bits_of
 
 # Random123's known answers for philox4x32, 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [

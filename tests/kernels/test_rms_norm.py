@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.rms_norm import (
+from graphdecode.kernels.norm.rms_norm import (
     add_rms_norm,
     add_rms_norm_torch,
     add_rms_norm_triton,

@@ -7,11 +7,11 @@ import torch
 from sampling_rows import kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
-from graphdecode.kernels import native
-from graphdecode.kernels.native_sample import native_sample
-from graphdecode.kernels.philox import uniform_bits
-from graphdecode.kernels.sample import sample, sample_torch, sample_triton
-from graphdecode.kernels.sampling_slots import PROMPT_BIT, SamplingSlots
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.sampling.native_sample import native_sample
+from graphdecode.kernels.sampling.philox import uniform_bits
+from graphdecode.kernels.sampling.sample import sample, sample_torch, sample_triton
+from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT, SamplingSlots
 
 BLOCK = 16
 

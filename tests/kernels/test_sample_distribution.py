@@ -4,8 +4,8 @@ import pytest
 import torch
 from sampling_rows import kept_probabilities, neutral_slots, set_row
 
-from graphdecode.kernels.sample import sample
-from graphdecode.kernels.sampling_slots import PROMPT_BIT, SamplingSlots
+from graphdecode.kernels.sampling.sample import sample
+from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT, SamplingSlots
 
 SAMPLERS = {
     "temperature": {"temperature": 0.7},

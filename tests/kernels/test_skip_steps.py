@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.kernels.skip_steps import skip_steps, skip_steps_torch, skip_steps_triton
+from graphdecode.kernels.model.skip_steps import skip_steps, skip_steps_torch, skip_steps_triton
 
 LENGTH, ROWS = 7, 5
 

@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
-from graphdecode.kernels import small_linear as module
-from graphdecode.kernels.small_linear import small_linear, small_linear_torch, small_linear_triton
-from graphdecode.kernels.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.linear import small_linear as module
+from graphdecode.kernels.linear.small_linear import small_linear, small_linear_torch, small_linear_triton
+from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
 
 pytest.importorskip("triton")
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from graphdecode.kernels import small_linear_timing
-from graphdecode.kernels.linear import linear
-from graphdecode.kernels.linear_choice import LinearChoice
-from graphdecode.kernels.small_linear_config import candidates
-from graphdecode.kernels.small_linear_timing import Contest, GraphClock, fastest_product
+from graphdecode.kernels.linear.linear import linear
+from graphdecode.kernels.linear.small_linear_config import candidates
+from graphdecode.linear import small_linear_timing
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.small_linear_timing import Contest, GraphClock, fastest_product
 
 
 def weight_of(out_features, in_features, dtype=torch.float32):

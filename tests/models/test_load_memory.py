@@ -28,8 +28,8 @@ EVICTION_BYTES = 64 * MIB  # what the choice of paths overwrites to find weights
 # the process's peak while the model is loaded, over what it had before: a first product brings oneDNN's own code
 SCRIPT = r"""
 import re, sys, torch
-from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
-from graphdecode.kernels.linear_weight import prepare_linear
+from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.linear_weight import prepare_linear
 from graphdecode.models import load_model
 torch.set_num_threads(1)
 dtype = getattr(torch, sys.argv[2])

@@ -10,7 +10,7 @@ from family_checkpoints import FAMILIES, save_checkpoint
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from graphdecode.kernels.linear_choice import LinearChoice, LinearTuner
+from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.models import load_model
 
 TOLERANCE = 1e-4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphdecode.kernels import native
+from graphdecode.kernels.native import library as native
 from graphdecode.profiling.step_costs import EAGER, FULL, kernel_summary, measure_steps
 
 ROOT = Path(__file__).parents[2]

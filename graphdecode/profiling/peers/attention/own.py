@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
-from graphdecode.kernels.split_decode import merge_splits_triton
+from graphdecode.kernels.attention.split_decode import merge_splits_triton
 from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
 from graphdecode.profiling.peers.attention.problem import PAGE_SIZE, AttentionProblem
 from graphdecode.profiling.peers.attention.timing import median_us, prepare

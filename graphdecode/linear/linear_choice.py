@@ -1,0 +1,210 @@
+"""Which path reads the weight of a linear layer fastest: measured once for each shape, and remembered."""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.linear.small_linear_config import TILE_ROWS, SmallLinearConfig
+from graphdecode.linear.choice_cache import ChoiceCache, processor_name, software
+from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
+
+Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
+_REPETITIONS = 7
+_MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
+_COUNTERS = 1 << 16
+_LEAST_BYTES = 1 << 20
+_EVICTION_BYTES = 64 * 2**20  # more than a last-level cache slice holds
+
+
+@dataclass(frozen=True)
+class LinearChoice:
+    """The path of one layer shape at one number of rows, and what was measured when it was chosen.
+
+    Attributes:
+        path: "plain", "packed", "native", "int8", "small" or "fixed".
+        config: of the small path.
+        us: microseconds of one product; None where nothing was measured.
+        gb_per_s: bytes of the weight by that time.
+        runner_up: the second fastest path.
+        runner_up_us: its microseconds.
+    """
+
+    path: str
+    config: SmallLinearConfig | None = None
+    us: float | None = None
+    gb_per_s: float | None = None
+    runner_up: str | None = None
+    runner_up_us: float | None = None
+
+    @classmethod
+    def among(cls, path: str, config: SmallLinearConfig | None, times: Mapping[str, float], nbytes: int) -> Self:
+        """Return a choice with its figures.
+
+        Args:
+            path: that was chosen.
+            config: of the small path.
+            times: seconds of each path by its name, which is the configuration's text for the small one.
+            nbytes: of the weight.
+        """
+        name = path if config is None else str(config)
+        others = sorted((seconds, other) for other, seconds in times.items() if other != name)
+        second_s, second = others[0] if others else (None, None)
+        return cls(
+            path,
+            config,
+            round(times[name] * 1e6, 2),
+            round(nbytes / times[name] / 1e9, 1),
+            second,
+            None if second_s is None else round(second_s * 1e6, 2),
+        )
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the choice that `dataclasses.asdict` was given; TypeError where it is none."""
+        config = plain.get("config")
+        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(**config)})
+
+    def as_report(self) -> dict[str, Any]:
+        """Return what is known, for the capture report."""
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return known | ({} if self.config is None else {"config": str(self.config)})
+
+
+Choices = dict[int, LinearChoice]  # rows -> choice
+
+
+class LinearTuner:
+    """Times the paths of a linear layer on this machine, once per device, shape, dtype, threads and batch sizes.
+
+    Args:
+        model_bytes: the weights that one step reads in all. Beyond the size of a cache, each timed run
+            finds the weight evicted, as it will be in the model.
+        cache: remembers the choices for the next start; None remembers them for this tuner's life alone.
+    """
+
+    def __init__(self, model_bytes: int = 0, cache: ChoiceCache | None = None) -> None:
+        self.choices: dict[str, Choices] = {}
+        """What was chosen, by device, shape, dtype, bias, rows and versions."""
+        self._is_cold = model_bytes > _EVICTION_BYTES // 2
+        self._eviction: Tensor | None = None
+        self._cache = cache
+        self._software = software()
+        self._counters: dict[torch.device, Tensor] = {}
+        self._clock: GraphClock | None = None
+
+    def counters(self, device: torch.device) -> Tensor:
+        """Return the counters that all small products on a GPU share; they run one after another."""
+        if device not in self._counters:
+            self._counters[device] = torch.zeros(_COUNTERS, dtype=torch.int32, device=device)
+        return self._counters[device]
+
+    def choose(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        batch_sizes: tuple[int, ...],
+        paths: Mapping[str, Callable[[], Product]],
+    ) -> Choices:
+        """Return the path that takes the least time, one for all batch sizes: the geometric mean over them.
+
+        Args:
+            weight: the plain weight, on the CPU.
+            bias: [out_features] or None.
+            batch_sizes: how many rows a decode step may have.
+            paths: name of each path -> what makes its product, the one that is to be preferred first.
+        """
+
+        def measure() -> Choices:
+            best, best_s = "", float("inf")
+            times: dict[int, dict[str, float]] = {rows: {} for rows in batch_sizes}
+            for path, make in paths.items():
+                product, typical_s = make(), 1.0
+                for rows in batch_sizes:
+                    x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+                    out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
+                    times[rows][path] = self._best_seconds(product, out, x)
+                    typical_s *= times[rows][path] ** (1 / len(batch_sizes))
+                if typical_s * (_MARGIN if best else 1.0) < best_s:
+                    best, best_s = path, typical_s
+            return {rows: LinearChoice.among(best, None, times[rows], weight.nbytes) for rows in batch_sizes}
+
+        return self._remembered(self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | "), measure)
+
+    def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
+        """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
+
+        Args:
+            weight: [out_features, in_features], on the GPU.
+            bias: [out_features] or None.
+            batch_sizes: rows of the decode steps; those above 16 are left to cuBLAS, and weights of less than 1 MiB
+                too: reading them takes less time than starting a kernel.
+        """
+        choices: Choices = {}
+        if weight.nbytes < _LEAST_BYTES:
+            return choices
+        for rows in (size for size in batch_sizes if size <= TILE_ROWS):
+
+            def measure(rows: int = rows) -> Choices:
+                try:
+                    config, times = fastest_product(weight, bias, rows, self._graph_clock(weight.device))
+                except Exception as error:  # no room for a graph, say: cuBLAS needs no measurement to be right
+                    message = f"linear paths for {rows} rows could not be timed: {type(error).__name__}: {error}"
+                    warnings.warn(message, RuntimeWarning, stacklevel=2)
+                    return {rows: LinearChoice("plain")}
+                path = "plain" if config is None else "small"
+                return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
+
+            choices |= self._remembered(self._key(weight, bias, (rows,)), measure)
+        return choices
+
+    def _graph_clock(self, device: torch.device) -> GraphClock:
+        if self._clock is None:  # one for all products: cuBLAS keeps a workspace for every stream that it has seen
+            self._clock = GraphClock(device)
+        return self._clock
+
+    def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
+        shape = "x".join(map(str, weight.shape))
+        where = processor_name(weight.device)
+        if weight.is_cpu:
+            where += ", cold" if self._is_cold else ", cached"
+        rows = ", ".join(map(str, batch_sizes))
+        layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
+        return f"{layer} | {paths}{where} | {self._software}"
+
+    def _remembered(self, key: str, measure: Callable[[], Choices]) -> Choices:
+        if key not in self.choices:
+            stored = None if self._cache is None else self._cache.get(key)
+            choices = _parse(stored)
+            if choices is None:
+                choices = measure()
+                if self._cache is not None and all(choice.us is not None for choice in choices.values()):
+                    self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
+            self.choices[key] = choices
+        return self.choices[key]
+
+    def _best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
+        if self._is_cold and self._eviction is None:
+            self._eviction = torch.zeros(_EVICTION_BYTES // 4)
+        product(out, x)
+        best = float("inf")
+        for _ in range(_REPETITIONS):
+            if self._eviction is not None:
+                self._eviction.add_(1)
+            start = time.perf_counter()
+            product(out, x)
+            best = min(best, time.perf_counter() - start)
+        return best
+
+
+def _parse(stored: Any) -> Choices | None:
+    """Return choices as they were written to disk; None where these are none."""
+    try:
+        return {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()} or None
+    except (AttributeError, TypeError, ValueError):
+        return None

@@ -1,0 +1,344 @@
+"""The plan of split-KV decode attention, made on the device: which program attends which part of which row.
+
+Every layer of a step shares one plan. It is a function of the lengths in device memory, so a captured plan is right
+and balanced at any later lengths.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from ..native.library import NativeCall, library
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+
+TILE_TOKENS = 64  # balanced splits are of whole tiles
+MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
+WAVES_WHEN_FULL = 3  # with more rows than one wave holds, long rows may be split into so many waves more
+PLAN_HEADER = 1
+
+
+def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
+    """Return how many work items a plan over `rows` rows may hold: what grids and workspaces are sized by.
+
+    Args:
+        rows: rows of the bucket.
+        wave_items: work items (times kv heads: programs) that run at the same time on the chip.
+        max_splits: with a fixed split size, the most splits of one row; 0 without.
+    """
+    if max_splits > 0:
+        return rows * max_splits
+    return wave_items if rows <= wave_items else rows + WAVES_WHEN_FULL * wave_items
+
+
+def plan_size(max_rows: int, max_items: int) -> int:
+    """Return how many int32 a plan takes: the number of items, first item and splits of each row, row of each item."""
+    return PLAN_HEADER + 2 * max_rows + max_items
+
+
+# One program plans one row: it reads all lengths (4 bytes a row, in L2 but for the first), finds the split size that
+# all programs find, and writes its own row's entries. No program waits for another.
+@triton.jit
+def _attention_plan_kernel(
+    kv_lens,
+    plan,
+    lengths,
+    live_rows,
+    last_page_len,
+    rows,
+    max_rows,
+    page_size,
+    wave_items,
+    fixed_split,
+    window_left,
+    q_len,
+    PAGED: tl.constexpr,
+    FIXED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    TILE: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    WAVES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    inside = index < rows
+    if PAGED:
+        pages = tl.load(lengths + index + 1, mask=inside, other=0) - tl.load(lengths + index, mask=inside, other=0)
+        last = tl.load(last_page_len + index, mask=inside, other=0)
+        tokens = tl.where(pages > 0, (pages - 1) * page_size + last, 0)
+    else:
+        inside = inside & (index < tl.load(live_rows))
+        tokens = tl.where(inside, tl.load(lengths + index, mask=inside, other=0) + 1, 0)
+    span = tokens
+    if HAS_WINDOW:
+        span = tl.minimum(tokens, window_left + q_len)
+    if FIXED:
+        splits = tl.cdiv(span, fixed_split)
+    else:
+        total = tl.sum(span.to(tl.int64))
+        filled = tl.sum((span > 0).to(tl.int32))
+        capacity = tl.where(filled <= wave_items, wave_items, filled + WAVES * wave_items)
+        # the smallest split of whole tiles with which all rows fit: sum(ceil(span / split)) <= capacity. It lies
+        # between total / capacity and total / (capacity - filled)
+        low = tl.maximum(tl.cdiv(total, capacity.to(tl.int64) * TILE).to(tl.int32), MIN_TILES)
+        most = tl.maximum(tl.cdiv(tl.max(span), TILE), 1)
+        spare = tl.maximum(capacity - filled, 1).to(tl.int64)
+        high = tl.where(capacity > filled, tl.cdiv(total, spare * TILE).to(tl.int32), most)
+        high = tl.maximum(tl.minimum(high, most), low)
+        while low < high:
+            middle = (low + high) // 2
+            fits = tl.sum(tl.cdiv(span, middle * TILE)) <= capacity
+            low = tl.where(fits, low, middle + 1)
+            high = tl.where(fits, middle, high)
+        splits = tl.cdiv(span, low * TILE)
+    own = index == row
+    count = tl.sum(tl.where(own, splits, 0))
+    first = tl.sum(tl.where(index < row, splits, 0))
+    tl.store(kv_lens + row, tl.sum(tl.where(own, tokens, 0)))
+    tl.store(plan + 1 + row, first)
+    tl.store(plan + 1 + max_rows + row, count)
+    if row == 0:
+        tl.store(plan, tl.sum(splits))
+    for begin in range(0, count, 32):
+        item = begin + tl.arange(0, 32)
+        tl.store(plan + 1 + 2 * max_rows + first + item, item * 0 + row, mask=item < count)
+
+
+def _launch(
+    kv_lens: Tensor,
+    plan: Tensor,
+    lengths: Tensor,
+    live_rows: Tensor | None,
+    last_page_len: Tensor | None,
+    rows: int,
+    page_size: int,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+    q_len: int,
+) -> None:
+    paged = last_page_len is not None
+    max_rows = kv_lens.shape[0]
+    _attention_plan_kernel[(max_rows if paged else rows,)](
+        kv_lens,
+        plan,
+        lengths,
+        live_rows,
+        last_page_len,
+        rows,
+        max_rows,
+        page_size,
+        wave_items,
+        fixed_split,
+        window_left,
+        q_len,
+        PAGED=paged,
+        FIXED=fixed_split > 0,
+        HAS_WINDOW=window_left >= 0,
+        TILE=TILE_TOKENS,
+        MIN_TILES=MIN_SPLIT_TILES,
+        WAVES=WAVES_WHEN_FULL,
+        BLOCK=triton.next_power_of_2(max_rows if paged else rows),
+        num_warps=1 if rows <= 256 else 4,
+    )
+
+
+def attention_plan_triton(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+) -> None:
+    """Launch the kernel; see `attention_plan`."""
+    rows = pre_step_seqlens.shape[0]
+    _launch(kv_lens, plan, pre_step_seqlens, live_rows, None, rows, 1, wave_items, fixed_split, window_left, 1)
+
+
+def paged_attention_plan_triton(
+    kv_lens: Tensor,
+    plan: Tensor,
+    indptr: Tensor,
+    last_page_len: Tensor,
+    num_indices: int,
+    page_size: int,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+    q_len: int,
+) -> None:
+    """Launch the kernel; see `paged_attention_plan`."""
+    rows = indptr.shape[0] - 1
+    _launch(kv_lens, plan, indptr, None, last_page_len, rows, page_size, wave_items, fixed_split, window_left, q_len)
+
+
+def bind_attention_plan(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+) -> Callable[[], None]:
+    """Return the plan of fixed tensors in host memory: the lengths alone, as nothing is split there."""
+    rows = pre_step_seqlens.shape[0]
+    before, after, live = pre_step_seqlens.numpy(), kv_lens.numpy()[:rows], live_rows.numpy()
+
+    def set_lengths() -> None:
+        count = min(max(int(live[0]), 0), rows)
+        np.add(before[:count], 1, out=after[:count])
+        after[count:] = 0
+
+    return set_lengths
+
+
+def native_attention_plan(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+) -> NativeCall | None:
+    """Return the compiled plan over fixed tensors, if there is one; see `attention_plan`."""
+    if library() is None or not pre_step_seqlens.is_contiguous():
+        return None
+    return NativeCall("attention_plan", None, kv_lens, pre_step_seqlens, live_rows, pre_step_seqlens.shape[0])
+
+
+def attention_plan_torch(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+) -> None:
+    """Set the lengths on the host; the torch version of attention needs no plan. See `attention_plan`."""
+    bind_attention_plan(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left)()
+
+
+def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
+    """Raise ValueError for page lists that no row could have.
+
+    Args:
+        indptr: [rows + 1], where each row's pages begin.
+        last_page_len: [rows], tokens in each row's last page.
+        num_indices: pages that are listed.
+        page_size: tokens a page.
+    """
+    pages = np.diff(indptr)
+    if indptr[0] != 0 or (pages < 0).any() or indptr[-1] > num_indices:
+        raise ValueError(
+            f"indptr must rise from 0 to at most the {num_indices} pages of indices, got {indptr.tolist()}"
+        )
+    if ((pages > 0) & ((last_page_len < 1) | (last_page_len > page_size))).any():
+        raise ValueError(
+            f"last_page_len must be in 1..page_size={page_size} for rows with pages, got {last_page_len.tolist()}"
+        )
+
+
+def paged_attention_plan_torch(
+    kv_lens: Tensor,
+    plan: Tensor,
+    indptr: Tensor,
+    last_page_len: Tensor,
+    num_indices: int,
+    page_size: int,
+    wave_items: int,
+    fixed_split: int,
+    window_left: int,
+    q_len: int,
+) -> None:
+    """Set the lengths on the host; the torch version of attention needs no plan. See `paged_attention_plan`."""
+    rows = last_page_len.shape[0]
+    starts, last = indptr.numpy(), last_page_len.numpy()
+    check_page_lists(starts, last, num_indices, page_size)
+    pages = np.diff(starts)
+    lengths = kv_lens.numpy()
+    lengths[:rows] = np.where(pages > 0, (pages - 1) * page_size + last, 0)
+    lengths[rows:] = 0
+
+
+_attention_plan = operator(
+    "attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor pre_step_seqlens, Tensor live_rows, int wave_items, "
+    "int fixed_split, int window_left) -> ()",
+    torch_version=attention_plan_torch,
+    bound_version=bind_attention_plan,
+    native_version=native_attention_plan,
+    triton_version=attention_plan_triton,
+)
+
+
+_paged_attention_plan = operator(
+    "paged_attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor indptr, Tensor last_page_len, "
+    "int num_indices, int page_size, int wave_items, int fixed_split, int window_left, int q_len) -> ()",
+    torch_version=paged_attention_plan_torch,
+    triton_version=paged_attention_plan_triton,
+)
+
+
+def attention_plan(
+    kv_lens: Tensor,
+    plan: Tensor,
+    pre_step_seqlens: Tensor,
+    live_rows: Tensor,
+    *,
+    wave_items: int,
+    fixed_split: int = 0,
+    window_left: int = -1,
+) -> None:
+    """Plan one decode step from the lengths before it: each live row attends to `pre_step_seqlens + 1` tokens.
+
+    Args:
+        kv_lens: int32 [max_rows], written: the tokens that each row attends to, 0 for padding.
+        plan: int32 [plan_size(...)], written.
+        pre_step_seqlens: int32 [rows], rows <= max_rows.
+        live_rows: int32 [1]; rows past it are padding, whatever their lengths say.
+        wave_items: work items that run at the same time.
+        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
+        window_left: the window that most layers use, which is what the work is balanced for; -1: none.
+    """
+    _attention_plan(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left)
+
+
+def paged_attention_plan(
+    kv_lens: Tensor,
+    plan: Tensor,
+    indptr: Tensor,
+    last_page_len: Tensor,
+    *,
+    num_indices: int,
+    page_size: int,
+    wave_items: int,
+    fixed_split: int = 0,
+    window_left: int = -1,
+    q_len: int = 1,
+) -> None:
+    """Plan decode attention over rows whose pages are listed one row after another.
+
+    Args:
+        kv_lens: int32 [max_rows], written: `(pages - 1) * page_size + last_page_len`; 0 without pages and past rows.
+        plan: int32 [plan_size(...)], written.
+        indptr: int32 [rows + 1], where each row's pages begin; rows <= max_rows.
+        last_page_len: int32 [rows], tokens in each row's last page.
+        num_indices: pages that are listed; indptr[-1] is at most that.
+        page_size: tokens a page.
+        wave_items: work items that run at the same time.
+        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
+        window_left: the window that the work is balanced for; -1: none.
+        q_len: queries a row.
+
+    Raises:
+        ValueError: on a CPU, lengths that cannot be. A GPU is not waited for.
+    """
+    _paged_attention_plan(
+        kv_lens, plan, indptr, last_page_len, num_indices, page_size, wave_items, fixed_split, window_left, q_len
+    )

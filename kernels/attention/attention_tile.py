@@ -1,0 +1,233 @@
+"""The inner loop that the attention kernels share: one tile of queries over one span of a row's cached keys.
+
+Online softmax over key tiles (Dao et al., FlashAttention-2, 2023), base 2 throughout. The key tile is independent of
+the page size; page numbers are loaded one tile ahead of the keys that they lead to.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+
+LOG2_E = 1.4426950408889634
+_TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
+_FP8_BITS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
+
+
+@triton.jit
+def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
+    """Widen cached values to the compute type; fp8 that comes as bytes is decoded by its bits, on any architecture."""
+    if KV_BITS == "e4m3":
+        # fp16 has the same layout with a bias of 15 in place of 7: right but for a factor of 2^8, subnormals too
+        wide = x.to(tl.uint16)
+        half = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
+        value = half.to(tl.float32) * 256.0
+        return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(COMPUTE)
+    if KV_BITS == "e5m2":
+        return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(COMPUTE)
+    return x.to(COMPUTE)
+
+
+@triton.jit
+def alibi_slope(head, POWER: tl.constexpr):
+    """The slope of a query head (Press et al., 2022); POWER is the largest power of two up to the number of heads."""
+    first = -8.0 * (head + 1).to(tl.float32) / POWER
+    rest = -4.0 * (2 * (head - POWER) + 1).to(tl.float32) / POWER
+    return tl.exp2(tl.where(head < POWER, first, rest))
+
+
+@triton.jit
+def rotate(low, high, at, pairs, rope_step, rope_scale):
+    """Rotate the halves of heads half-split by `at * 2^(pair * rope_step) / rope_scale`."""
+    angle = at.to(tl.float32) * (tl.exp2(pairs.to(tl.float32) * rope_step) / rope_scale)
+    cos = tl.cos(angle)
+    sin = tl.sin(angle)
+    return low * cos - high * sin, high * cos + low * sin
+
+
+# One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
+@triton.jit
+def attend_span(
+    q,
+    q_high,
+    q_at,
+    slopes,
+    k_cache,
+    v_cache,
+    pages,
+    begin,
+    end,
+    k_page_stride,
+    k_token_stride,
+    k_dim_stride,
+    v_page_stride,
+    v_token_stride,
+    v_dim_stride,
+    scale,
+    window_left,
+    soft_cap,
+    rope_step,
+    rope_scale,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    KV_BITS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    MODE: tl.constexpr,
+):
+    """Return (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]) of the keys [begin, end), unnormalised, base 2.
+
+    `q` [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
+    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, `pages` at the row's page table.
+    `scale` holds log2(e). A PAGE_SIZE of 0 says that the row is all in one page.
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    PRECISION: tl.constexpr = "tf32x3"  # of fp32 products: three tensor-core products that keep fp32's accuracy
+    dims = tl.arange(0, BLOCK_D)
+    values = tl.arange(0, BLOCK_V)
+    keys = tl.arange(0, BLOCK_N)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if PAGE_SIZE == 0:
+        page = tl.load(pages).to(tl.int64) + tl.zeros([BLOCK_N], tl.int64)
+    else:
+        page = tl.load(pages + (begin + keys) // PAGE_SIZE, mask=begin + keys < end, other=0).to(tl.int64)
+    for start in range(begin, end, BLOCK_N):
+        at = start + keys
+        inside = at < end
+        place = at
+        next_page = page
+        if PAGE_SIZE > 0:
+            place = at % PAGE_SIZE
+            following = at + BLOCK_N
+            next_page = tl.load(pages + following // PAGE_SIZE, mask=following < end, other=0).to(tl.int64)
+        k_at = k_cache + page * k_page_stride + place.to(tl.int64) * k_token_stride
+        v_at = v_cache + page * v_page_stride + place.to(tl.int64) * v_token_stride
+        if MODE == "ROPE_LLAMA":
+            half = inside[None, :] & (dims < HALF)[:, None]
+            k_low = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=half, other=0.0)
+            k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * k_dim_stride, mask=half, other=0.0)
+            k_low, k_high = rotate(
+                dequantise(k_low, KV_BITS, tl.float32),
+                dequantise(k_high, KV_BITS, tl.float32),
+                at[None, :],
+                dims[:, None],
+                rope_step,
+                rope_scale,
+            )
+            scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
+            scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
+        else:
+            if BLOCK_D == HEAD_DIM:
+                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=inside[None, :], other=0.0)
+            else:
+                held = inside[None, :] & (dims < HEAD_DIM)[:, None]
+                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=held, other=0.0)
+            scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
+        scores = scores * scale
+        if HAS_CAP:
+            # log2(e) stands in the scale: cap * log2(e) * tanh(s / (cap * log2(e)) ), tanh(x) = 1 - 2 / (e^2x + 1)
+            reach = soft_cap * 1.4426950408889634
+            scores = reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+        if MODE == "ALIBI":
+            scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
+        seen = inside[None, :]
+        if CAUSAL:
+            seen = seen & (at[None, :] <= q_at[:, None])
+        if HAS_WINDOW:
+            seen = seen & (at[None, :] >= q_at[:, None] - window_left)
+        scores = tl.where(seen, scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(top - base)
+        total = total * shrink + tl.sum(weights, axis=1)
+        if BLOCK_V == VALUE_DIM:
+            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=inside[:, None], other=0.0)
+        else:
+            held = inside[:, None] & (values < VALUE_DIM)[None, :]
+            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=held, other=0.0)
+        v = dequantise(v, KV_BITS, COMPUTE)
+        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = new_top
+        page = next_page
+    return acc, total, top
+
+
+def compute_dtype(q: Tensor, cache: Tensor) -> Any:
+    """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32."""
+    narrow = cache.dtype.itemsize == 1 or cache.dtype == q.dtype
+    return getattr(tl, _TRITON_DTYPES[q.dtype if narrow else torch.float32])
+
+
+def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
+    """Return what the kernel loads, and how it decodes it: fp8 as bytes where the hardware does not convert it."""
+    if cache.dtype not in _FP8_BITS:
+        return cache, ""
+    if cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9):
+        return cache, ""
+    return cache.view(torch.uint8), _FP8_BITS[cache.dtype]
+
+
+def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compute_itemsize: int) -> dict[str, int]:
+    """Return the tile of an attention kernel: BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, num_warps and num_stages.
+
+    Args:
+        rows: queries times heads of the group that one program could take.
+        head_dim: of keys.
+        value_dim: of values.
+        kv_itemsize: bytes of a cached value.
+        compute_itemsize: bytes of a value in the matrix products.
+    """
+    block_d = max(triton.next_power_of_2(head_dim), 16)
+    block_v = max(triton.next_power_of_2(value_dim), 16)
+    most = 64 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16
+    block_m = min(max(triton.next_power_of_2(rows), 16), most)
+    block_n = _TILE_BYTES // ((block_d + block_v) * compute_itemsize)
+    block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m == 64 else 128)
+    wide = compute_itemsize == 4
+    # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
+    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
+    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16  # few queries: decoding fp8 takes the registers
+    stages = (1 if block_d >= 256 else 2) if wide else 4 if kv_itemsize == 1 else 3  # one tile fewer is in flight
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "num_warps": 4 if block_m * max(block_v, block_n) <= room and not spread else 8,
+        "num_stages": stages,
+    }
+
+
+def logit_arguments(
+    head_dim: int,
+    query_heads: int,
+    sm_scale: float,
+    soft_cap: float,
+    position_mode: str,
+    rope_scale: float,
+    rope_theta: float,
+) -> dict[str, Any]:
+    """Return the kernel arguments that the logits' options come down to."""
+    return {
+        "scale": sm_scale * LOG2_E,
+        "soft_cap": soft_cap,
+        "rope_step": -2.0 / head_dim * math.log2(rope_theta),
+        "rope_scale": rope_scale,
+        "HAS_CAP": soft_cap > 0.0,
+        "MODE": position_mode,
+        "ALIBI_POWER": 1 << (query_heads.bit_length() - 1),
+    }

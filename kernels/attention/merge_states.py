@@ -1,0 +1,211 @@
+"""Merging attention over disjoint parts of the keys: outputs weighted by their base-2 log-sum-exps.
+
+`v = sum_i 2^(s_i - s) v_i` with `s = log2 sum_i 2^s_i` (Ye et al., Cascade Inference, 2024; the recursion of online
+softmax). A state with s = -inf counts for nothing, whatever its v holds; nothing but such states gives v = 0, s = -inf.
+"""
+
+import torch
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+
+
+# One program merges one head of one row: it reads states * (dim * itemsize + 4) bytes and writes one state.
+@triton.jit
+def _merge_states_kernel(
+    v_out,
+    s_out,
+    v,
+    s,
+    states,
+    heads,
+    dim,
+    v_row_stride,
+    v_state_stride,
+    v_head_stride,
+    s_row_stride,
+    s_state_stride,
+    s_head_stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    dims = tl.arange(0, BLOCK)
+    acc = tl.zeros([BLOCK], tl.float32)
+    total = 0.0
+    top = -float("inf")
+    for state in range(states):
+        log_sum = tl.load(s + row * s_row_stride + state * s_state_stride + head * s_head_stride).to(tl.float32)
+        part = tl.load(
+            v + row * v_row_stride + state * v_state_stride + head * v_head_stride + dims, mask=dims < dim, other=0.0
+        ).to(tl.float32)
+        new_top = tl.maximum(top, log_sum)
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weight = tl.exp2(log_sum - base)
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink + tl.where(weight > 0.0, part * weight, 0.0)
+        total = total * shrink + weight
+        top = new_top
+    norm = tl.where(total > 0.0, total, 1.0)
+    tl.store(v_out + (row * heads + head) * dim + dims, (acc / norm).to(v_out.dtype.element_ty), mask=dims < dim)
+    tl.store(s_out + row * heads + head, top + tl.log2(norm))
+
+
+# One program merges one head of one row into its first state, or leaves it alone where the mask says so.
+@triton.jit
+def _merge_state_kernel(
+    v_out,
+    s_out,
+    v_a,
+    s_a,
+    v_b,
+    s_b,
+    mask,
+    heads,
+    dim,
+    HAS_MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if HAS_MASK:  # noqa: SIM102 (the mask may only be read where there is one)
+        if tl.load(mask + row) == 0:
+            return
+    place = row * heads + tl.program_id(1)
+    dims = tl.arange(0, BLOCK)
+    sum_a = tl.load(s_a + place).to(tl.float32)
+    sum_b = tl.load(s_b + place).to(tl.float32)
+    top = tl.maximum(sum_a, sum_b)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    weight_a = tl.exp2(sum_a - base)
+    weight_b = tl.exp2(sum_b - base)
+    total = weight_a + weight_b
+    norm = tl.where(total > 0.0, total, 1.0)
+    part_a = tl.load(v_a + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    part_b = tl.load(v_b + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
+    merged = tl.where(weight_a > 0.0, part_a * weight_a, 0.0) + tl.where(weight_b > 0.0, part_b * weight_b, 0.0)
+    tl.store(v_out + place * dim + dims, (merged / norm).to(v_out.dtype.element_ty), mask=dims < dim)
+    tl.store(s_out + place, top + tl.log2(norm))
+
+
+def merge_states_triton(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+    """Launch the kernel; see `merge_states`. It has run in Triton's interpreter."""
+    rows, states, heads, dim = v.shape
+    if v.stride(-1) != 1:
+        v = v.contiguous()
+    _merge_states_kernel[(rows, heads)](
+        v_out,
+        s_out,
+        v,
+        s,
+        states,
+        heads,
+        dim,
+        *v.stride()[:3],
+        *s.stride(),
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
+
+
+def merge_state_triton(
+    v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None
+) -> None:
+    """Launch the kernel; see `merge_state`. It has run in Triton's interpreter."""
+    rows, heads, dim = v_a.shape
+    _merge_state_kernel[(rows, heads)](
+        v_out,
+        s_out,
+        v_a,
+        s_a,
+        v_b,
+        s_b,
+        mask,
+        heads,
+        dim,
+        HAS_MASK=mask is not None,
+        BLOCK=triton.next_power_of_2(dim),
+        num_warps=1,
+    )
+
+
+def merge_states_torch(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+    """Merge with torch operators; see `merge_states`."""
+    if v.shape[1] == 0:
+        v_out.zero_()
+        s_out.fill_(-float("inf"))
+        return
+    wide = s.float()
+    top = wide.amax(1, keepdim=True)
+    weights = torch.exp2(wide - torch.where(top == -float("inf"), 0.0, top)).unsqueeze(-1)  # [rows, states, heads, 1]
+    total = weights.sum(1)
+    norm = torch.where(total > 0, total, 1.0)
+    v_out.copy_(torch.where(weights > 0, v.float() * weights, 0.0).sum(1) / norm)
+    s_out.copy_(top.squeeze(1) + torch.log2(norm.squeeze(-1)))
+
+
+def merge_state_torch(
+    v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None
+) -> None:
+    """Merge with torch operators; see `merge_state`."""
+    v, s = torch.empty_like(v_out), torch.empty_like(s_out)
+    merge_states_torch(v, s, torch.stack([v_a, v_b], dim=1), torch.stack([s_a, s_b], dim=1))
+    v_out.copy_(v if mask is None else torch.where(mask.bool().view(-1, 1, 1), v, v_out))
+    s_out.copy_(s if mask is None else torch.where(mask.bool().view(-1, 1), s, s_out))
+
+
+_merge_states = operator(
+    "merge_states(Tensor(a!) v_out, Tensor(b!) s_out, Tensor v, Tensor s) -> ()",
+    torch_version=merge_states_torch,
+    triton_version=merge_states_triton,
+)
+_merge_state = operator(
+    "merge_state(Tensor(a!) v_out, Tensor(b!) s_out, Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, Tensor? mask) "
+    "-> ()",
+    torch_version=merge_state_torch,
+    triton_version=merge_state_triton,
+)
+_merge_state_in_place = operator(
+    "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask) -> ()",
+    torch_version=lambda v, s, v_b, s_b, mask: merge_state_torch(v, s, v, s, v_b, s_b, mask),
+    triton_version=lambda v, s, v_b, s_b, mask: merge_state_triton(v, s, v, s, v_b, s_b, mask),
+)
+
+
+def merge_states(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+    """Merge any number of states into one.
+
+    Args:
+        v_out: [rows, heads, dim], contiguous.
+        s_out: fp32 [rows, heads], contiguous, base 2.
+        v: [rows, states, heads, dim].
+        s: fp32 [rows, states, heads].
+    """
+    _merge_states(v_out, s_out, v, s)
+
+
+def merge_state(v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> None:
+    """Merge two states into another.
+
+    Args:
+        v_out: [rows, heads, dim], contiguous, as all the others.
+        s_out: fp32 [rows, heads], base 2.
+        v_a: [rows, heads, dim].
+        s_a: fp32 [rows, heads].
+        v_b: [rows, heads, dim].
+        s_b: fp32 [rows, heads].
+    """
+    _merge_state(v_out, s_out, v_a, s_a, v_b, s_b, None)
+
+
+def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+    """Merge a state into the first.
+
+    Args:
+        v: [rows, heads, dim], contiguous, written.
+        s: fp32 [rows, heads], contiguous, written.
+        v_other: [rows, heads, dim], contiguous.
+        s_other: fp32 [rows, heads], contiguous.
+        mask: bool or int [rows]; rows where it is 0 are left alone. None: all are merged.
+    """
+    _merge_state_in_place(v, s, v_other, s_other, mask)

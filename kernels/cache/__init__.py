@@ -1,0 +1,1 @@
+"""Writing, moving and gathering keys and values."""

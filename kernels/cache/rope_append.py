@@ -1,0 +1,330 @@
+"""Between the QKV product and attention: norm of queries and keys, rotary embedding, append to the cache. One operator.
+
+Rotary embedding (Su et al., 2021) in its half-split form: of each head's first `rot` channels, channel i and channel
+`i + rot/2` are rotated by the angle of the token's position. Queries and keys may be RMS-normed per head before.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native.library import NativeCall, fits
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..norm.rms_norm import rms_norm_torch
+
+_HEADS_AT_ONCE = 4  # of one program on a GPU
+_MOST_SINGLE_COPIES = 3  # from here on one indexed copy is faster than a copy for each token
+
+
+# One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,
+# for the other half of each pair), their position's cosines and sines, and writes queries to `q_out`, keys and values
+# to the cache: 2 * HEADS * HEAD_DIM * itemsize bytes. Padding tokens read and write nothing.
+@triton.jit
+def _rope_append_kernel(
+    q_out,
+    k_cache,
+    v_cache,
+    qkv,
+    rows,
+    positions,
+    live,
+    page_table,
+    cos_sin,
+    q_norm,
+    k_norm,
+    qo_heads,
+    kv_heads,
+    eps,
+    qkv_stride,
+    table_stride,
+    k_page_stride,
+    k_token_stride,
+    k_head_stride,
+    v_page_stride,
+    v_token_stride,
+    v_head_stride,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    token = tl.program_id(0)
+    if token >= tl.load(live):
+        return
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dims = tl.arange(0, BLOCK_D)
+    source = qkv + token.to(tl.int64) * qkv_stride
+    position = tl.load(positions + token)
+    row = tl.load(rows + token).to(tl.int64)
+    page = tl.load(page_table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
+    place = position % PAGE_SIZE
+
+    is_query = head < qo_heads
+    is_key = (head >= qo_heads) & (head < qo_heads + kv_heads)
+    turned = (is_query | is_key)[:, None] & (dims < HEAD_DIM)[None, :]
+    other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+        valid = dims < HEAD_DIM
+        q_gain = tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        x = x * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+        q_gain = tl.load(q_norm + other, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(k_norm + other, mask=valid, other=0.0).to(tl.float32)
+        y = y * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
+    pair = tl.where(dims < HALF, dims, dims - HALF)
+    paired = dims < 2 * HALF
+    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    cos = tl.load(angles + pair, mask=paired, other=1.0)
+    sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
+    rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
+    tl.store(
+        q_out + (token.to(tl.int64) * qo_heads + head)[:, None] * HEAD_DIM + dims[None, :],
+        rotated.to(q_out.dtype.element_ty),
+        mask=is_query[:, None] & turned,
+    )
+    k_at = k_cache + page * k_page_stride + place * k_token_stride + (head - qo_heads) * k_head_stride
+    tl.store(k_at[:, None] + dims[None, :], rotated.to(k_cache.dtype.element_ty), mask=is_key[:, None] & turned)
+
+    value_head = head - qo_heads - kv_heads
+    is_value = ((value_head >= 0) & (value_head < kv_heads))[:, None] & (dims < HEAD_DIM)[None, :]
+    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0)
+    v_at = v_cache + page * v_page_stride + place * v_token_stride + value_head * v_head_stride
+    tl.store(v_at[:, None] + dims[None, :], value.to(v_cache.dtype.element_ty), mask=is_value)
+
+
+def rope_append_triton(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
+    tokens, qo_heads, head_dim = q_out.shape
+    page_size, kv_heads = k_cache.shape[1:3]
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, _HEADS_AT_ONCE))](
+        q_out,
+        k_cache,
+        v_cache,
+        qkv,
+        rows,
+        positions,
+        live,
+        page_table,
+        cos_sin,
+        q_norm,
+        k_norm,
+        qo_heads,
+        kv_heads,
+        eps,
+        qkv.stride(0),
+        page_table.stride(0),
+        *k_cache.stride()[:3],
+        *v_cache.stride()[:3],
+        HEAD_DIM=head_dim,
+        HALF=cos_sin.shape[-1],
+        PAGE_SIZE=page_size,
+        HAS_NORM=q_norm is not None,
+        HEADS=_HEADS_AT_ONCE,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=2,
+    )
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Views and memory for the rotation of one number of tokens; rotating runs over the same memory every time."""
+
+    positions: Tensor
+    angles: Tensor  # float32 [t, 2, rot / 2]
+    cos: Tensor
+    sin: Tensor
+    source: Tensor  # queries and keys as the product left them
+    wide: Tensor  # float32, the same; the very same where they are float32 already and stay as they are
+    first: Tensor
+    second: Tensor
+    rotated: Tensor  # float32
+    rotated_first: Tensor
+    rotated_second: Tensor
+
+    @classmethod
+    def of(cls, count: int, positions: Tensor, joined: Tensor, heads: int, half: int, is_normed: bool) -> "_Rotation":
+        source = joined[:count, :heads]
+        in_place = source.dtype == torch.float32 and not is_normed  # the norm is written over what it is of
+        wide = source if in_place else torch.empty(source.shape, dtype=torch.float32)
+        rotated = torch.empty(source.shape, dtype=torch.float32)
+        angles = torch.empty(count, 2, half)
+        low, high = slice(0, half), slice(half, 2 * half)
+        return cls(
+            positions[:count],
+            angles,
+            angles[:, :1],
+            angles[:, 1:],
+            source,
+            wide,
+            wide[..., low],
+            wide[..., high],
+            rotated,
+            rotated[..., low],
+            rotated[..., high],
+        )
+
+
+def bind_rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> Callable[[], None]:
+    """Return rotation and append of fixed tensors in host memory; see `rope_append`."""
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    capacity, qo_heads = q_out.shape[:2]
+    heads = qo_heads + kv_heads
+    half = cos_sin.shape[-1]
+    key_places, value_places = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
+    joined = qkv.view(capacity, heads + kv_heads, head_dim)
+    live_count, row_of, position_of, pages_of = live.numpy(), rows.numpy(), positions.numpy(), page_table.numpy()
+    rotations: dict[int, _Rotation] = {}
+
+    def append() -> None:
+        count = min(int(live_count[0]), capacity)
+        if count == 0:
+            return
+        if count not in rotations:
+            rotations[count] = _Rotation.of(count, positions, joined, heads, half, q_norm is not None)
+        memory = rotations[count]
+        if memory.wide is not memory.source:
+            memory.wide.copy_(memory.source)
+        if q_norm is not None and k_norm is not None:
+            rms_norm_torch(memory.rotated[:, :qo_heads], memory.wide[:, :qo_heads], q_norm, eps)
+            rms_norm_torch(memory.rotated[:, qo_heads:], memory.wide[:, qo_heads:], k_norm, eps)
+            memory.wide.copy_(memory.rotated)
+        elif 2 * half < head_dim:
+            memory.rotated.copy_(memory.wide)
+        torch.index_select(cos_sin, 0, memory.positions, out=memory.angles)
+        torch.mul(memory.first, memory.cos, out=memory.rotated_first).addcmul_(memory.second, memory.sin, value=-1)
+        torch.mul(memory.second, memory.cos, out=memory.rotated_second).addcmul_(memory.first, memory.sin)
+        q_out[:count].copy_(memory.rotated[:, :qo_heads])
+        keys, values = memory.rotated[:, qo_heads:], joined[:count, heads:]
+        if count <= _MOST_SINGLE_COPIES:
+            for token in range(count):
+                page, place = divmod(int(position_of[token]), page_size)
+                place += int(pages_of[row_of[token], page]) * page_size
+                key_places[place].copy_(keys[token])
+                value_places[place].copy_(values[token])
+        else:
+            pages = pages_of[row_of[:count], position_of[:count] // page_size]
+            places = torch.from_numpy(pages.astype(np.int64) * page_size + position_of[:count] % page_size)
+            key_places.index_copy_(0, places, keys.to(k_cache.dtype))
+            value_places.index_copy_(0, places, values.to(v_cache.dtype))
+
+    return append
+
+
+def rope_append_torch(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Rotate and append in host memory; see `rope_append`."""
+    bind_rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)()
+
+
+def native_rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+) -> NativeCall | None:
+    """Return the compiled rotation and append of fixed tensors, if it serves them; see `rope_append`."""
+    is_dense = all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
+    if not is_dense or not fits(q_out, k_cache, v_cache, qkv, q_norm, k_norm):
+        return None
+    pages, page_size, kv_heads, head_dim = k_cache.shape
+    heads = (*q_out.shape[:2], kv_heads, head_dim, cos_sin.shape[-1])
+    memory = (q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm)
+    return NativeCall("rope_append", qkv.dtype, *memory, *heads, page_size, pages, page_table.shape[1], float(eps))
+
+
+_rope_append = operator(
+    "rope_append(Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor qkv, Tensor rows, Tensor positions, "
+    "Tensor live, Tensor page_table, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
+    torch_version=rope_append_torch,
+    bound_version=bind_rope_append,
+    native_version=native_rope_append,
+    triton_version=rope_append_triton,
+)
+
+
+def rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Write rotated queries into `q_out`, and rotated keys and values into the cache.
+
+    Args:
+        q_out: [t, num_qo_heads, head_dim], contiguous.
+        k_cache: [pages, page_size, num_kv_heads, head_dim]; the last page is the trash page.
+        v_cache: the same shape.
+        qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values.
+        rows: int32 [t], the page-table row of each token.
+        positions: int32 [t], its position in its sequence.
+        live: int32 [1]; tokens from there on are padding and reach at most the trash page.
+        page_table: int32 [b, pages of a row].
+        cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
+        q_norm: [head_dim] or None, weight of the queries' RMSNorm.
+        k_norm: [head_dim] or None, weight of the keys' RMSNorm.
+        eps: of these norms.
+    """
+    _rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)

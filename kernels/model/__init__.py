@@ -1,0 +1,1 @@
+"""What else a step is made of: embedding, activation, and the batch's advance to the next step."""

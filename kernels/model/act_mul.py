@@ -1,0 +1,105 @@
+"""The gate of a gated MLP: `out = activation(gate) * up` (Shazeer, 2020, "GLU Variants Improve Transformer").
+
+Activations: `silu` (x * sigmoid(x)), `gelu_tanh` (Hendrycks and Gimpel, 2016, the tanh form) and `gelu`
+(the exact one, by erf).
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..native.early_start import has_early_start
+from ..native.library import NativeCall, fits
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+_MAX_BLOCK = 2048
+
+
+# One program computes one tile of one row: it reads 2 * tile and writes tile values, in fp32 in between.
+@triton.jit
+def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:  # the product behind it may begin to load its weights
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + width + columns, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "silu":
+        active = gate / (1.0 + tl.exp(-gate))
+    elif ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    else:
+        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    tl.store(out + row * width + columns, (active * up).to(out.dtype.element_ty), mask=inside)
+
+
+def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    """Launch the kernel; see `act_mul`."""
+    rows, width = out.shape
+    block = min(triton.next_power_of_2(width), _MAX_BLOCK)
+    grid = (rows, triton.cdiv(width, block))
+    pdl = has_early_start(out.device)
+    _act_mul_kernel[grid](
+        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, PDL=pdl, num_warps=4
+    )
+
+
+def bind_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> Callable[[], None]:
+    """Return the product of fixed tensors, the activation rounded to the dtype first; see `act_mul`."""
+    width = out.shape[-1]
+    gate, up = gate_up[:, :width], gate_up[:, width:]
+    if activation == "silu":
+        activate = functools.partial(torch.ops.aten.silu.out, gate, out=out)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        activate = functools.partial(torch.ops.aten.gelu.out, gate, approximate=approximate, out=out)
+
+    def multiply() -> None:
+        activate()
+        out.mul_(up)
+
+    return multiply
+
+
+def act_mul_torch(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    """Compute with torch operators; see `act_mul`."""
+    bind_act_mul(out, gate_up, activation)()
+
+
+def native_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> NativeCall | None:
+    """Return the compiled product of fixed tensors, if it serves them; see `act_mul`."""
+    if gate_up.stride(1) != 1 or not fits(out, gate_up):
+        return None
+    sizes = (*out.shape, gate_up.stride(0))
+    return NativeCall("act_mul", out.dtype, out, gate_up, *sizes, ACTIVATIONS.index(activation))
+
+
+_act_mul = operator(
+    "act_mul(Tensor(a!) out, Tensor gate_up, str activation) -> ()",
+    torch_version=act_mul_torch,
+    bound_version=bind_act_mul,
+    native_version=native_act_mul,
+    triton_version=act_mul_triton,
+)
+
+
+def act_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    """Write `activation(gate) * up` into `out`.
+
+    Args:
+        out: [rows, width], contiguous.
+        gate_up: [rows, 2 * width], the gate first; rows may be strided.
+        activation: one of `ACTIVATIONS`.
+
+    Raises:
+        ValueError: the activation is not known.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
+    _act_mul(out, gate_up, activation)

@@ -1,0 +1,294 @@
+"""Advance a batch by one token, on the device: the step feeds itself as long as the membership stays.
+
+A row's new token goes to the output ring, into its counts, and, unless it ended the row, into the slot of the
+token to feed, one position on. What a step changes is decided by device memory alone, so a loop of steps on
+the device needs no host.
+
+A row that finishes does not advance: its token is in the ring, and steps that still run over the row write
+the same key and value at the same place again. It needs no page past the last token it was fed.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..native.library import NativeCall, library
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..sampling.sampling_slots import FLAG_LOGPROBS, FLAG_PENALTIES, LogprobOutputs, SamplingSlots
+
+
+class AdvanceState(NamedTuple):
+    """What `advance` changes in place.
+
+    Attributes:
+        tokens: int64 [b], the token to feed next.
+        pre_step_seqlens: int32 [b], its position.
+        finished: int32 [b], 1 for a row that ended; the host clears it when it stages a row.
+        step_index: int64 [1], steps taken so far; its remainder by R names the ring's current entry.
+        running: int32 [1], live rows that are not finished after the step.
+        ring_tokens: int64 [R, b_max], the tokens of the last R steps, -1 where a row had none.
+        token_counts: int32 [b, vocab], see `sampling_slots`; None where no row may have penalties.
+        ring_logprob: float32 [R, b_max] or None, log-probability of the ring's tokens.
+        ring_top_logprobs: float32 [R, b_max, MAX_LOGPROBS] or None.
+        ring_top_ids: int32 [R, b_max, MAX_LOGPROBS] or None.
+    """
+
+    tokens: Tensor
+    pre_step_seqlens: Tensor
+    finished: Tensor
+    step_index: Tensor
+    running: Tensor
+    ring_tokens: Tensor
+    token_counts: Tensor | None = None
+    ring_logprob: Tensor | None = None
+    ring_top_logprobs: Tensor | None = None
+    ring_top_ids: Tensor | None = None
+
+
+# One program does the whole batch: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30.
+@triton.jit
+def _advance_kernel(
+    tokens,
+    pre_step_seqlens,
+    finished,
+    step_index,
+    running,
+    ring_tokens,
+    token_counts,
+    ring_logprob,
+    ring_top_logprobs,
+    ring_top_ids,
+    sampled,
+    sampled_logprob,
+    top_logprobs,
+    top_ids,
+    live_rows,
+    sampling_flags,
+    stop_ids,
+    min_position,
+    last_position,
+    ring_length,
+    ring_rows,
+    counts_stride,
+    PENALTIES: tl.constexpr,
+    PENALTIES_FLAG: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    LOGPROBS_FLAG: tl.constexpr,
+    ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    TOPS: tl.constexpr,
+    TOPS_BLOCK: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    live = rows < tl.load(live_rows)
+    step = tl.load(step_index)
+    ended = tl.load(finished + rows, mask=live, other=1) != 0
+    active = live & (ended == 0)
+    token = tl.load(sampled + rows, mask=active, other=-1)
+    position = tl.load(pre_step_seqlens + rows, mask=active, other=0) + 1
+    flags = tl.load(sampling_flags + rows, mask=active, other=0)
+
+    stops_at = rows[:, None] * STOPS + tl.arange(0, STOPS)[None, :]
+    stops = tl.load(stop_ids + stops_at, mask=active[:, None], other=-1).to(tl.int64)
+    stopped = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
+    stopped = stopped & (position >= tl.load(min_position + rows, mask=active, other=0))
+    last = tl.load(last_position + rows, mask=active, other=0)
+    ends_now = active & (stopped | (position >= last))
+    goes_on = active & (ends_now == 0)
+
+    entry = (step % ring_length) * ring_rows
+    tl.store(ring_tokens + entry + rows, tl.where(active, token, -1), mask=rows < ring_rows)
+    if LOGPROBS:
+        wanted = active & ((flags & LOGPROBS_FLAG) != 0)
+        chosen = tl.load(sampled_logprob + rows, mask=wanted, other=0.0)
+        tl.store(ring_logprob + entry + rows, chosen, mask=wanted)
+        places = tl.arange(0, TOPS_BLOCK)[None, :]
+        inside = wanted[:, None] & (places < TOPS)
+        source = rows[:, None] * TOPS + places
+        target = entry * TOPS + source
+        tl.store(ring_top_logprobs + target, tl.load(top_logprobs + source, mask=inside, other=0.0), mask=inside)
+        tl.store(ring_top_ids + target, tl.load(top_ids + source, mask=inside, other=0), mask=inside)
+    if PENALTIES:
+        counted = active & ((flags & PENALTIES_FLAG) != 0)
+        place = token_counts + rows.to(tl.int64) * counts_stride + token
+        tl.store(place, tl.load(place, mask=counted, other=0) + 1, mask=counted)
+
+    tl.store(tokens + rows, token, mask=goes_on)
+    tl.store(pre_step_seqlens + rows, position, mask=goes_on)
+    tl.store(finished + rows, (goes_on == 0).to(tl.int32), mask=active)
+    tl.store(running, tl.sum(goes_on.to(tl.int32), axis=0))
+    tl.store(step_index, step + 1)
+
+
+def advance_triton(
+    tokens: Tensor,
+    pre_step_seqlens: Tensor,
+    finished: Tensor,
+    step_index: Tensor,
+    running: Tensor,
+    ring_tokens: Tensor,
+    token_counts: Tensor | None,
+    ring_logprob: Tensor | None,
+    ring_top_logprobs: Tensor | None,
+    ring_top_ids: Tensor | None,
+    sampled: Tensor,
+    sampled_logprob: Tensor | None,
+    top_logprobs: Tensor | None,
+    top_ids: Tensor | None,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+    stop_ids: Tensor,
+    min_position: Tensor,
+    last_position: Tensor,
+) -> None:
+    """Launch the kernel; see `advance`."""
+    ring_length, ring_rows = ring_tokens.shape
+    tops = 1 if top_ids is None else top_ids.shape[1]
+    _advance_kernel[(1,)](
+        tokens,
+        pre_step_seqlens,
+        finished,
+        step_index,
+        running,
+        ring_tokens,
+        token_counts,
+        ring_logprob,
+        ring_top_logprobs,
+        ring_top_ids,
+        sampled,
+        sampled_logprob,
+        top_logprobs,
+        top_ids,
+        live_rows,
+        sampling_flags,
+        stop_ids,
+        min_position,
+        last_position,
+        ring_length,
+        ring_rows,
+        0 if token_counts is None else token_counts.stride(0),
+        PENALTIES=token_counts is not None,
+        PENALTIES_FLAG=FLAG_PENALTIES,
+        LOGPROBS=ring_logprob is not None and sampled_logprob is not None,
+        LOGPROBS_FLAG=FLAG_LOGPROBS,
+        ROWS=triton.next_power_of_2(ring_rows),
+        STOPS=stop_ids.shape[1],
+        TOPS=tops,
+        TOPS_BLOCK=triton.next_power_of_2(tops),
+        num_warps=4,
+    )
+
+
+def advance_torch(
+    tokens: Tensor,
+    pre_step_seqlens: Tensor,
+    finished: Tensor,
+    step_index: Tensor,
+    running: Tensor,
+    ring_tokens: Tensor,
+    token_counts: Tensor | None,
+    ring_logprob: Tensor | None,
+    ring_top_logprobs: Tensor | None,
+    ring_top_ids: Tensor | None,
+    sampled: Tensor,
+    sampled_logprob: Tensor | None,
+    top_logprobs: Tensor | None,
+    top_ids: Tensor | None,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+    stop_ids: Tensor,
+    min_position: Tensor,
+    last_position: Tensor,
+) -> None:
+    """Advance row by row in host memory; see `advance`."""
+    live = int(live_rows.item())
+    step = int(step_index.item())
+    entry = step % ring_tokens.shape[0]
+    ring = ring_tokens.numpy()[entry]
+    ring.fill(-1)
+    next_tokens, seqlens, ended = tokens.numpy(), pre_step_seqlens.numpy(), finished.numpy()
+    # Python lists of a few numbers are read faster than tensors or arrays.
+    new_tokens, positions = sampled.numpy()[:live].tolist(), seqlens[:live].tolist()
+    flags, stops = sampling_flags.numpy()[:live].tolist(), stop_ids.numpy()[:live].tolist()
+    first, last = min_position.numpy()[:live].tolist(), last_position.numpy()[:live].tolist()
+    still = 0
+    for row, was_ended in enumerate(ended[:live].tolist()):
+        if was_ended:
+            continue
+        token, position = new_tokens[row], positions[row] + 1
+        ring[row] = token
+        if flags[row] & FLAG_PENALTIES and token_counts is not None:
+            token_counts.numpy()[row, token] += 1
+        if flags[row] & FLAG_LOGPROBS and ring_logprob is not None and sampled_logprob is not None:
+            ring_logprob[entry, row] = sampled_logprob[row]
+            ring_top_logprobs[entry, row] = top_logprobs[row]  # type: ignore[index]
+            ring_top_ids[entry, row] = top_ids[row]  # type: ignore[index]
+        if position >= last[row] or (token in stops[row] and position >= first[row]):
+            ended[row] = 1
+        else:
+            next_tokens[row] = token
+            seqlens[row] = position
+            still += 1
+    running.numpy()[0] = still
+    step_index.numpy()[0] = step + 1
+
+
+def native_advance(*tensors: Tensor | None) -> NativeCall | None:
+    """Return the compiled kernel over the tensors of `advance_torch`; None if there is no compiler."""
+    if library() is None:
+        return None
+    ring_tokens, token_counts, stop_ids, top_ids = tensors[5], tensors[6], tensors[16], tensors[13]
+    sizes = (
+        *ring_tokens.shape,  # type: ignore[union-attr]
+        0 if token_counts is None else token_counts.stride(0),
+        stop_ids.shape[1],  # type: ignore[union-attr]
+        0 if top_ids is None else top_ids.shape[1],
+    )
+    return NativeCall("advance", None, *tensors, FLAG_PENALTIES, FLAG_LOGPROBS, *sizes)
+
+
+_advance = operator(
+    "advance(Tensor(a!) tokens, Tensor(b!) pre_step_seqlens, Tensor(c!) finished, Tensor(d!) step_index, "
+    "Tensor(e!) running, Tensor(f!) ring_tokens, Tensor(g!)? token_counts, Tensor(h!)? ring_logprob, "
+    "Tensor(i!)? ring_top_logprobs, Tensor(j!)? ring_top_ids, Tensor sampled, Tensor? sampled_logprob, "
+    "Tensor? top_logprobs, Tensor? top_ids, Tensor live_rows, Tensor sampling_flags, Tensor stop_ids, "
+    "Tensor min_position, Tensor last_position) -> ()",
+    torch_version=advance_torch,
+    native_version=native_advance,
+    triton_version=advance_triton,
+)
+
+
+def advance(
+    state: AdvanceState,
+    sampled: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    logprobs: LogprobOutputs | None = None,
+) -> None:
+    """Take the sampled tokens into the state of every live row that is not finished.
+
+    The position of a row's new token is `pre_step_seqlens + 1`. The row finishes with it if that is
+    `last_position` or more, or if the token is a stop id at `min_position` or more. The ring's entry gets -1 in
+    the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone; the logprob rings for rows
+    with FLAG_LOGPROBS, where rings and outputs are given.
+
+    Args:
+        state: what is changed; finished and dead rows are left as they are.
+        sampled: int64 [b], from `sample`.
+        live_rows: int32 [1].
+        slots: sampling_flags, stop_ids, min_position and last_position are read.
+        logprobs: from `token_logprobs`, or None.
+    """
+    outputs = (None, None, None) if logprobs is None else logprobs
+    _advance(
+        *state,
+        sampled,
+        *outputs,
+        live_rows,
+        slots.sampling_flags,
+        slots.stop_ids,
+        slots.min_position,
+        slots.last_position,
+    )

@@ -1,0 +1,1 @@
+"""Norms, fused with the residual."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: penalties, masks, filters, random numbers, log-probabilities."""

@@ -1,0 +1,210 @@
+"""Log-probabilities of the sampled token and of the likeliest ones, from the model's own logits.
+
+`logprob = logit - log(sum(exp(logits)))` in fp32, before temperature, penalties or any filter.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..native.library import NativeCall, fits
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from .sampling_slots import FLAG_LOGPROBS, MAX_LOGPROBS, LogprobOutputs
+
+_BLOCK = 4096
+
+
+# One program reads one block of one row, where the row wants log-probabilities, and writes the block's largest
+# logit and the sum of exponentials relative to it.
+@triton.jit
+def _block_sums_kernel(
+    block_max,
+    block_sum,
+    logits,
+    live_rows,
+    sampling_flags,
+    vocab,
+    logits_stride,
+    LOGPROBS_FLAG: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    block = tl.program_id(1)
+    if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
+        if (tl.load(sampling_flags + row) & LOGPROBS_FLAG) != 0:
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            line = logits + row.to(tl.int64) * logits_stride
+            values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+            largest = tl.max(values, axis=0)
+            shifted = values - tl.maximum(largest, -3.0e38)  # a block of -inf sums to 0, not to NaN
+            place = row * tl.num_programs(1) + block
+            tl.store(block_max + place, largest)
+            tl.store(block_sum + place, tl.sum(tl.exp(shifted), axis=0))
+
+
+# One program per row that wants log-probabilities: it adds up the blocks, and then takes the likeliest tokens one by
+# one, each time from the block with the largest remaining logit: it reads one block of logits for each.
+@triton.jit
+def _top_logprobs_kernel(
+    sampled_logprob,
+    top_logprobs,
+    top_ids,
+    block_max,
+    block_sum,
+    logits,
+    sampled,
+    live_rows,
+    sampling_flags,
+    vocab,
+    logits_stride,
+    LOGPROBS_FLAG: tl.constexpr,
+    TOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
+        if (tl.load(sampling_flags + row) & LOGPROBS_FLAG) != 0:
+            blocks = tl.arange(0, BLOCKS_PADDED)
+            has_block = blocks < BLOCKS
+            maxima = tl.load(block_max + row * BLOCKS + blocks, mask=has_block, other=float("-inf"))
+            sums = tl.load(block_sum + row * BLOCKS + blocks, mask=has_block, other=0.0)
+            largest = tl.max(maxima, axis=0)
+            scaled = tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0)
+            total = largest + tl.log(tl.sum(scaled, axis=0))
+            line = logits + row.to(tl.int64) * logits_stride
+            tl.store(sampled_logprob + row, tl.load(line + tl.load(sampled + row)).to(tl.float32) - total)
+            last_value = float("inf")
+            last_id = -1
+            for place in range(TOPS):
+                chosen = tl.argmax(maxima, axis=0)
+                columns = chosen * BLOCK + tl.arange(0, BLOCK)
+                values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+                # What comes after the last token taken: smaller, or as large with a higher id.
+                after = (values < last_value) | ((values == last_value) & (columns > last_id))
+                values = tl.where(after, values, float("-inf"))
+                last_value = tl.max(values, axis=0)
+                last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
+                tl.store(top_logprobs + row * TOPS + place, last_value - total)
+                tl.store(top_ids + row * TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
+                remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
+                maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
+
+
+def token_logprobs_triton(
+    sampled_logprob: Tensor,
+    top_logprobs: Tensor,
+    top_ids: Tensor,
+    logits: Tensor,
+    sampled: Tensor,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+    block: int = _BLOCK,
+) -> None:
+    """Launch the kernels, `block` ids of the vocabulary per program; see `token_logprobs`."""
+    rows, vocab = logits.shape
+    blocks = triton.cdiv(vocab, block)
+    block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
+    block_sum = torch.empty_like(block_max)
+    stride = logits.stride(0)
+    _block_sums_kernel[(rows, blocks)](
+        block_max,
+        block_sum,
+        logits,
+        live_rows,
+        sampling_flags,
+        vocab,
+        stride,
+        LOGPROBS_FLAG=FLAG_LOGPROBS,
+        BLOCK=block,
+    )
+    _top_logprobs_kernel[(rows,)](
+        sampled_logprob,
+        top_logprobs,
+        top_ids,
+        block_max,
+        block_sum,
+        logits,
+        sampled,
+        live_rows,
+        sampling_flags,
+        vocab,
+        stride,
+        LOGPROBS_FLAG=FLAG_LOGPROBS,
+        TOPS=MAX_LOGPROBS,
+        BLOCK=block,
+        BLOCKS=blocks,
+        BLOCKS_PADDED=triton.next_power_of_2(blocks),
+    )
+
+
+def token_logprobs_torch(
+    sampled_logprob: Tensor,
+    top_logprobs: Tensor,
+    top_ids: Tensor,
+    logits: Tensor,
+    sampled: Tensor,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+) -> None:
+    """Compute row by row; see `token_logprobs`."""
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
+        if not flags & FLAG_LOGPROBS:
+            continue
+        line = logits[row].float()
+        wide = line.numpy()
+        largest = wide.max()
+        total = largest + np.log(np.exp(wide - largest).sum())
+        sampled_logprob[row] = float(wide[sampled[row]] - total)
+        candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
+        ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
+        top_logprobs[row] = -torch.inf
+        top_logprobs[row, :count] = torch.from_numpy(wide[ids] - total)
+        top_ids[row] = -1
+        top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))
+
+
+def native_token_logprobs(
+    sampled_logprob: Tensor,
+    top_logprobs: Tensor,
+    top_ids: Tensor,
+    logits: Tensor,
+    sampled: Tensor,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+) -> NativeCall | None:
+    """Return the compiled kernel over these tensors, if there is one for them; see `token_logprobs`."""
+    if not fits(logits) or logits.stride(1) != 1:
+        return None
+    rows, vocab = logits.shape
+    outputs = (sampled_logprob, top_logprobs, top_ids)
+    sizes = (FLAG_LOGPROBS, top_ids.shape[1], vocab, logits.stride(0), rows)
+    return NativeCall("token_logprobs", logits.dtype, *outputs, logits, sampled, live_rows, sampling_flags, *sizes)
+
+
+_token_logprobs = operator(
+    "token_logprobs(Tensor(a!) sampled_logprob, Tensor(b!) top_logprobs, Tensor(c!) top_ids, Tensor logits, "
+    "Tensor sampled, Tensor live_rows, Tensor sampling_flags) -> ()",
+    torch_version=token_logprobs_torch,
+    native_version=native_token_logprobs,
+    triton_version=token_logprobs_triton,
+)
+
+
+def token_logprobs(
+    outputs: LogprobOutputs, logits: Tensor, sampled: Tensor, live_rows: Tensor, sampling_flags: Tensor
+) -> None:
+    """Write log-probabilities for the live rows whose flags have FLAG_LOGPROBS; other rows' outputs stay.
+
+    Args:
+        outputs: of the sampled token, and of the MAX_LOGPROBS likeliest with their ids, likeliest first, the lower
+            id first on ties; where fewer tokens are possible, the tail is -inf and -1.
+        logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
+        sampled: int64 [b].
+        live_rows: int32 [1].
+        sampling_flags: int32 [b].
+    """
+    _token_logprobs(*outputs, logits, sampled, live_rows, sampling_flags)

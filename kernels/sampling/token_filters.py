@@ -1,0 +1,143 @@
+"""Which tokens a sampler keeps: thresholds of top-k and top-p, and the integer weights they count in.
+
+`weight = trunc(exp(logit - max) * 2^36)`, logits already divided by the temperature. Sums of integers do not depend
+on their order. A token 2^36 times less likely than the likeliest has weight 0; a uniform number with 24 bits could
+not tell it either. The largest weight is 2^36, and the sum over 2^18 tokens stays below 2^54.
+
+A threshold is the largest logit t such that {logits >= t} measures enough: in tokens for top-k, in weight for
+top-p. What equals the threshold is kept. The torch versions sort; the kernels search, reading the row a few times.
+"""
+
+import numpy as np
+import torch
+
+from ..native.optional_triton import tl, triton
+from .philox import UNIFORM_BITS
+
+WEIGHT_BITS = 36
+_WEIGHT_SCALE = float(2**WEIGHT_BITS)
+_FRACTION_SCALE = float(2**UNIFORM_BITS)
+_FEW = 1024  # so many candidates are looked at before the whole vocabulary is sorted
+
+
+@triton.jit
+def fraction_of_total(total, bits):
+    """floor(total * bits / 2^24) for int64 total < 2^62 and int64 bits <= 2^24, without overflow."""
+    return (total >> 24) * bits + (((total & 0xFFFFFF) * bits) >> 24)
+
+
+@triton.jit
+def ordered_key(values):
+    """int32 keys that compare as the float32 values do; the two zeros are one. Its own inverse on the bits."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def weights_of(values, largest):
+    """The int64 weights of float32 logits; `largest` is finite."""
+    return (tl.exp(values - largest) * 68719476736.0).to(tl.int64)
+
+
+@triton.jit
+def kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
+    """Weights of one block of a row, 0 for what has a key or a weight below the lowest."""
+    columns = block * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
+    weights = weights_of(values, largest)
+    return tl.where((ordered_key(values) >= lowest_key) & (weights >= lowest_weight), weights, 0)
+
+
+@triton.jit
+def kept_total(line, vocab, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    """The sum of `kept_weights` over the row, int64."""
+    sums = tl.zeros([BLOCK], dtype=tl.int64)
+    for block in range(BLOCKS):
+        sums += kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def threshold_key(
+    line, vocab, largest, lowest_key, needed, MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """The key of the threshold: the largest whose set measures `needed` (int64, >= 1) or more.
+
+    `line` points to float32 logits, `largest` is their maximum. The set of `lowest_key` must measure enough. Each
+    pass over the row cuts the interval [low, high] of candidates to a quarter, or to the keys that occur in it.
+    """
+    low = lowest_key.to(tl.int64)
+    high = ordered_key(largest).to(tl.int64)
+    while low < high:
+        width = high - low
+        first = low + (width + 3) // 4
+        second = low + (width + 1) // 2
+        third = low + (3 * width + 3) // 4
+        first_sums = tl.zeros([BLOCK], dtype=tl.int64)
+        second_sums = tl.zeros([BLOCK], dtype=tl.int64)
+        third_sums = tl.zeros([BLOCK], dtype=tl.int64)
+        smallest_keys = tl.zeros([BLOCK], dtype=tl.int32) + 2147483647
+        largest_keys = tl.zeros([BLOCK], dtype=tl.int32) - 2147483647
+        for block in range(BLOCKS):
+            columns = block * BLOCK + tl.arange(0, BLOCK)
+            inside = columns < vocab
+            values = tl.load(line + columns, mask=inside, other=float("-inf"))
+            keys = ordered_key(values)
+            measures = weights_of(values, largest) if MASS else inside.to(tl.int64)
+            first_sums += tl.where(keys >= first, measures, 0)
+            second_sums += tl.where(keys >= second, measures, 0)
+            third_sums += tl.where(keys >= third, measures, 0)
+            smallest_keys = tl.minimum(smallest_keys, tl.where(keys >= low, keys, 2147483647))
+            largest_keys = tl.maximum(largest_keys, tl.where(keys <= high, keys, -2147483647))
+        reached_first = tl.sum(first_sums, axis=0) >= needed
+        reached_second = tl.sum(second_sums, axis=0) >= needed
+        reached_third = tl.sum(third_sums, axis=0) >= needed
+        next_low = tl.where(reached_third, third, tl.where(reached_second, second, tl.where(reached_first, first, low)))
+        next_high = tl.where(
+            reached_third, high, tl.where(reached_second, third, tl.where(reached_first, second, first)) - 1
+        )
+        low = tl.maximum(next_low, tl.min(smallest_keys, axis=0).to(tl.int64))
+        high = tl.minimum(next_high, tl.max(largest_keys, axis=0).to(tl.int64))
+    return low.to(tl.int32)
+
+
+def fraction_of(total: int, bits: int) -> int:
+    """Return floor(total * bits / 2^24)."""
+    return (total * bits) >> UNIFORM_BITS
+
+
+def weights(logits: np.ndarray) -> np.ndarray:
+    """Return the int64 weights of float32 [vocab] logits, whose maximum is finite."""
+    scaled = np.exp(logits - logits.max())
+    scaled *= np.float32(_WEIGHT_SCALE)
+    return scaled.astype(np.int64)
+
+
+def top_k_threshold(logits: np.ndarray, k: int) -> float:
+    """Return the k-th largest of float32 [vocab] logits, 1 <= k <= vocab."""
+    if k <= _FEW:
+        return torch.topk(torch.from_numpy(logits), k, sorted=True).values[-1].item()
+    return np.partition(logits, len(logits) - k)[len(logits) - k].item()
+
+
+def top_p_threshold(logits: np.ndarray, row_weights: np.ndarray, top_p: float) -> float:
+    """Return the largest logit such that what is at least as large holds `top_p` of the weight.
+
+    Args:
+        logits: float32 [vocab].
+        row_weights: int64 [vocab], 0 for what was dropped before.
+        top_p: in [0, 1).
+    """
+    share = int(np.float32(top_p) * np.float32(_FRACTION_SCALE))
+    needed = max(fraction_of(int(row_weights.sum()), share), 1)
+    for count in (min(_FEW, len(logits)), len(logits)):
+        order = torch.topk(torch.from_numpy(logits), count, sorted=True).indices.numpy()
+        mass = np.cumsum(row_weights[order])
+        if mass[-1] >= needed:
+            break
+    return logits[order[np.searchsorted(mass, needed)]].item()
+
+
+def min_p_weight(min_p: float) -> int:
+    """Return the least weight that a token needs: `min_p` of the largest."""
+    return int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))
