@@ -11,11 +11,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphdecode.errors import GraphdecodeError
+
 _FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
 
 
-class CheckpointError(ValueError):
+class CheckpointError(GraphdecodeError, ValueError):
     """A checkpoint that is not the model that its configuration describes; the message names every tensor."""
 
 

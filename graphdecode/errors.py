@@ -1,0 +1,13 @@
+"""What all errors of this package have in common, so that a caller can tell them from bugs.
+
+An error that a user can cause derives from `GraphdecodeError`, and from the built-in class that says what sort it is
+(`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
+"""
+
+
+class GraphdecodeError(Exception):
+    """Something that was asked for cannot be done; the message says what, and why."""
+
+
+class ArgumentError(GraphdecodeError, ValueError):
+    """An argument cannot be used; the message names it, its value, and what it must be."""
