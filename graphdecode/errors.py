@@ -11,3 +11,7 @@ class GraphdecodeError(Exception):
 
 class ArgumentError(GraphdecodeError, ValueError):
     """An argument cannot be used; the message names it, its value, and what it must be."""
+
+
+class ConfigError(ArgumentError):
+    """A configuration that cannot be used; the message names the file, the key and the line or value."""
