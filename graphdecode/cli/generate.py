@@ -64,9 +64,12 @@ def generate(
     from graphdecode.engine.summary import RunSummary
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
-    )
+    try:
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+        )
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
     if record_batches is not None:
         check_record(record_batches)
     with LLM(

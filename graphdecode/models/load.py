@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.linear_choice import LinearTuner
@@ -45,7 +46,7 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
         slow = device.type == "cpu" and not (checkpoint == torch.bfloat16 and _cpu_has_bf16())
         return torch.float32 if slow else checkpoint
     if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be auto, {', '.join(_DTYPES)}, got {dtype!r}")
+        raise ArgumentError(f"dtype must be auto, {', '.join(_DTYPES)}, got {dtype!r}")
     return _DTYPES[dtype]
 
 
@@ -99,9 +100,9 @@ def load_model(
     """
     device = torch.device(device)
     if quantize not in (None, "int8"):
-        raise ValueError(f"quantize must be None or 'int8', got {quantize!r}")
+        raise ArgumentError(f"quantize must be None or 'int8', got {quantize!r}")
     if quantize is not None and device.type != "cpu":
-        raise ValueError(f"quantize={quantize!r} works on a CPU alone, the device is {device.type}")
+        raise ArgumentError(f"quantize={quantize!r} works on a CPU alone, the device is {device.type}")
     weights: _Weights
     if str(model).startswith(PREFIX):
         config = shape_config(str(model))
@@ -124,12 +125,12 @@ def _check_invariance(config: ModelConfig, dtype: torch.dtype, device: torch.dev
     if device.type == "cuda":
         return
     if native.library() is None:
-        raise ValueError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
+        raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
     if dtype not in native.ELEMENTS:
-        raise ValueError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
+        raise ArgumentError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
     if config.head_dim % native.LANES:
         multiple = f"a head_dim that is a multiple of {native.LANES}"
-        raise ValueError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
+        raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
 
 
 def _return_free_memory() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
 from graphdecode.models.config import ModelConfig
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072}
@@ -76,7 +77,7 @@ def shape_config(name: str) -> ModelConfig:
     """
     shape = _SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
-        raise ValueError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
+        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
     return ModelConfig.from_dict({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
 
 

@@ -18,6 +18,7 @@ from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, Request
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.sequence import Sequence
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
@@ -54,7 +55,7 @@ class LatencyProfiler:
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
         if steps < 1:
-            raise ValueError(f"steps must be >= 1, got {steps}")
+            raise ArgumentError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
         self._ids = itertools.count()
@@ -76,7 +77,7 @@ class LatencyProfiler:
         longest = runner.cache.max_sequence_length - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
-                raise ValueError(
+                raise ArgumentError(
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
         environment = describe_environment(device)  # before this run is part of the load
