@@ -53,8 +53,10 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
 def _cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 itself; oneDNN also calls it supported where AVX-512 only imitates it."""
     if platform.machine() in ("x86_64", "AMD64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    else:
+        asked = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
+    return any(has is not None and has() for has in asked)
 
 
 def describe_model(model: str | Path) -> ModelConfig:
