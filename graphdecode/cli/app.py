@@ -22,7 +22,7 @@ from graphdecode.cli.versions import state, versions
 from graphdecode.errors import GraphdecodeError
 
 _INTERRUPTED = 130  # 128 and the signal's number, as shells count
-_BROKEN_PIPE = 141
+_BROKEN_PIPE = 1  # as Python's own
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
     "`graphdecode --version --debug` prints"
