@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.metadata
 import json
 import os
 import subprocess
