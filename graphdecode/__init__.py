@@ -22,11 +22,13 @@ from graphdecode.cache import (
     SlotKVCacheManager,
 )
 from graphdecode.config import BucketConfig, ConfigError
-from graphdecode.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
+from graphdecode.engine import Engine, EngineStats, Event, Request, RequestMetrics, SamplingParams
 from graphdecode.graphs import CaptureError, GraphManager
+from graphdecode.text import LLM, AsyncLLM, CompletionOutput, Logprob, RequestOutput
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BucketConfig",
     "BucketLadder",
@@ -35,12 +37,18 @@ __all__ = [
     "CaptureError",
     "CompletionOutput",
     "ConfigError",
+    "Engine",
+    "EngineStats",
+    "Event",
     "FrozenError",
     "GraphManager",
     "InferenceParams",
     "KVCacheManager",
+    "Logprob",
     "NonPagedKVCacheManager",
     "PagedKVCacheManager",
+    "Request",
+    "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
     "Slot",

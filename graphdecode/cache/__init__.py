@@ -5,6 +5,7 @@ from .inference_params import InferenceParams
 from .manager import KVCacheManager
 from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager
+from .paged_cache import PagedKVCache
 from .pool import PagePool
 from .slots import SlotKVCacheManager
 
@@ -14,6 +15,7 @@ __all__ = [
     "KVCacheManager",
     "NonPagedKVCacheManager",
     "PagePool",
+    "PagedKVCache",
     "PagedKVCacheManager",
     "SlotKVCacheManager",
     "UnknownSequenceError",

@@ -14,10 +14,9 @@ import typer
 from tqdm import tqdm
 
 from graphdecode.cli.options import STDERR, ConfigOption, ModelOption, print_error
-from graphdecode.engine import LLM, RequestOutput, SamplingParams
 from graphdecode.engine.interrupts import DeferredInterrupt
-from graphdecode.engine.summary import RunSummary
 from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+from graphdecode.text import LLM, RequestOutput, RunSummary, SamplingParams
 
 
 def generate(

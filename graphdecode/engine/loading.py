@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from graphdecode.cache import PagedKVCacheManager
+from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.runner import Runner
+from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.models import Decoder, load_model
 
 PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
@@ -75,22 +77,41 @@ def load_runner(
 
 
 def make_runner(
-    decoder: Decoder, config: BucketConfig, *, prefix_cache: bool = True, batch_invariant: bool = False
+    decoder: Decoder,
+    config: BucketConfig,
+    *,
+    prefix_cache: bool = True,
+    batch_invariant: bool = False,
+    step: Callable[[StepSetting], Step] = DecodeStep,
 ) -> Runner:
-    """Size a loaded model's cache and lay out its buffers; see `load_runner`."""
+    """Size a loaded model's cache and lay out its buffers; see `load_runner`.
+
+    Args:
+        decoder: the model.
+        config: capacity, buckets and capture.
+        prefix_cache: reuse the pages of prompts that begin alike.
+        batch_invariant: give a request the same bits in any company; slower.
+        step: makes the kind of step that is captured.
+    """
     device = decoder.device
     capacity = plan_capacity(config, decoder.config, decoder.dtype, device)
-    cache = PagedKVCacheManager(
-        max_batch_size=config.max_batch_size,
-        max_sequence_length=capacity.pages_per_row * config.page_size,
+    cache = PagedKVCache(
+        num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
         page_size=config.page_size,
-        num_heads_kv=decoder.config.num_key_value_heads,
-        head_dim_k=decoder.config.head_dim,
+        max_pages_per_row=capacity.pages_per_row,
+        num_kv_heads=decoder.config.num_key_value_heads,
+        head_dim=decoder.config.head_dim,
         dtype=decoder.dtype,
         device=device,
         prefix_caching=prefix_cache,
     )
     return Runner(
-        decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[device.type], batch_invariant=batch_invariant
+        decoder,
+        cache,
+        config,
+        capacity,
+        prefill_budget=PREFILL_TOKENS[device.type],
+        batch_invariant=batch_invariant,
+        step=step,
     )

@@ -7,8 +7,8 @@ from collections import Counter
 
 import numpy as np
 
-from graphdecode.engine.llm import LLM
-from graphdecode.engine.outputs import RequestOutput
+from graphdecode.text.llm import LLM
+from graphdecode.text.outputs import RequestOutput
 
 
 class RunSummary:

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.engine.prompts import as_prompt, as_prompts
+from graphdecode.text.prompts import as_prompt, as_prompts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 
@@ -53,7 +53,7 @@ def test_texts_come_alone_in_a_list_or_in_a_dict():
 def test_what_is_no_prompt_is_refused_with_what_was_expected(wrong, llm):
     with pytest.raises(ValueError, match="a prompt is a text, a list of token ids, or a dict"):
         llm.generate(wrong, GREEDY)
-    assert not llm._loop.has_work
+    assert not llm.engine.has_work
 
 
 @pytest.mark.parametrize("wrong", [["a", "b"], None, [["a"]], {"a": 1}], ids=repr)

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from graphdecode.engine.detokenizer import Detokenizer
+from graphdecode.text.detokenizer import Detokenizer
 
 
 @pytest.fixture(scope="module")
