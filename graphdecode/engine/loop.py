@@ -141,7 +141,7 @@ class EngineLoop:
         logprobs = any(sequence.params.logprobs is not None for sequence in batch.sequences)
         steps = self.runner.read(launch, logprobs=logprobs)
         for row, sequence in enumerate(batch.sequences):
-            if not sequence.finished:
+            if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
         ran = sum(any(token >= 0 for token in step.tokens) for step in steps)
         now = time.perf_counter()
@@ -154,7 +154,7 @@ class EngineLoop:
         page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if token < 0 or sequence.finished:
+            if token < 0 or sequence.finish_reason is not None:
                 break
             sequence.accept(token)
             accepted.append(token)
@@ -166,7 +166,7 @@ class EngineLoop:
         metrics = sequence.metrics
         if metrics.first_token_time is None:
             metrics.first_token_time = time.perf_counter()
-        if sequence.finished:
+        if sequence.finish_reason is not None:
             metrics.finished_time = time.perf_counter()
             self.stats.finished_answers += 1
             self.scheduler.remove(sequence)

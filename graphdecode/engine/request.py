@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.sampling_params import SamplingParams
@@ -27,8 +28,7 @@ class Request:
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """Log-probabilities, natural logarithm, at the place of one generated token.
 
     Attributes:
@@ -42,8 +42,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What became of one request in one step of the engine.
 
     Attributes:

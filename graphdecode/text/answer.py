@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
 from typing import Any
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
@@ -35,7 +34,7 @@ class Answer:
         self.pieces: deque[str] = deque()
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, params.stop_strings, params.skip_special_tokens, params.min_tokens)
-        self._metrics: RequestMetrics | None = None
+        self._begun = False
 
     @property
     def finished(self) -> bool:
@@ -44,16 +43,21 @@ class Answer:
 
     def take(self, event: Event) -> bool:
         """Take what the engine tells of it; return whether its text ended it, so that the engine is to be told."""
-        if self.finished:
+        output = self.output
+        if output.finish_reason is not None:
             return False
-        self._metrics = event.metrics
+        if not self._begun:
+            self._begun = True
+            self._tell_beginning(event.metrics)
         ended_by_text = self._take_tokens(event)
         if not ended_by_text and event.finish_reason is not None:
             self._finish(event.finish_reason, event.stop_reason)
             if event.error is not None:
                 self.request.error = event.error
         self._show()
-        self._tell_metrics()
+        if output.finish_reason is not None:
+            self.request.metrics.num_preemptions += event.metrics.num_preemptions
+            self.request.metrics.finished_time = time.perf_counter()
         return ended_by_text
 
     def give_up(self, error: str | None = None) -> None:
@@ -105,23 +109,18 @@ class Answer:
 
     def _show(self) -> None:
         """Bring the visible text up to date, for readers of the output and of the stream."""
-        piece = self._detokenizer.take(final=self.finished)
+        piece = self._detokenizer.take(final=self.output.finish_reason is not None)
         if piece:
             self.output.text += piece
             self.pieces.append(piece)
 
-    def _tell_metrics(self) -> None:
-        """Bring the prompt's metrics up to date: those of its answers together."""
-        own, shared = self._metrics, self.request.metrics
-        if own is None:
-            return
-        shared.first_scheduled_time = _earliest((shared.first_scheduled_time, own.first_scheduled_time))
-        shared.first_token_time = _earliest((shared.first_token_time, own.first_token_time))
+    def _tell_beginning(self, own: RequestMetrics) -> None:
+        """Bring the prompt's metrics up to date with those of this answer, whose first event has come."""
+        shared = self.request.metrics
+        shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
+        shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
         shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
-        if self.finished:
-            shared.num_preemptions += own.num_preemptions
-            shared.finished_time = time.perf_counter()
 
 
-def _earliest(times: Iterable[float | None]) -> float | None:
+def _earliest(*times: float | None) -> float | None:
     return min((moment for moment in times if moment is not None), default=None)

@@ -103,14 +103,15 @@ class Router:
         if self.closed:
             raise RuntimeError("this LLM was closed")
         changed = []
-        for event in self.engine.step():
-            with self._books:
-                answer = self._answers.get(event.request_id)
+        events = self.engine.step()
+        with self._books:
+            owners = [self._answers.get(event.request_id) for event in events]
+        for event, answer in zip(events, owners, strict=True):
             if answer is None:
                 continue
             if answer.take(event):
                 self.engine.finish(event.request_id, len(answer.output.token_ids))
-            if answer.finished:
+            if answer.output.finish_reason is not None:
                 self._forget(answer)
             changed.append(answer)
         if self._waiting:
