@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from graphdecode.cache import PagedKVCacheManager
+from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.detokenizer import Detokenizer
 from graphdecode.engine.interrupts import DeferredInterrupt
@@ -119,7 +119,7 @@ class LLM:
         return len(self._loop.scheduler.waiting)
 
     @property
-    def cache(self) -> PagedKVCacheManager:
+    def cache(self) -> PagedKVCache:
         """The key-value cache, whose pool can be asked for free and used pages."""
         return self._loop.scheduler.cache
 

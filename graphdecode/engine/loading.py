@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from graphdecode.cache import PagedKVCacheManager
+from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.runner import Runner
@@ -80,13 +80,13 @@ def make_runner(
     """Size a loaded model's cache and lay out its buffers; see `load_runner`."""
     device = decoder.device
     capacity = plan_capacity(config, decoder.config, decoder.dtype, device)
-    cache = PagedKVCacheManager(
-        max_batch_size=config.max_batch_size,
-        max_sequence_length=capacity.pages_per_row * config.page_size,
+    cache = PagedKVCache(
+        num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
         page_size=config.page_size,
-        num_heads_kv=decoder.config.num_key_value_heads,
-        head_dim_k=decoder.config.head_dim,
+        max_pages_per_row=capacity.pages_per_row,
+        num_kv_heads=decoder.config.num_key_value_heads,
+        head_dim=decoder.config.head_dim,
         dtype=decoder.dtype,
         device=device,
         prefix_caching=prefix_cache,

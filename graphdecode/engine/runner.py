@@ -11,7 +11,7 @@ import torch
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
-from graphdecode.cache import PagedKVCacheManager
+from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.rings import Rings
@@ -73,7 +73,7 @@ class Runner:
 
     Args:
         model: the decoder.
-        cache: its key-value cache; the memory of each layer is allocated here.
+        cache: its key-value cache.
         config: buckets, capture and loop.
         capacity: what the configuration means for this model.
         prefill_budget: tokens of a prefill at most.
@@ -83,7 +83,7 @@ class Runner:
     def __init__(
         self,
         model: Decoder,
-        cache: PagedKVCacheManager,
+        cache: PagedKVCache,
         config: BucketConfig,
         capacity: Capacity,
         *,
@@ -98,9 +98,7 @@ class Runner:
         self._is_cuda = model.device.type == "cuda"
         self._steps_launched = 0
         rows, pages = config.max_batch_size, cache.max_pages_per_row
-        for layer in range(model.num_layers):
-            cache.allocate_memory(layer)
-        self._caches = [cache.cache[layer] for layer in range(model.num_layers)]
+        self._caches = cache.layers
         self.buffers = StepBuffers(
             self._decode_slots(model.config.vocab_size, rows, pages), max_batch_size=rows, device=model.device
         )

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
-from graphdecode.cache import CacheFullError, PagedKVCacheManager
+from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.engine.sequence import Sequence
 
 
@@ -32,7 +32,7 @@ class Scheduler:
         prefill_budget: tokens that one engine step prefills at most, so that decoding never waits long.
     """
 
-    def __init__(self, cache: PagedKVCacheManager, *, max_batch_size: int, prefill_budget: int) -> None:
+    def __init__(self, cache: PagedKVCache, *, max_batch_size: int, prefill_budget: int) -> None:
         self.cache = cache
         self.max_batch_size = max_batch_size
         self.prefill_budget = prefill_budget
@@ -94,7 +94,7 @@ class Scheduler:
             if self.cache.available_pages < spare and self._admitted:
                 raise CacheFullError("no spare pages")
         except CacheFullError:
-            self.cache.free_sequence(sequence.sequence_id)
+            self.cache.free(sequence.sequence_id)
             return False
         self._reserve_answer(sequence)
         sequence.cached_length = cached
@@ -132,7 +132,7 @@ class Scheduler:
     def publish(self, sequence: Sequence) -> None:
         """Tell the cache how far a sequence is; its full pages become prefixes that others can find."""
         length = sequence.cached_length
-        self.cache.commit(sequence.sequence_id, length, sequence.token_ids[:length])
+        self.cache.publish(sequence.sequence_id, length, sequence.token_ids)
         sequence.published_length = length
 
     def reserve(self, tokens_ahead: int) -> bool:
@@ -206,7 +206,7 @@ class Scheduler:
     def _release(self, sequence: Sequence) -> None:
         if sequence.cached_length > sequence.published_length:
             self.publish(sequence)
-        self.cache.free_sequence(sequence.sequence_id)
+        self.cache.free(sequence.sequence_id)
         self._admitted.remove(sequence)
         if sequence in self.decoding:
             self.decoding.remove(sequence)

@@ -218,7 +218,7 @@ class _Turns:
 
     def close(self) -> None:
         for sequence in self._sequences:
-            self._runner.cache.free_sequence(sequence.sequence_id)
+            self._runner.cache.free(sequence.sequence_id)
         self._runner.close()
 
     def _synchronize(self) -> None:

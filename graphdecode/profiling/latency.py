@@ -73,7 +73,7 @@ class LatencyProfiler:
             ValueError: a context is less than 1, or does not fit the capacity.
         """
         runner, device = self.runner, self.runner.model.device
-        longest = runner.cache.max_sequence_length - STEPS_PER_STAGING
+        longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
                 raise ValueError(
@@ -127,7 +127,7 @@ class LatencyProfiler:
             profiler.export_chrome_trace(str(path))
         finally:
             for sequence in sequences:
-                self.runner.cache.free_sequence(sequence.sequence_id)
+                self.runner.cache.free(sequence.sequence_id)
         return path
 
     def sequences(self, count: int, context: int, logprobs: int | None = None) -> list[Sequence]:
@@ -148,12 +148,12 @@ class LatencyProfiler:
                 request = RequestOutput(0, None, ids, [output], RequestMetrics(0.0))
                 length = context + STEPS_PER_STAGING
                 sequence = Sequence(next(self._ids), ids, params, Detokenizer(None), 0, length, (), output, request)
-                cache.add(sequence.sequence_id)
+                cache.add(sequence.sequence_id, ())
                 sequences.append(sequence)
                 cache.reserve(sequence.sequence_id, length)
         except ValueError:
             for sequence in sequences:
-                cache.free_sequence(sequence.sequence_id)
+                cache.free(sequence.sequence_id)
             raise
         return sequences
 
@@ -165,7 +165,7 @@ class LatencyProfiler:
             eager_ms = list(self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS)))
         finally:
             for sequence in sequences:
-                self.runner.cache.free_sequence(sequence.sequence_id)
+                self.runner.cache.free(sequence.sequence_id)
         samples.add_round(launch_us, step_ms, token_ms, eager_ms)
 
     def replayed(

@@ -250,7 +250,7 @@ def _logprobs(runner: Runner, bucket: int, context: int) -> list[float]:
         (step,) = runner.read(runner.launch(sequences, 1))
     finally:
         for sequence in sequences:
-            runner.cache.free_sequence(sequence.sequence_id)
+            runner.cache.free(sequence.sequence_id)
     return [] if step.logprobs is None else step.logprobs.sampled
 
 
@@ -286,7 +286,7 @@ class _Samples:
 
     def close(self) -> None:
         for sequence in self._sequences:
-            self._profiler.runner.cache.free_sequence(sequence.sequence_id)
+            self._profiler.runner.cache.free(sequence.sequence_id)
 
 
 def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
@@ -308,7 +308,7 @@ def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
         return {"bucket": bucket, "context": context} | kernel_summary(kernels, _TRACED_STEPS)
     finally:
         for sequence in sequences:
-            runner.cache.free_sequence(sequence.sequence_id)
+            runner.cache.free(sequence.sequence_id)
 
 
 def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def assert_same(given: list[CompletionOutput], expected: list[CompletionOutput],
 
 def assert_nothing_held(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
-    assert not llm.cache.sequences
+    assert not llm.cache.ledger.pages
 
 
 def looping(llm: LLM, lookahead: int) -> LLM:
@@ -215,7 +215,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     scheduler.prefilled(chunks)
     rows: list[Sequence] = list(scheduler.decoding)
     for sequence in rows:  # what a launch of one step needs, and no more
-        llm.cache.commit(sequence.sequence_id, sequence.cached_length)
+        llm.cache.publish(sequence.sequence_id, sequence.cached_length, sequence.token_ids)
         llm.cache.truncate(sequence.sequence_id, sequence.cached_length)
         llm.cache.reserve(sequence.sequence_id, len(sequence.token_ids))
     runner.stage_rows(rows)

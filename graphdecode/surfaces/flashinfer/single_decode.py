@@ -7,18 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import (
-    KV_DTYPES,
-    Q_DTYPES,
-    check_head_dim,
-    check_heads,
-    check_layout,
-    check_options,
-    dtype_of,
-)
+from graphdecode.attention.layouts import check_layout
 from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .limits import KV_DTYPES, Q_DTYPES, check_head_dim, check_heads, check_options, dtype_of
 
 
 def single_decode_with_kv_cache(

@@ -7,9 +7,8 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from graphdecode.cache import require_positive
 from graphdecode.kernels.cache.slot_cache import slot_scatter, slot_shift
-
-from .manager import require_positive
 
 _TILE = 128
 _INDEX_DTYPES = (torch.int32, torch.int64)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.cache import require_positive
 from graphdecode.kernels.cache.page_gather import page_gather
 
-from .manager import QKV_FORMATS, KVCacheManager, require_positive
+from .manager import QKV_FORMATS, KVCacheManager
 from .metadata import StepMetadata
 from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager

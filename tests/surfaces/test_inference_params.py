@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdecode.cache import InferenceParams, KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
+from graphdecode import InferenceParams, KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
+from graphdecode.cache import UnknownSequenceError
 
 BOTH = pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 
@@ -165,6 +166,46 @@ def test_a_finished_batch_leaves_nothing(device, paged):
     params.pre_step(OrderedDict())
     assert (params.batch_size, len(params.sequences)) == (0, 0)
     assert params.cu_seqlens_kv.tolist() == [0] * 5
+
+
+def test_forking_shares_full_pages_and_copies_the_partial_one(device):
+    params = make(device, True)
+    params.pre_step(OrderedDict(a=6))
+    manager = params.cache_manager
+    manager.cache[1][1].normal_()
+    params.fork("a", "b")
+    (full, partial), (shared, copied) = manager.pages_of("a"), manager.pages_of("b")
+    assert full == shared
+    assert partial != copied
+    assert torch.equal(manager.cache[1][1][partial], manager.cache[1][1][copied])
+    assert params.sequences["b"] == 6
+
+
+def test_truncating_a_shared_page_copies_it(device):
+    params = make(device, True)
+    params.pre_step(OrderedDict(a=8))
+    manager = params.cache_manager
+    manager.cache[1][0].copy_(torch.arange(13.0)[:, None, None, None].expand(13, 4, 2, 3))
+    params.fork("a", "b")
+    assert manager.pages_of("a") == manager.pages_of("b")
+    params.truncate("b", 7)
+    (_, source), (first, copied) = manager.pages_of("a"), manager.pages_of("b")
+    assert first == manager.pages_of("a")[0]
+    assert copied != source
+    assert torch.equal(manager.cache[1][0][copied].cpu(), torch.full((4, 2, 3), float(source)))
+
+
+@BOTH
+def test_forks_and_cuts_of_unknown_ids_and_rows_that_there_are_not_are_refused(device, paged):
+    params = make(device, paged, max_batch_size=1)
+    params.pre_step(OrderedDict(a=2))
+    with pytest.raises(ValueError, match="max_batch_size is 1"):
+        params.fork("a", "b")
+    with pytest.raises(ValueError, match="already"):
+        params.fork("a", "a")
+    for call in (lambda: params.fork("b", "c"), lambda: params.truncate("b", 1)):
+        with pytest.raises(UnknownSequenceError, match="'b'"):
+            call()
 
 
 class ListCache(KVCacheManager):

@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.attention.decode_problem import DecodeProblem, check_metadata
-from graphdecode.attention.layouts import PagedCache, check_layout, check_options, paged_caches
+from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
@@ -18,6 +17,9 @@ from graphdecode.kernels.attention.attention_plan import (
     work_items,
 )
 from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .decode_problem import DecodeProblem, check_metadata
+from .limits import check_options
 
 
 class BatchDecodeWithPagedKVCacheWrapper:

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from graphdecode import GraphManager, Slot, StepBuffers
-from graphdecode.cache import SlotKVCacheManager
+from graphdecode import GraphManager, Slot, SlotKVCacheManager, StepBuffers
 from graphdecode.kernels.cache.slot_cache import (
     slot_scatter_torch,
     slot_scatter_triton,

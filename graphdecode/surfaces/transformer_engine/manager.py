@@ -7,20 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.cache import UnknownSequenceError, require_positive
 from graphdecode.kernels.cache.cache_append import cache_append
 
-from .errors import UnknownSequenceError
 from .metadata import StepMetadata
 
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 _INT32_MAX = 2**31 - 1
-
-
-def require_positive(**values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that is not an integer >= 1."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
 
 
 class KVCacheManager:

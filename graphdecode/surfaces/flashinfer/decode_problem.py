@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import (
-    KV_DTYPES,
-    Q_DTYPES,
-    check_head_dim,
-    check_heads,
-    check_options,
-    dtype_of,
-)
+from .limits import KV_DTYPES, Q_DTYPES, check_head_dim, check_heads, check_options, dtype_of
 
 
 @dataclass(frozen=True)
