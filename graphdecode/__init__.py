@@ -1,5 +1,6 @@
 """A CUDA-graph-first decode runtime for large language models."""
 
+from graphdecode import decode
 from graphdecode.attention import (
     append_paged_kv_cache,
     get_batch_indices_positions,
@@ -49,6 +50,7 @@ __all__ = [
     "SlotKVCacheManager",
     "StepBuffers",
     "append_paged_kv_cache",
+    "decode",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from graphdecode.kernels.attention.decode_attention import POSITION_MODES
 
-Q_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-KV_DTYPES = (*Q_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
+BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 
 
@@ -30,6 +33,14 @@ def check_head_dim(head_dim: int, position_mode: str) -> None:
         raise ValueError(f"ROPE_LLAMA rotates pairs and needs an even head_dim, got {head_dim}")
 
 
+def check_backend(backend: str, jit_args: object) -> None:
+    """Raise ValueError for a backend that FlashInfer does not have either, or for a kernel of the caller's own."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} (all mean the same here), got {backend!r}")
+    if jit_args is not None:
+        raise ValueError(f"jit_args must be None: kernels of one's own are not taken, got {jit_args!r}")
+
+
 def check_options(window_left: int, soft_cap: float, rope_scale: float, rope_theta: float) -> None:
     """Raise ValueError for options outside their ranges."""
     if window_left < -1:
@@ -50,3 +61,8 @@ def dtype_of(name: str, value: str | torch.dtype, allowed: tuple[torch.dtype, ..
     if found not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(str(dtype)[6:] for dtype in allowed)}, got {value!r}")
     return found
+
+
+def exact_queries(q: Tensor) -> Tensor:
+    """Return queries in a dtype that the kernels take: fp8 ones in fp16, which holds all their values."""
+    return q.to(torch.float16) if q.dtype in FP8_DTYPES else q
