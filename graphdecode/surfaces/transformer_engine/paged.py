@@ -7,23 +7,23 @@ import torch
 
 from graphdecode.cache import PageLedger, PagePool, copy_page, require_positive
 
-from .manager import KVCacheManager
 from .metadata import StepMetadata
+from .staged_manager import StagedKVCacheManager
 
 
-class PagedKVCacheManager(KVCacheManager):
+class PagedKVCacheManager(StagedKVCacheManager):
     """Keys `[pages + 1, page_size, heads, d_k]` and values with `d_v` a layer; the last page is the trash page.
 
     Args:
-        max_batch_size: rows.
-        max_sequence_length: tokens of one sequence, at most.
         total_num_pages: pages that sequences can own, >= 1; the trash page is one more.
         page_size: tokens in a page.
-        num_heads_kv: key/value heads.
+        num_heads: key/value heads.
         head_dim_k: size of a key head.
         dtype: of the cache.
+        max_batch_size: rows.
+        max_seqlen: tokens of one sequence, at most.
         head_dim_v: size of a value head; None means `head_dim_k`.
-        max_ctx_len: tokens that a sequence may advance by in one step, at most; None means no such limit.
+        max_ctx_len: tokens that a sequence may advance by in one step, at most; None means `max_seqlen`.
         device: None means CUDA where there is one, else the CPU.
 
     Attributes:
@@ -39,32 +39,32 @@ class PagedKVCacheManager(KVCacheManager):
 
     def __init__(
         self,
-        max_batch_size: int,
-        max_sequence_length: int,
         total_num_pages: int,
         page_size: int,
-        num_heads_kv: int,
+        num_heads: int,
         head_dim_k: int,
         dtype: torch.dtype,
+        max_batch_size: int,
+        max_seqlen: int,
         head_dim_v: int | None = None,
-        max_ctx_len: int | None = None,
         *,
+        max_ctx_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        require_positive(max_sequence_length=max_sequence_length, total_num_pages=total_num_pages, page_size=page_size)
+        require_positive(max_seqlen=max_seqlen, total_num_pages=total_num_pages, page_size=page_size)
         self.page_size = page_size
         self.total_num_pages = total_num_pages
         self.trash_page = total_num_pages
-        self.max_pages_per_row = -(-max_sequence_length // page_size)
+        self.max_pages_per_row = -(-max_seqlen // page_size)
         self._ledger = PageLedger(total_num_pages, page_size, prefix_caching=False)
         super().__init__(
             max_batch_size,
-            max_sequence_length,
-            num_heads_kv,
+            max_seqlen,
+            num_heads,
             head_dim_k,
             dtype,
             head_dim_v,
-            max_ctx_len,
+            max_ctx_len=max_ctx_len,
             device=device,
         )
         assert self.metadata.page_table is not None
