@@ -63,7 +63,7 @@ def assert_same(given: list[CompletionOutput], expected: list[CompletionOutput],
 
 def assert_nothing_held(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
-    assert not llm.cache.sequence_ids
+    assert not llm.cache.ledger.pages
 
 
 def looping(llm: LLM, lookahead: int) -> LLM:

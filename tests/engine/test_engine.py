@@ -32,7 +32,7 @@ def run(engine: Engine) -> dict[int, list[int]]:
 def assert_idle(engine: Engine) -> None:
     assert not engine.has_work
     assert engine.cache.pool.used == 0
-    assert not engine.cache.sequence_ids
+    assert not engine.cache.ledger.pages
     assert engine.num_waiting == 0
 
 

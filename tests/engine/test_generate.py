@@ -34,7 +34,7 @@ def tokens(outputs: list) -> list[list[int]]:
 
 def assert_nothing_held(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
-    assert not llm.cache.sequence_ids
+    assert not llm.cache.ledger.pages
 
 
 def test_the_demo_model_answers(llm: LLM) -> None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 import pytest
 import torch
 
-from graphdecode.cache import InferenceParams
+from graphdecode import InferenceParams
 
 HEADS, KV_HEADS, DIM_K, DIM_V, HIDDEN = 4, 2, 6, 4, 10
 MAX_BATCH, MAX_LENGTH, NUM_SEQUENCES = 5, 40, 14

@@ -72,7 +72,7 @@ def test_run_takes_both_layouts_as_a_tuple_or_one_tensor(kv_layout, joined, dtyp
 def test_every_option_of_plan_and_run_means_what_the_formula_says(mode, q_len, kv_dtype, device):
     rows = random_rows([30, 4, 0, 17], device, kv_dtype)
     q = queries(4 * q_len, torch.float32, device)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=q_len > 1)
     wrapper.plan(
         rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE,
         pos_encoding_mode=mode, window_left=12, logits_soft_cap=4.0, q_data_type=torch.float32, kv_data_type=kv_dtype,
@@ -179,6 +179,93 @@ def test_one_captured_plan_and_run_is_right_at_any_later_lengths(device):
     graphs.close()
 
 
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *FP8])
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_queries_are_taken_as_exactly_as_they_are(dtype, kv_dtype, device):
+    rows = random_rows([30, 0, 17], device, kv_dtype)
+    q = queries(3, dtype, device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, q_data_type=dtype,
+        kv_data_type=kv_dtype,
+    )  # fmt: skip
+    out = torch.empty(3, HEADS, DIM, dtype=torch.float16, device=device)
+    result, lse = wrapper.run(q, (rows.k_cache, rows.v_cache), 0.5, None, 2.0, True, out=out)
+    assert result is out
+    expected, expected_lse = rows.expected(q.float(), 1, Options(0.5 * DIM**-0.5, 2.0))
+    torch.testing.assert_close(out.double().cpu(), expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-3, rtol=1e-3)
+    own = wrapper.run(q, (rows.k_cache, rows.v_cache), 0.5, None, 2.0)
+    assert own.dtype == dtype
+    assert torch.equal(own.float(), out.to(dtype).float())
+
+
+@pytest.mark.parametrize("dtype", FP8)
+def test_fp8_queries_of_one_request_too(dtype, device):
+    rows = random_rows([25], device, page_size=25)
+    q = queries(1, dtype, device)
+    page = rows.indices[0].item()
+    out, lse = single_decode_with_kv_cache(q[0], rows.k_cache[page], rows.v_cache[page], return_lse=True)
+    expected, expected_lse = rows.expected(q.float(), 1, Options(DIM**-0.5))
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double().cpu(), expected[0], atol=2**-9, rtol=0.125 if dtype == FP8[0] else 0.25)
+    torch.testing.assert_close(lse.double().cpu(), expected_lse[0], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "others", [{}, {"q_data_type": torch.float16}, {"q_data_type": None, "kv_data_type": "float16"}]
+)
+@pytest.mark.parametrize("spelling", ["bfloat16", torch.bfloat16])
+def test_data_type_overrides_both_dtypes_however_they_are_spelt(spelling, others, device):
+    rows = random_rows([9, 3], device, torch.bfloat16)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(
+        rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, data_type=spelling, **others
+    )
+    assert wrapper.run(queries(2, torch.bfloat16, device), (rows.k_cache, rows.v_cache)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
+def test_a_rope_scale_or_theta_of_zero_is_refused_for_one_request_too(name, device):
+    q, kv = queries(1, device=device)[0], torch.randn(4, KV_HEADS, DIM, device=device)
+    with pytest.raises(ValueError, match=name):
+        single_decode_with_kv_cache(q, kv, kv, pos_encoding_mode="ROPE_LLAMA", **{name: 0})
+
+
+def test_metadata_in_host_memory_may_be_rewritten_after_plan():
+    rows = random_rows([30, 5, 17], "cpu")
+    q = queries(3)
+    wrapper = planned(rows, "cpu")
+    before = wrapper.run(q, (rows.k_cache, rows.v_cache))
+    for metadata in (rows.indptr, rows.indices, rows.last_page_len):
+        metadata.fill_(1)
+    assert torch.equal(wrapper.run(q, (rows.k_cache, rows.v_cache)), before)
+
+
+def test_several_queries_a_request_need_tensor_cores_and_as_many_queries_as_planned(device):
+    rows = random_rows([9, 8], device)
+    with pytest.raises(ValueError, match="use_tensor_cores=True"):
+        planned(rows, device, q_len_per_req=3)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), use_tensor_cores=True)
+    planned(rows, device, wrapper, q_len_per_req=3)
+    assert wrapper.run(queries(6, device=device), (rows.k_cache, rows.v_cache)).shape == (6, HEADS, DIM)
+    for count in (2, 3, 5, 7, 9, 12):
+        with pytest.raises(ValueError, match=f"q_len_per_req=3 queries for each of 2 rows, got {count}"):
+            wrapper.run(queries(count, device=device), (rows.k_cache, rows.v_cache))
+
+
+def test_backends_of_the_published_wrapper_are_taken_and_others_refused(device):
+    for backend in ("auto", "fa2", "fa3", "trtllm-gen"):
+        BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend, jit_args=None)
+    with pytest.raises(ValueError, match="backend must be one of auto, fa2.*'fa9'"):
+        BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend="fa9")
+    with pytest.raises(ValueError, match="jit_args must be None"):
+        BatchDecodeWithPagedKVCacheWrapper(workspace(device), jit_args=["sigmoid"])
+
+
 def test_batch_invariant_rows_keep_their_bits_in_any_company(device):
     rows = random_rows([1500, 30, 0, 1025], device)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device), batch_invariant=True)
@@ -238,9 +325,10 @@ def test_run_before_plan_is_a_runtime_error(device):
         ({"logits_soft_cap": -1.0}, "logits_soft_cap"),
         ({"rope_scale": 0.0}, "rope_scale"),
         ({"q_data_type": "int8"}, "q_data_type.*float16"),
-        ({"q_data_type": torch.float8_e4m3fn}, "q_data_type"),
+        ({"q_data_type": torch.float64}, "q_data_type.*float8_e5m2"),
         ({"kv_data_type": "float64"}, "kv_data_type.*float8_e4m3fn"),
         ({"q_len_per_req": 0}, "q_len_per_req"),
+        ({"q_len_per_req": 2}, "q_len_per_req=2 needs use_tensor_cores=True"),
         ({"indptr": torch.tensor([0, 2, 3])}, "indptr must be int32"),
         ({"indptr": torch.tensor([0, 2], dtype=torch.int32)}, "indptr"),
         ({"indptr": torch.tensor([0, 2, 9], dtype=torch.int32)}, "at most the 3 pages"),

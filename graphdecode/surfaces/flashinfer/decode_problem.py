@@ -8,14 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import (
-    KV_DTYPES,
-    Q_DTYPES,
-    check_head_dim,
-    check_heads,
-    check_options,
-    dtype_of,
-)
+from .limits import DTYPES, check_head_dim, check_heads, check_options, dtype_of
 
 
 @dataclass(frozen=True)
@@ -69,9 +62,8 @@ class DecodeProblem:
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         if data_type is not None:
-            q_data_type = data_type if q_data_type in (None, "float16") else q_data_type
-            kv_data_type = data_type if kv_data_type is None else kv_data_type
-        q_dtype = dtype_of("q_data_type", q_data_type or "float16", Q_DTYPES)
+            q_data_type = kv_data_type = data_type
+        q_dtype = dtype_of("q_data_type", q_data_type or "float16", DTYPES)
         return cls(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -81,7 +73,7 @@ class DecodeProblem:
             window_left=window_left,
             soft_cap=cap,
             q_dtype=q_dtype,
-            kv_dtype=dtype_of("kv_data_type", kv_data_type or q_dtype, KV_DTYPES),
+            kv_dtype=dtype_of("kv_data_type", kv_data_type or q_dtype, DTYPES),
             sm_scale=1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
             rope_scale=scale,
             rope_theta=theta,

@@ -1,4 +1,4 @@
-"""What both cache managers share: lengths, checks, and the order of a step."""
+"""What both built-in cache managers share: lengths, checks, and the order of a step."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
@@ -7,36 +7,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.cache import UnknownSequenceError, require_positive
 from graphdecode.kernels.cache.cache_append import cache_append
 
-from .errors import UnknownSequenceError
+from .manager import KVCacheManager
 from .metadata import StepMetadata
 
 QKV_FORMATS = ("bshd", "sbhd", "thd")
 _INT32_MAX = 2**31 - 1
 
 
-def require_positive(**values: object) -> None:
-    """Raise a ValueError naming the first of these arguments that is not an integer >= 1."""
-    for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-
-
-class KVCacheManager:
-    """The base of the cache managers: which sequences there are, how long each is, and which row is whose.
+class StagedKVCacheManager(KVCacheManager):
+    """The base of the built-in managers: which sequences there are, how long each is, and which row is whose.
 
     A subclass says where tokens go, in `allocate_memory` and the `_place` hooks. `sequences` is the one list that all
     lengths on the device are derived from.
 
     Args:
         max_batch_size: rows.
-        max_sequence_length: tokens of one sequence, at most.
-        num_heads_kv: key/value heads.
+        max_seqlen: tokens of one sequence, at most.
+        num_heads: key/value heads.
         head_dim_k: size of a key head.
         dtype: of the cache, and of the keys and values given to `step`.
         head_dim_v: size of a value head; None means `head_dim_k`.
-        max_ctx_len: tokens that a sequence may enter or advance by in one step, at most; None means no such limit.
+        max_ctx_len: tokens that a sequence may enter or advance by in one step, at most; None means `max_seqlen`.
         device: None means CUDA where there is one, else the CPU.
 
     Attributes:
@@ -51,20 +45,20 @@ class KVCacheManager:
     def __init__(
         self,
         max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int,
+        max_seqlen: int,
+        num_heads: int,
         head_dim_k: int,
         dtype: torch.dtype,
         head_dim_v: int | None = None,
-        max_ctx_len: int | None = None,
         *,
+        max_ctx_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
         require_positive(
             max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            num_heads_kv=num_heads_kv,
+            max_seqlen=max_seqlen,
+            num_heads=num_heads,
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
         )
@@ -72,21 +66,20 @@ class KVCacheManager:
             require_positive(max_ctx_len=max_ctx_len)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
-        if max_batch_size * max_sequence_length > _INT32_MAX:
+        if max_batch_size * max_seqlen > _INT32_MAX:
             raise ValueError(
-                f"max_batch_size * max_sequence_length must be at most {_INT32_MAX} (lengths are summed in int32), "
-                f"got {max_batch_size} * {max_sequence_length}"
+                f"max_batch_size * max_seqlen must be at most {_INT32_MAX} (lengths are summed in int32), "
+                f"got {max_batch_size} * {max_seqlen}"
             )
+        super().__init__()
         self.max_batch_size = max_batch_size
-        self.max_sequence_length = max_sequence_length
-        self.num_heads_kv = num_heads_kv
+        self.max_seqlen = max_seqlen
+        self.num_heads = num_heads
         self.head_dim_k = head_dim_k
         self.head_dim_v = head_dim_v
         self.dtype = dtype
-        self.max_ctx_len = max_ctx_len
+        self.max_ctx_len = max_seqlen if max_ctx_len is None else max_ctx_len
         self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-        self.cache: dict[int, tuple[Tensor, Tensor]] = {}
-        self.sequences: OrderedDict[Hashable, int] = OrderedDict()
         self._row_ids: list[Hashable] | None = []  # whose rows the device knows; None: rows must be looked at anew
         self.metadata = self._make_metadata()
 
@@ -97,8 +90,8 @@ class KVCacheManager:
         """Allocate a layer of `slots` = (rows, tokens) or (pages, tokens), zero-filled, unless it exists."""
         if layer_number in self.cache:
             return
-        keys = torch.zeros((*slots, self.num_heads_kv, self.head_dim_k), dtype=self.dtype, device=self.device)
-        values = torch.zeros((*slots, self.num_heads_kv, self.head_dim_v), dtype=self.dtype, device=self.device)
+        keys = torch.zeros((*slots, self.num_heads, self.head_dim_k), dtype=self.dtype, device=self.device)
+        values = torch.zeros((*slots, self.num_heads, self.head_dim_v), dtype=self.dtype, device=self.device)
         self.cache[layer_number] = (keys, values)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -143,11 +136,10 @@ class KVCacheManager:
             known = self.sequences
             before = np.fromiter([known.get(i, 0) for i in ids], np.int64, len(ids))
         after = before + steps
-        if ids and after.max() > self.max_sequence_length:
+        if ids and after.max() > self.max_seqlen:
             row = int(after.argmax())
             raise ValueError(
-                f"sequence {ids[row]!r} would have {after[row]} tokens, "
-                f"max_sequence_length is {self.max_sequence_length}"
+                f"sequence {ids[row]!r} would have {after[row]} tokens, max_sequence_length is {self.max_seqlen}"
             )
         if same_rows:
             self._extend_places(ids, after)
@@ -167,7 +159,7 @@ class KVCacheManager:
             return steps.astype(np.int64)
         if steps.dtype.kind not in "iu" or steps.ndim != 1:
             raise ValueError(f"the step lengths in step_dict must be integers, got {list(step_dict.values())!r}")
-        limit = self.max_sequence_length if self.max_ctx_len is None else self.max_ctx_len
+        limit = self.max_ctx_len
         if steps.min() < 1 or steps.max() > limit:
             wrong = [i for i, n in step_dict.items() if not 1 <= n <= limit]
             raise ValueError(f"the step length of {wrong[0]!r} must be in 1..{limit}, got {step_dict[wrong[0]]}")
@@ -185,17 +177,13 @@ class KVCacheManager:
         """Free all places."""
         raise NotImplementedError
 
-    def allocate_memory(self, layer_number: int) -> None:
-        """Allocate a layer's cache, zero-filled; a layer that exists is left as it is."""
-        raise NotImplementedError
-
     def step(
         self,
         layer_number: int,
         new_k: Tensor,
         new_v: Tensor,
-        cu_new_lens: Tensor,
-        cu_cached_lens: Tensor,
+        cu_new_seqlens: Tensor,
+        cu_cached_seqlens: Tensor,
         qkv_format: str,
     ) -> tuple[Tensor, Tensor]:
         """Write the new keys and values of one layer behind what each row has, and return the layer's cache.
@@ -207,8 +195,8 @@ class KVCacheManager:
             layer_number: of the layer.
             new_k: [b, s, h, d_k], [s, b, h, d_k] or [t, h, d_k]; b, s and t may be larger than the step needs.
             new_v: the same with d_v.
-            cu_new_lens: int32 [max_batch + 1], sums of the step lengths.
-            cu_cached_lens: int32 [max_batch + 1], sums of the lengths after the step.
+            cu_new_seqlens: int32 [max_batch + 1], sums of the step lengths.
+            cu_cached_seqlens: int32 [max_batch + 1], sums of the lengths after the step.
             qkv_format: `bshd`, `sbhd` or `thd`.
 
         Returns:
@@ -217,21 +205,33 @@ class KVCacheManager:
         Raises:
             ValueError: an argument does not fit; nothing has changed.
         """
-        rows = self._check_step(layer_number, new_k, new_v, cu_new_lens, cu_cached_lens, qkv_format)
+        rows = self._check_step(layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format)
         if qkv_format == "sbhd":
             new_k, new_v = new_k.transpose(0, 1), new_v.transpose(0, 1)
-        return self._write(layer_number, new_k, new_v, cu_new_lens, cu_cached_lens, rows)
+        return self._write(layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, rows)
 
     def _write(
-        self, layer_number: int, new_k: Tensor, new_v: Tensor, cu_new_lens: Tensor, cu_cached_lens: Tensor, rows: int
+        self,
+        layer_number: int,
+        new_k: Tensor,
+        new_v: Tensor,
+        cu_new_seqlens: Tensor,
+        cu_cached_seqlens: Tensor,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.cache[layer_number]
         table = self.metadata.page_table
-        cache_append(keys, values, new_k, new_v, cu_new_lens, cu_cached_lens, table)
+        cache_append(keys, values, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, table)
         return keys, values
 
     def _check_step(
-        self, layer: int, new_k: Tensor, new_v: Tensor, cu_new_lens: Tensor, cu_cached_lens: Tensor, qkv_format: str
+        self,
+        layer: int,
+        new_k: Tensor,
+        new_v: Tensor,
+        cu_new_seqlens: Tensor,
+        cu_cached_seqlens: Tensor,
+        qkv_format: str,
     ) -> int:
         """Check the arguments of `step`; return the rows of the cache that they are about."""
         if layer not in self.cache:
@@ -243,14 +243,14 @@ class KVCacheManager:
                 raise ValueError(f"{name} must be {self.dtype} like the cache, got {tensor.dtype}")
             if tensor.device != self.cache[layer][0].device:
                 raise ValueError(f"{name} must be on {self.cache[layer][0].device}, got {tensor.device}")
-            if tensor.dim() != len(qkv_format) or tuple(tensor.shape[-2:]) != (self.num_heads_kv, dim):
+            if tensor.dim() != len(qkv_format) or tuple(tensor.shape[-2:]) != (self.num_heads, dim):
                 raise ValueError(
-                    f"{name} must be {qkv_format} with (h, d) = ({self.num_heads_kv}, {dim}), "
+                    f"{name} must be {qkv_format} with (h, d) = ({self.num_heads}, {dim}), "
                     f"got shape {tuple(tensor.shape)}"
                 )
         if new_k.shape[:-1] != new_v.shape[:-1]:
             raise ValueError(f"new_k and new_v differ: {tuple(new_k.shape)} and {tuple(new_v.shape)}")
-        for name, tensor in (("cu_new_lens", cu_new_lens), ("cu_cached_lens", cu_cached_lens)):
+        for name, tensor in (("cu_new_seqlens", cu_new_seqlens), ("cu_cached_seqlens", cu_cached_seqlens)):
             if tensor.dtype != torch.int32 or tuple(tensor.shape) != (self.max_batch_size + 1,):
                 raise ValueError(
                     f"{name} must be int32 [{self.max_batch_size + 1}], got {tensor.dtype} {tuple(tensor.shape)}"
@@ -324,7 +324,7 @@ class KVCacheManager:
         size = sum(k.nbytes + v.nbytes for k, v in self.cache.values()) / 2**20
         return (
             f"{len(self.sequences)} of {self.max_batch_size} rows, {tokens} tokens, "
-            f"max_sequence_length={self.max_sequence_length}, num_heads_kv={self.num_heads_kv}, "
+            f"max_sequence_length={self.max_seqlen}, num_heads_kv={self.num_heads}, "
             f"head_dim_k={self.head_dim_k}{value_dim}, {str(self.dtype).removeprefix('torch.')}, "
             f"{len(self.cache)} layers of {size:.1f} MiB in all, on {self.device}"
         )

@@ -1,5 +1,6 @@
 """`InferenceParams`: the cache as TransformerEngine's users know it."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -8,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.cache import require_positive
 from graphdecode.kernels.cache.page_gather import page_gather
 
-from .manager import QKV_FORMATS, KVCacheManager, require_positive
 from .metadata import StepMetadata
 from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager
+from .staged_manager import QKV_FORMATS
 
 OUTPUT_FORMATS = {"bshd": "bshd", "sbhd": "sbhd_2bshd", "thd": "thd_2bshd"}
 
@@ -33,10 +35,12 @@ class InferenceParams:
         is_paged: whether sequences own pages or whole rows.
         total_num_pages: pages, where paged; any number >= 1.
         page_size: tokens in a page, where paged.
-        max_ctx_len: tokens that a sequence may advance by in one step, at most; None means no such limit.
+        max_ctx_len: tokens that a sequence may enter with or advance by in one step, at most: the longest prompt, or
+            chunk of it, 1..max_sequence_length; None means `max_sequence_length`.
         qkv_format: what `step` is given unless it says otherwise: `bshd`, `sbhd` or `thd`.
-        custom_cache_manager: a class to use instead of the built-in one, made with the same keyword arguments; it
-            offers `cache`, `sequences`, `reset`, `allocate_memory`, `pre_step`, `step`, and `page_table` where paged.
+        custom_cache_manager: a class to use instead of the built-in one, made with those of its keyword arguments that
+            it takes; it offers `cache`, `sequences`, `reset`, `allocate_memory`, `pre_step`, `step`, and `page_table`
+            where paged.
         device: None means CUDA where there is one, else the CPU.
 
     Attributes:
@@ -45,18 +49,21 @@ class InferenceParams:
         cu_seqlens_kv: int32 [max_batch + 1], sums of the lengths after the step; likewise.
         cache_manager: who keeps the tokens.
         batch_size: rows of the last `pre_step`.
+        max_batch_size, max_sequence_length, num_heads_kv, head_dim_k, head_dim_v, dtype, is_paged, total_num_pages,
+        page_size, max_ctx_len, qkv_format: as given, with the defaults filled in.
 
     Raises:
-        ValueError: a size is missing or is not a positive integer, or the format is unknown.
+        ValueError: a size is missing or is not a positive integer, or the format is unknown. `num_heads_kv`,
+            `head_dim_k` and `dtype` are always required, `total_num_pages` and `page_size` where paged.
     """
 
     def __init__(
         self,
         max_batch_size: int,
         max_sequence_length: int,
-        num_heads_kv: int,
-        head_dim_k: int,
-        dtype: torch.dtype,
+        num_heads_kv: int | None = None,
+        head_dim_k: int | None = None,
+        dtype: torch.dtype | None = None,
         head_dim_v: int | None = None,
         is_paged: bool = False,
         total_num_pages: int | None = None,
@@ -69,26 +76,39 @@ class InferenceParams:
     ) -> None:
         if qkv_format not in QKV_FORMATS:
             raise ValueError(f"qkv_format must be one of {QKV_FORMATS}, got {qkv_format!r}")
-        arguments: dict[str, Any] = {
-            "max_batch_size": max_batch_size,
-            "max_sequence_length": max_sequence_length,
-            "num_heads_kv": num_heads_kv,
-            "head_dim_k": head_dim_k,
-            "dtype": dtype,
-            "head_dim_v": head_dim_v,
-            "max_ctx_len": max_ctx_len,
-            "device": torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"),
-        }
+        if num_heads_kv is None or head_dim_k is None or dtype is None:
+            raise ValueError(
+                f"num_heads_kv, head_dim_k and dtype are required, got {num_heads_kv!r}, {head_dim_k!r} and {dtype!r}"
+            )
+        require_positive(
+            max_batch_size=max_batch_size,
+            max_sequence_length=max_sequence_length,
+            num_heads_kv=num_heads_kv,
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_k if head_dim_v is None else head_dim_v,
+        )
         if is_paged:
             require_positive(total_num_pages=total_num_pages, page_size=page_size)
-            arguments |= {"total_num_pages": total_num_pages, "page_size": page_size}
-        built_in = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
-        self.cache_manager: Any = (custom_cache_manager or built_in)(**arguments)
+        if max_ctx_len is not None:
+            require_positive(max_ctx_len=max_ctx_len)
+            if max_ctx_len > max_sequence_length:
+                raise ValueError(
+                    f"max_ctx_len must be in 1..{max_sequence_length} (max_sequence_length), got {max_ctx_len}"
+                )
         self.max_batch_size = max_batch_size
         self.max_sequence_length = max_sequence_length
+        self.num_heads_kv = num_heads_kv
+        self.head_dim_k = head_dim_k
+        self.head_dim_v = head_dim_k if head_dim_v is None else head_dim_v
+        self.dtype = dtype
         self.is_paged = is_paged
+        self.total_num_pages = total_num_pages if is_paged else None
+        self.page_size = page_size if is_paged else None
+        self.max_ctx_len = max_sequence_length if max_ctx_len is None else max_ctx_len
         self.qkv_format = qkv_format
-        self.device: torch.device = arguments["device"]
+        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        built_in = PagedKVCacheManager if is_paged else NonPagedKVCacheManager
+        self.cache_manager: Any = self._make_manager(custom_cache_manager or built_in)
         self.batch_size = 0
         own = getattr(self.cache_manager, "metadata", None)
         self._staged_by_manager = isinstance(own, StepMetadata)
@@ -98,6 +118,25 @@ class InferenceParams:
         self.pre_step_seqlens = self._metadata.pre_step_seqlens
         self.cu_seqlens_q = self._metadata.cu_seqlens_q
         self.cu_seqlens_kv = self._metadata.cu_seqlens_kv
+
+    def _make_manager(self, manager: Callable[..., Any]) -> Any:
+        """Make a cache manager with the built-in one's keyword arguments, or those of them that it takes."""
+        arguments: dict[str, Any] = {
+            "max_batch_size": self.max_batch_size,
+            "max_seqlen": self.max_sequence_length,
+            "num_heads": self.num_heads_kv,
+            "head_dim_k": self.head_dim_k,
+            "dtype": self.dtype,
+            "head_dim_v": self.head_dim_v,
+            "max_ctx_len": self.max_ctx_len,
+            "device": self.device,
+        }
+        if self.is_paged:
+            arguments |= {"total_num_pages": self.total_num_pages, "page_size": self.page_size}
+        taken = inspect.signature(manager).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+            return manager(**arguments)
+        return manager(**{name: value for name, value in arguments.items() if name in taken})
 
     @property
     def sequences(self) -> OrderedDict[Hashable, int]:
@@ -193,21 +232,19 @@ class InferenceParams:
         return converted[0], converted[1]
 
     def fork(self, parent_id: Hashable, child_id: Hashable) -> None:
-        """Enter `child_id` with the parent's tokens; see `KVCacheManager.fork`."""
+        """Enter `child_id` with the parent's tokens; see `StagedKVCacheManager.fork`."""
         self._built_in("fork").fork(parent_id, child_id)
 
     def truncate(self, sequence_id: Hashable, length: int) -> None:
-        """Forget a sequence's tokens past `length`; see `KVCacheManager.truncate`."""
+        """Forget a sequence's tokens past `length`; see `StagedKVCacheManager.truncate`."""
         self._built_in("truncate").truncate(sequence_id, length)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a step reads or writes, by name, for whoever captures it."""
         return self._built_in("tensors").tensors()
 
-    def _built_in(self, verb: str) -> KVCacheManager:
-        offered = getattr(type(self.cache_manager), verb, None)
-        inherited = not self._staged_by_manager and offered is getattr(KVCacheManager, verb)  # of a base never set up
-        if offered is None or inherited:
+    def _built_in(self, verb: str) -> Any:
+        if not hasattr(self.cache_manager, verb):
             raise ValueError(f"the custom cache manager {type(self.cache_manager).__name__} offers no {verb}")
         return self.cache_manager
 

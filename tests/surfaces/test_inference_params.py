@@ -6,15 +6,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from graphdecode.cache import InferenceParams, KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
+from graphdecode import InferenceParams, KVCacheManager, NonPagedKVCacheManager, PagedKVCacheManager
+from graphdecode.cache import UnknownSequenceError
 
 BOTH = pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
 
 
 def make(device, paged, **options):
     sizes = {"total_num_pages": 12, "page_size": 4} if paged else {}
-    arguments = {"max_batch_size": 4, "max_sequence_length": 16, "num_heads_kv": 2, "head_dim_k": 3} | sizes | options
-    params = InferenceParams(dtype=torch.float32, is_paged=paged, device=device, **arguments)
+    arguments = {"max_batch_size": 4, "max_sequence_length": 16, "num_heads_kv": 2, "head_dim_k": 3} | sizes
+    params = InferenceParams(is_paged=paged, device=device, **(arguments | {"dtype": torch.float32} | options))
     params.allocate_memory(1)
     return params
 
@@ -114,6 +115,8 @@ def test_converted_pages_are_contiguous_and_zero_past_each_length(device):
         {"total_num_pages": None},
         {"page_size": 0},
         {"max_ctx_len": 0},
+        {"max_ctx_len": 17},
+        {"dtype": None},
         {"qkv_format": "bhsd"},
         {"max_batch_size": 2**16, "max_sequence_length": 2**16},
     ],
@@ -167,6 +170,46 @@ def test_a_finished_batch_leaves_nothing(device, paged):
     assert params.cu_seqlens_kv.tolist() == [0] * 5
 
 
+def test_forking_shares_full_pages_and_copies_the_partial_one(device):
+    params = make(device, True)
+    params.pre_step(OrderedDict(a=6))
+    manager = params.cache_manager
+    manager.cache[1][1].normal_()
+    params.fork("a", "b")
+    (full, partial), (shared, copied) = manager.pages_of("a"), manager.pages_of("b")
+    assert full == shared
+    assert partial != copied
+    assert torch.equal(manager.cache[1][1][partial], manager.cache[1][1][copied])
+    assert params.sequences["b"] == 6
+
+
+def test_truncating_a_shared_page_copies_it(device):
+    params = make(device, True)
+    params.pre_step(OrderedDict(a=8))
+    manager = params.cache_manager
+    manager.cache[1][0].copy_(torch.arange(13.0)[:, None, None, None].expand(13, 4, 2, 3))
+    params.fork("a", "b")
+    assert manager.pages_of("a") == manager.pages_of("b")
+    params.truncate("b", 7)
+    (_, source), (first, copied) = manager.pages_of("a"), manager.pages_of("b")
+    assert first == manager.pages_of("a")[0]
+    assert copied != source
+    assert torch.equal(manager.cache[1][0][copied].cpu(), torch.full((4, 2, 3), float(source)))
+
+
+@BOTH
+def test_forks_and_cuts_of_unknown_ids_and_rows_that_there_are_not_are_refused(device, paged):
+    params = make(device, paged, max_batch_size=1)
+    params.pre_step(OrderedDict(a=2))
+    with pytest.raises(ValueError, match="max_batch_size is 1"):
+        params.fork("a", "b")
+    with pytest.raises(ValueError, match="already"):
+        params.fork("a", "a")
+    for call in (lambda: params.fork("b", "c"), lambda: params.truncate("b", 1)):
+        with pytest.raises(UnknownSequenceError, match="'b'"):
+            call()
+
+
 class ListCache(KVCacheManager):
     """A manager as a user of the original might write one: no buffers of its own, sequences sorted by id."""
 
@@ -190,11 +233,96 @@ class ListCache(KVCacheManager):
         return new_k, new_v
 
 
+def test_what_must_be_given_is_asked_for_by_name():
+    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype are required, got None, None and None"):
+        InferenceParams(4, 16)
+    with pytest.raises(ValueError, match="num_heads_kv, head_dim_k and dtype are required, got 2, 3 and None"):
+        InferenceParams(4, 16, 2, 3)
+    with pytest.raises(ValueError, match="total_num_pages must be an integer >= 1, got None"):
+        InferenceParams(4, 16, 2, 3, torch.float32, is_paged=True)
+    with pytest.raises(ValueError, match="page_size must be an integer >= 1, got None"):
+        InferenceParams(4, 16, 2, 3, torch.float32, is_paged=True, total_num_pages=8)
+
+
+@BOTH
+def test_what_was_given_can_be_read_back(device, paged):
+    params = make(device, paged)
+    assert (params.num_heads_kv, params.head_dim_k, params.head_dim_v, params.dtype) == (2, 3, 3, torch.float32)
+    assert (params.max_batch_size, params.max_sequence_length, params.max_ctx_len) == (4, 16, 16)
+    assert (params.total_num_pages, params.page_size) == ((12, 4) if paged else (None, None))
+    assert make(device, paged, head_dim_v=5, max_ctx_len=7).head_dim_v == 5
+    assert make(device, paged, max_ctx_len=7).max_ctx_len == 7
+
+
+class PublishedManager(KVCacheManager):
+    """A contiguous manager as one is written for the original: its parameters, a base class without arguments."""
+
+    def __init__(self, max_batch_size, max_seqlen, num_heads, head_dim_k, dtype, head_dim_v=None):
+        super().__init__()
+        self.shape = (max_batch_size, max_seqlen, num_heads)
+        self.dims, self.dtype = (head_dim_k, head_dim_v), dtype
+
+    def allocate_memory(self, layer_number):
+        self.cache[layer_number] = tuple(torch.zeros(*self.shape, d, dtype=self.dtype) for d in self.dims)
+
+    def pre_step(self, step_dict):
+        self.before = [self.sequences.get(i, 0) for i in step_dict]
+        self.sequences = OrderedDict((i, self.sequences.get(i, 0) + n) for i, n in step_dict.items())
+        return self.sequences
+
+    def step(self, layer_number, new_k, new_v, cu_new_seqlens, cu_cached_seqlens, qkv_format):
+        for cache, new in zip(self.cache[layer_number], (new_k, new_v), strict=True):
+            for row, before in enumerate(self.before):
+                cache[row, before : before + new.shape[1]] = new[row]
+        return self.cache[layer_number]
+
+
+class PublishedPagedManager(PublishedManager):
+    """The paged one's parameters."""
+
+    def __init__(
+        self, total_num_pages, page_size, num_heads, head_dim_k, dtype, max_batch_size, max_seqlen, head_dim_v=None
+    ):
+        super().__init__(max_batch_size, max_seqlen, num_heads, head_dim_k, dtype, head_dim_v)
+        self.pages = (total_num_pages, page_size)
+
+
+def test_a_manager_written_for_the_original_works():
+    params, own = (
+        make("cpu", False, custom_cache_manager=PublishedManager, head_dim_v=5),
+        make("cpu", False, head_dim_v=5),
+    )
+    generator = torch.Generator().manual_seed(2)
+    for step in ([(8, 3), (7, 3)], [(8, 1), (7, 1)]):
+        results = []
+        for p in (params, own):
+            p.pre_step(OrderedDict(step))
+        k = torch.randn(2, step[0][1], 2, 3, generator=generator)
+        v = torch.randn(2, step[0][1], 2, 5, generator=generator)
+        for p in (params, own):
+            keys, values, *lengths, longest, form = p.step(1, k, v, "bshd")
+            results.append([keys[:2], values[:2], *lengths, p.pre_step_seqlens])
+            assert (longest, form) == (16, "bshd")
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    paged = make("cpu", True, custom_cache_manager=PublishedPagedManager).cache_manager
+    assert (paged.pages, paged.shape, paged.dims) == ((12, 4), (4, 16, 2), (3, 3))
+
+
+def test_the_base_of_managers_takes_no_arguments_and_does_nothing():
+    base = KVCacheManager()
+    assert (base.cache, base.sequences) == ({}, OrderedDict())
+    base.sequences["a"] = 3
+    base.reset()
+    assert not base.sequences
+    with pytest.raises(NotImplementedError):
+        base.pre_step(OrderedDict(a=1))
+
+
 def test_a_custom_manager_gets_the_arguments_of_the_built_in_one(device):
     params = make(device, False, custom_cache_manager=ListCache)
     built_in = make(device, False).cache_manager
     assert isinstance(built_in, NonPagedKVCacheManager)
-    assert type(built_in)(**params.cache_manager.arguments).max_sequence_length == 16
+    assert type(built_in)(**params.cache_manager.arguments).max_seqlen == 16
     paged = make(device, True, custom_cache_manager=ListCache)
     assert PagedKVCacheManager(**paged.cache_manager.arguments).page_size == 4
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphdecode.attention.decode_problem import DecodeProblem, check_metadata
-from graphdecode.attention.layouts import PagedCache, check_layout, check_options, paged_caches
+from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
@@ -18,6 +18,9 @@ from graphdecode.kernels.attention.attention_plan import (
     work_items,
 )
 from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .decode_problem import DecodeProblem, check_metadata
+from .limits import FP8_DTYPES, OUT_DTYPES, check_backend, check_options, exact_queries
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -32,14 +35,16 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_layout: `NHD` (pages [pages, page_size, heads, dim]) or `HND` (pages [pages, heads, page_size, dim]).
         use_cuda_graph: keep the metadata in the three buffers, at fixed addresses, so that a captured `run` goes on
             working after any later `plan`, of any batch up to the buffers' capacity.
-        use_tensor_cores: a hint; all paths here use them.
+        use_tensor_cores: a hint; all paths here use them. Several queries a request need it, as they do there.
         paged_kv_indptr_buffer: int32 [max_batch + 1]; with use_cuda_graph.
         paged_kv_indices_buffer: int32 [max_pages]; with use_cuda_graph.
         paged_kv_last_page_len_buffer: int32 [max_batch]; with use_cuda_graph.
+        backend: part of the surface; all of FlashInfer's mean the same here.
+        jit_args: part of the surface; must be None.
         batch_invariant: split rows at fixed places, so that a row's bits do not depend on the rest of the batch.
 
     Raises:
-        ValueError: the layout is unknown, or a buffer is missing or does not fit.
+        ValueError: the layout or the backend is unknown, or a buffer is missing or does not fit.
     """
 
     def __init__(
@@ -51,10 +56,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         paged_kv_indptr_buffer: Tensor | None = None,
         paged_kv_indices_buffer: Tensor | None = None,
         paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
         *,
         batch_invariant: bool = False,
     ) -> None:
         check_layout(kv_layout)
+        check_backend(backend, jit_args)
         self._layout = kv_layout
         self._invariant = batch_invariant
         self._use_tensor_cores = use_tensor_cores
@@ -146,13 +154,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         sm_scale: float | None = None,
         rope_scale: float | None = None,
         rope_theta: float | None = None,
-        non_blocking: bool = True,
+        non_blocking: bool = False,
         q_len_per_req: int = 1,
     ) -> None:
         """Say what the rows are and how to attend; everything that later `run`s share.
 
-        Without use_cuda_graph the tensors on the cache's device are kept, not copied: they may be changed in place
-        between two replays of a captured plan and run.
+        Without use_cuda_graph the tensors on a GPU are kept, not copied: they may be changed in place between two
+        replays of a captured plan and run. Those in host memory are copied, whatever the cache's device.
 
         Args:
             indptr: int32 [b + 1], where each row's pages begin in `indices`.
@@ -165,14 +173,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
             pos_encoding_mode: `NONE`, `ROPE_LLAMA` (keys and queries are rotated in the kernel) or `ALIBI`.
             window_left: keys before a query's own that it sees; -1: all.
             logits_soft_cap: caps the logits; None or 0: not.
-            q_data_type: float16, bfloat16 or float32.
-            kv_data_type: these, float8_e4m3fn or float8_e5m2; None: as the queries.
-            data_type: both of them, where they are not given.
+            q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype.
+            kv_data_type: likewise; None: as the queries.
+            data_type: both of them, whatever else is said of them.
             sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
             rope_scale: divides the rotation angles; None: 1.
             rope_theta: base of the rotation frequencies; None: 10000.
             non_blocking: copy metadata that is on the host without waiting.
-            q_len_per_req: queries a row, the row's newest tokens, causal among themselves.
+            q_len_per_req: queries a row, the row's newest tokens, causal among themselves; more than one need
+                use_tensor_cores.
 
         Raises:
             ValueError: an argument does not fit; nothing has changed then.
@@ -193,6 +202,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             rope_theta,
             q_len_per_req,
         )
+        if q_len_per_req > 1 and not self._use_tensor_cores:
+            raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
         rows = check_metadata(indptr, indices, last_page_len)
         if self._max_rows is not None and self._indices is not None:
             if rows > self._max_rows:
@@ -206,7 +217,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         )
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
             check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
-        metadata = [t.to(self._device, non_blocking=non_blocking) for t in (indptr, indices, last_page_len)]
+        given = (indptr, indices, last_page_len)
+        metadata = [t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given]
         kv_lens, plan = self._plan_tensors(rows, max_items)
         paged_attention_plan(
             kv_lens,
@@ -272,9 +284,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        return_lse: bool = False,
+        *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
-        return_lse: bool = False,
         window_left: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from each row's newest tokens to all of its pages.
@@ -286,9 +299,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             q_scale: multiplies the logits; None: 1.
             k_scale: multiplies the logits; None: 1.
             v_scale: multiplies the output; None: 1.
-            out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous.
+            return_lse: whether to return the log-sum-exps.
+            out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of q's dtype; for fp8
+                queries fp16, bf16 or fp32 too.
             lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
-            return_lse: whether to return them.
             window_left: this layer's window, where it is not the planned one.
 
         Returns:
@@ -310,17 +324,17 @@ class BatchDecodeWithPagedKVCacheWrapper:
             out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
         if lse is None and return_lse:
             lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
-        for name, tensor, shape, dtype in (("out", out, out_shape, q.dtype), ("lse", lse, lse_shape, torch.float32)):
-            if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous()):
-                raise ValueError(
-                    f"{name} must be contiguous {dtype} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}"
-                )
+        out_dtypes = (q.dtype, *OUT_DTYPES) if q.dtype in FP8_DTYPES else (q.dtype,)
+        _check_result("out", out, out_shape, out_dtypes)
+        _check_result("lse", lse, lse_shape, (torch.float32,))
+        queries = exact_queries(q)
+        result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
         window = problem.window_left if window_left is None else window_left
         check_options(window, problem.soft_cap, problem.rope_scale, problem.rope_theta)
         decode_attention(
-            out,
+            result,
             lse,
-            q,
+            queries,
             k_cache,
             v_cache,
             self._indices,
@@ -338,6 +352,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             rope_scale=problem.rope_scale,
             rope_theta=problem.rope_theta,
         )
+        if result is not out:
+            out.copy_(result)
         if return_lse and lse is not None:
             return out, lse
         return out
@@ -349,12 +365,14 @@ class BatchDecodeWithPagedKVCacheWrapper:
         q_scale: float | None = None,
         k_scale: float | None = None,
         v_scale: float | None = None,
+        *,
         out: Tensor | None = None,
         lse: Tensor | None = None,
         window_left: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend as `run` does, and return the log-sum-exps too."""
-        result = self.run(q, paged_kv_cache, q_scale, k_scale, v_scale, out, lse, True, window_left)
+        scales = (q_scale, k_scale, v_scale)
+        result = self.run(q, paged_kv_cache, *scales, True, out=out, lse=lse, window_left=window_left)
         return result[0], result[1]
 
     def _check_rows(self, queries: int, q_len: int) -> None:
@@ -416,6 +434,12 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
             paged_kv_indices_buffer=indices_buffer,
             paged_kv_last_page_len_buffer=last_page_len_buffer,
         )
+
+
+def _check_result(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous()):
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be contiguous {wanted} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
 
 
 def _scale(value: float | None) -> float:

@@ -1,10 +1,11 @@
 """The sequence-slot cache, against the same writes done one by one in a plain tensor."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from graphdecode import GraphManager, Slot, StepBuffers
-from graphdecode.cache import SlotKVCacheManager
+from graphdecode import BucketLadder, GraphManager, Slot, SlotKVCacheManager, StepBuffers
 from graphdecode.kernels.cache.slot_cache import (
     slot_scatter_torch,
     slot_scatter_triton,
@@ -134,7 +135,7 @@ def test_tiles_are_seen_as_one_length_without_a_copy(device):
 @pytest.mark.parametrize("padding_side", ["left", "right"])
 def test_length_buckets_are_views(device, padding_side):
     cache = make(device, padding_side=padding_side)
-    whole = cache.get_kv_by_layer_id(1)[0]
+    whole = cache.layer(1)[0]
     bucket = cache.get_cache(4)[1][0]
     bucket.fill_(7.0)
     places = slice(-4, None) if padding_side == "left" else slice(0, 4)
@@ -162,7 +163,7 @@ def test_bad_calls_raise_and_change_nothing(device):
         (False, slot, ids([0], device), good, LENGTH),
         (False, slot, None, good, LENGTH),
         (False, slot, position.float(), good, LENGTH),
-        (False, slot, position, good, LENGTH + 1),
+        (False, slot, position, good, -1),
         (False, slot, position, good, 0),
         (True, None, None, new_tokens(BATCH + 1, 1, device), LENGTH),
         (True, slot, None, new_tokens(1, LENGTH + 1, device), LENGTH),
@@ -173,9 +174,12 @@ def test_bad_calls_raise_and_change_nothing(device):
     with pytest.raises(ValueError, match="kvcache_buffer"):
         cache.update_cache(False, slot, position, good, LENGTH, kvcache_buffer=[good[0], good[1]])
     with pytest.raises(ValueError, match="seq_len"):
-        cache.get_cache(LENGTH + 1)
-    with pytest.raises(ValueError, match="layer_id"):
-        cache.get_kv_by_layer_id(LAYERS)
+        cache.get_cache(0)
+    for index in (1, -2, 2 * LAYERS):
+        with pytest.raises(ValueError, match=r"key_layer_idx must be twice a layer's number, an even index in 0\.\.2"):
+            cache.get_kv_by_layer_id(index)
+    with pytest.raises(ValueError, match="layer_number"):
+        cache.layer(LAYERS)
     assert all(not t.any() for t in cache.tensors().values())
 
 
@@ -191,6 +195,169 @@ def test_bad_calls_raise_and_change_nothing(device):
 def test_options_that_cannot_be_are_refused(options):
     with pytest.raises(ValueError, match="must|excludes"):
         make("cpu", **options)
+
+
+def test_the_published_flat_index_walks_keys_and_values_of_each_layer(device):
+    cache = make(device)
+    for number, stored in enumerate(cache.past_key_values):
+        stored.fill_(float(number))
+    read = []
+    for key_layer_idx in range(0, len(cache.past_key_values), 2):  # the published loop
+        k_cache, v_cache = cache.get_kv_by_layer_id(key_layer_idx, gather_index=None, slice_index=None)
+        read += [k_cache.unique().item(), v_cache.unique().item()]
+    assert read == [0.0, 1.0, 2.0, 3.0]
+    assert [t.unique().item() for layer in range(LAYERS) for t in cache.layer(layer)] == read
+    assert [t.data_ptr() for t in cache.past_key_values] == [t.data_ptr() for t in cache.tensors().values()]
+
+
+def test_the_published_properties_say_what_the_cache_is():
+    plain = make("cpu", continuous_batching=False, padding_side="left")
+    assert plain.kv_shape == (BATCH, HEADS, LENGTH, DIM) == tuple(plain.past_key_values[0].shape)
+    assert (plain.is_kv_cache_tiled, plain.is_continuous_batching, plain.flash_decoding_enabled) == (False,) * 3
+    assert plain.padding_side == "left"
+    shard = make("cpu", num_cores_per_group=2)
+    assert shard.flash_decoding_enabled
+    assert shard.kv_shape == (BATCH, HEADS, LENGTH // 2 + 1, DIM) == tuple(shard.past_key_values[3].shape)
+    tiled = SlotKVCacheManager(1, 2, HEADS, 256, DIM, torch.float32, tiled=True, device="cpu")
+    assert tiled.is_kv_cache_tiled
+    assert tiled.kv_shape == (2, HEADS, 128, 2, DIM) == tuple(tiled.past_key_values[0].shape)
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+def test_a_bucket_beyond_the_length_clamps_as_a_slice_does(device, padding_side):
+    cache, new = make(device, padding_side=padding_side), new_tokens(1, 1, device)
+    assert cache.get_cache(LENGTH + 5)[1][0].shape == (BATCH, HEADS, LENGTH, DIM)
+    assert cache.get_cache(1, skip_slice=True, anything="else")[0][1].shape == (BATCH, HEADS, LENGTH, DIM)
+    cache.update_cache(False, ids([0], device), ids([[3]], device), new, seq_len=LENGTH + 5)
+    assert torch.equal(cache.get_cache(LENGTH)[0][0][0, :, -1 if padding_side == "left" else 3], new[0][0][0, :, 0])
+
+
+def test_a_shards_bucket_counts_the_garbage_place(device):
+    shard = make(device, num_cores_per_group=2)
+    new, length = new_tokens(1, 1, device), LENGTH // 2
+    shard.update_cache(
+        False, ids([1], device), ids([[5]], device), new, seq_len=length + 1, active_mask=ids([[0]], device)
+    )
+    keys = shard.get_cache(length + 1)[0][0]
+    assert keys.shape[2] == length + 1
+    assert torch.equal(keys[1, :, length], new[0][0][0, :, 0]), "what is not owned goes to the last place"
+    assert not keys[:, :, :length].any()
+    assert shard.get_cache(length)[0][0].shape[2] == length
+    assert shard.get_cache(2, skip_slice=True)[0][0].shape[2] == length + 1
+
+
+@dataclass
+class ModelConfig:
+    num_hidden_layers: int = 3
+    num_attention_heads: int = 32
+    hidden_size: int = 4096
+
+
+@dataclass
+class NeuronConfig:
+    tp_degree: int = 1
+    max_batch_size: int = 2
+    sequence_length: int = 16
+    torch_dtype: torch.dtype = torch.bfloat16
+    padding_side: str = "right"
+    continuous_batching: bool = True
+    flash_decoding_enabled: bool = False
+    num_cores_per_group: int = 1
+
+
+@pytest.mark.parametrize(
+    ("attention_heads", "kv_heads", "ranks", "expected"),
+    [
+        (32, 8, 1, 8),  # one rank holds all
+        (32, 8, 2, 4),  # dealt out
+        (32, 8, 8, 1),
+        (32, 8, 32, 1),  # replicated, one a rank
+        (56, 8, 32, 1),
+        (32, 6, 4, 8),  # 4 ranks, 6 heads: as many as there are query heads
+        (30, 6, 4, 8),  # and these padded to 32
+        (32, 32, 4, 8),  # multi-head attention
+        (30, 30, 4, 8),
+    ],
+)
+def test_heads_of_a_rank_follow_the_published_sharding(attention_heads, kv_heads, ranks, expected):
+    config = ModelConfig(num_attention_heads=attention_heads, hidden_size=attention_heads * 4)
+    cache = SlotKVCacheManager.from_config(config, NeuronConfig(tp_degree=ranks), num_kv_head=kv_heads, device="cpu")
+    assert cache.kv_shape == (2, expected, 16, 4)
+    assert len(cache.past_key_values) == 6
+    assert cache.past_key_values[0].dtype == torch.bfloat16
+
+
+def test_a_configuration_says_the_rest(device):
+    wanted = NeuronConfig(flash_decoding_enabled=True, num_cores_per_group=4, sequence_length=14)
+    with pytest.warns(UserWarning, match="padded to 16"):
+        shard = SlotKVCacheManager.from_config(ModelConfig(), wanted, num_kv_head=8, device=device)
+    assert shard.kv_shape == (2, 8, 5, 128)
+    off = NeuronConfig(num_cores_per_group=4, padding_side="left", continuous_batching=False)
+    plain = SlotKVCacheManager.from_config(ModelConfig(), off, num_kv_head=8, device=device)
+    assert (plain.kv_shape, plain.padding_side) == ((2, 8, 16, 128), "left")
+    assert not plain.is_continuous_batching
+    wide = ModelConfig()
+    wide.head_dim = 80  # a model's own word, where it gives one
+    assert SlotKVCacheManager.from_config(wide, NeuronConfig(), num_kv_head=8, device=device).head_dim == 80
+
+
+@pytest.mark.parametrize(
+    ("length", "sizes"),
+    [
+        (4096, (128, 256, 512, 1024, 2048, 4096)),
+        (600, (128, 256, 600)),  # 512 is too near
+        (513, (128, 256, 513)),
+        (128, (128,)),
+        (40, (40,)),
+    ],
+)
+def test_the_ladder_of_lengths_is_the_published_one(length, sizes):
+    ladder = SlotKVCacheManager(1, 1, 1, length, 1, torch.float32, device="cpu").length_ladder()
+    assert ladder.sizes == sizes
+    assert [ladder.bucket_for(n) for n in sizes] == list(sizes)
+
+
+def test_a_graph_for_each_length_reads_what_a_graph_of_the_whole_length_reads(device):
+    cache = make(device, length=32)
+    slots = [Slot("q", ("batch", HEADS, DIM), torch.float32), Slot("out", ("batch", HEADS, DIM), torch.float32)]
+    slots += [
+        Slot("positions", ("batch", 1), torch.int64),
+        Slot("new", ("batch", 2 * LAYERS, HEADS, 1, DIM), torch.float32),
+    ]
+    buffers = StepBuffers(slots, max_batch_size=BATCH, device=device)
+    for name, stored in cache.tensors().items():
+        buffers.adopt(name, stored)
+
+    def step_for(bucket):
+        def step(batch):
+            new = batch.new.unbind(1)
+            pairs = [new[i : i + 2] for i in range(0, 2 * LAYERS, 2)]
+            rows = torch.arange(batch.q.shape[0], device=batch.q.device)
+            cache.update_cache(False, rows, batch.positions, pairs, bucket)
+            keys, values = (t[: batch.q.shape[0]] for t in cache.get_cache(bucket)[1])
+            scores = torch.einsum("bhd,bhld->bhl", batch.q, keys)
+            seen = torch.arange(keys.shape[2], device=batch.q.device) <= batch.positions[:, :, None]
+            weights = torch.where(seen, scores, -torch.inf).softmax(-1)
+            batch.out.copy_(torch.einsum("bhl,bhld->bhd", weights, values))
+
+        return step
+
+    ladder = cache.length_ladder(shortest=4)
+    assert ladder.sizes == (4, 8, 16, 32)
+    graphs = {n: GraphManager(step_for(n), buffers, BucketLadder([2], BATCH)) for n in ladder}
+    for graph in graphs.values():
+        graph.capture(progress=False)
+    generator = torch.Generator().manual_seed(3)
+    for position in range(32):
+        buffers.q.copy_(torch.randn(BATCH, HEADS, DIM, generator=generator))
+        buffers.new.copy_(torch.randn(BATCH, 2 * LAYERS, HEADS, 1, DIM, generator=generator))
+        buffers.positions.fill_(position)
+        graphs[32].replay(BATCH)
+        whole = buffers.out.clone()
+        graphs[ladder.bucket_for(position + 1)].replay(BATCH)
+        torch.testing.assert_close(buffers.out, whole)
+    for graph in graphs.values():
+        graph.close()
 
 
 def test_it_reads_like_what_it_is():

@@ -9,11 +9,11 @@ from torch import Tensor
 from graphdecode.kernels.cache.cache_append import cache_append
 from graphdecode.kernels.cache.cache_moves import move_rows, plan_row_moves, plan_words
 
-from .manager import KVCacheManager
 from .metadata import StepMetadata
+from .staged_manager import StagedKVCacheManager
 
 
-class NonPagedKVCacheManager(KVCacheManager):
+class NonPagedKVCacheManager(StagedKVCacheManager):
     """Keys `[max_batch, max_seq, heads, d_k]` and values with `d_v` a layer; row i of both is row i of the batch.
 
     When sequences change rows their tokens move, inside the step. Each sequence has a tag, each layer remembers on
@@ -21,29 +21,29 @@ class NonPagedKVCacheManager(KVCacheManager):
     So a captured step is right for any later membership, and a layer that missed a step catches up in the next one.
     A fork names its parent's tag as origin, and is copied by the same move.
 
-    Arguments, attributes and errors are those of `KVCacheManager`.
+    Arguments, attributes and errors are those of `StagedKVCacheManager`.
     """
 
     def __init__(
         self,
         max_batch_size: int,
-        max_sequence_length: int,
-        num_heads_kv: int,
+        max_seqlen: int,
+        num_heads: int,
         head_dim_k: int,
         dtype: torch.dtype,
         head_dim_v: int | None = None,
-        max_ctx_len: int | None = None,
         *,
+        max_ctx_len: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(
             max_batch_size,
-            max_sequence_length,
-            num_heads_kv,
+            max_seqlen,
+            num_heads,
             head_dim_k,
             dtype,
             head_dim_v,
-            max_ctx_len,
+            max_ctx_len=max_ctx_len,
             device=device,
         )
         self._tags: dict[Hashable, int] = {}
@@ -58,7 +58,7 @@ class NonPagedKVCacheManager(KVCacheManager):
     def allocate_memory(self, layer_number: int) -> None:
         """Allocate a layer's rows, zero-filled; a layer that exists is left as it is."""
         if layer_number not in self.cache:
-            self._allocate(layer_number, (self.max_batch_size, self.max_sequence_length))
+            self._allocate(layer_number, (self.max_batch_size, self.max_seqlen))
             self._owners[layer_number] = torch.zeros(self.max_batch_size, dtype=torch.int32, device=self.device)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -101,15 +101,21 @@ class NonPagedKVCacheManager(KVCacheManager):
         """Nothing to do: tokens past the length are overwritten when the sequence grows again."""
 
     def _write(
-        self, layer_number: int, new_k: Tensor, new_v: Tensor, cu_new_lens: Tensor, cu_cached_lens: Tensor, rows: int
+        self,
+        layer_number: int,
+        new_k: Tensor,
+        new_v: Tensor,
+        cu_new_seqlens: Tensor,
+        cu_cached_seqlens: Tensor,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         keys, values = self.cache[layer_number]
         tags, origins = self.metadata.row_tags, self.metadata.row_origins
         assert tags is not None
         assert origins is not None
-        plan_row_moves(self._plan, self._owners[layer_number], tags, origins, cu_new_lens, cu_cached_lens)
+        plan_row_moves(self._plan, self._owners[layer_number], tags, origins, cu_new_seqlens, cu_cached_seqlens)
         move_rows(keys, values, self._plan)
-        cache_append(keys, values, new_k, new_v, cu_new_lens, cu_cached_lens)
+        cache_append(keys, values, new_k, new_v, cu_new_seqlens, cu_cached_seqlens)
         return keys[:rows], values[:rows]
 
     def __repr__(self) -> str:

@@ -7,18 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.attention.layouts import (
-    KV_DTYPES,
-    Q_DTYPES,
-    check_head_dim,
-    check_heads,
-    check_layout,
-    check_options,
-    dtype_of,
-)
+from graphdecode.attention.layouts import check_layout
 from graphdecode.attention.paged_decode import wave_items_for
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .limits import DTYPES, check_head_dim, check_heads, check_options, dtype_of, exact_queries
 
 
 def single_decode_with_kv_cache(
@@ -41,7 +35,7 @@ def single_decode_with_kv_cache(
     """Attend from the newest token of one request to all of its keys.
 
     Args:
-        q: [num_qo_heads, head_dim], fp16, bf16 or fp32.
+        q: [num_qo_heads, head_dim], fp16, bf16, fp32, fp8 e4m3 or e5m2.
         k: [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND), any strides; fp16, bf16,
             fp32, fp8 e4m3 or e5m2.
         v: the same, with head_dim_v.
@@ -76,14 +70,17 @@ def single_decode_with_kv_cache(
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} (NHD) do not fit q {list(q.shape)}")
     check_heads(heads, kv_heads)
     check_head_dim(head_dim, pos_encoding_mode)
-    soft_cap, scale, theta = logits_soft_cap or 0.0, rope_scale or 1.0, rope_theta or 1e4
+    soft_cap = logits_soft_cap or 0.0
+    scale = 1.0 if rope_scale is None else rope_scale
+    theta = 1e4 if rope_theta is None else rope_theta
     check_options(window_left, soft_cap, scale, theta)
-    dtype_of("q's dtype", q.dtype, Q_DTYPES)
-    dtype_of("k's dtype", k.dtype, KV_DTYPES)
+    dtype_of("q's dtype", q.dtype, DTYPES)
+    dtype_of("k's dtype", k.dtype, DTYPES)
     if v.dtype != k.dtype:
         raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
 
-    device = q.device
+    device, dtype = q.device, q.dtype
+    q = exact_queries(q)
     wave_items = wave_items_for(device, kv_heads)
     items = work_items(1, wave_items)
     ints = torch.empty(1 + plan_size(1, items), dtype=torch.int32, device=device)
@@ -115,4 +112,5 @@ def single_decode_with_kv_cache(
         rope_scale=scale,
         rope_theta=theta,
     )
-    return (out[0], lse[0]) if lse is not None else out[0]
+    out = out[0].to(dtype)
+    return (out, lse[0]) if lse is not None else out
