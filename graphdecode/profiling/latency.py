@@ -55,7 +55,7 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
     entered: list[object] = []
     try:
         for name in names:
-            cache.add(name)
+            cache.add(name, ())
             entered.append(name)
             cache.reserve(name, length)
         sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
