@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 from torch import Tensor
 
-from graphdecode.kernels.linear.small_linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
 from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
-_ROWS = 512  # that are taken at a time: more would need more workspace
 
-
-@dataclass(frozen=True, kw_only=True)
-class Fixed(WeightForm):
-    """A plain weight with a product that follows from its shape alone.
-
-    Attributes:
-        weight: [out_features, in_features].
-        config: of the product.
-        counters: int32, the workspace of products with splits; shared by all weights of a model.
-    """
+@dataclass(frozen=True)
+class Fixed(Plain):
+    """A plain weight with a product that follows from its shape alone."""
 
     path = "fixed"
-    weight: Tensor
-    config: SmallLinearConfig
-    counters: Tensor
+    is_measured = False
+    config: SmallLinearConfig | None = None
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -36,28 +26,10 @@ class Fixed(WeightForm):
         return "" if options.batch_invariant and options.device.type == "cuda" else "is for batch_invariant on a GPU"
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Self:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight itself, with its one configuration."""
-        out_features, in_features = weight.shape
-        return cls(
-            out_features=out_features,
-            in_features=in_features,
-            weight=weight,
-            bias=bias,
-            config=fixed_config(out_features, in_features, weight.element_size()),
-            counters=options.tuner.counters(weight.device),
-        )
-
-    def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        for begin in range(0, x.shape[0], _ROWS):
-            rows = slice(begin, begin + _ROWS)
-            small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, self.config)
-
-    @property
-    def workspace(self) -> list[Tensor]:
-        """The counters."""
-        return [self.counters]
+        config = fixed_config(weight.shape[0], weight.shape[1], weight.element_size())
+        return cls(weight.shape, bias, weight, options.tuner.counters(weight.device), config)
 
     def choice(self, rows: int) -> LinearChoice:
         """Return the one path, whatever the number of rows."""

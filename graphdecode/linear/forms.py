@@ -13,7 +13,7 @@ from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
@@ -48,20 +48,17 @@ def check_options(options: FormOptions) -> list[type[WeightForm]]:
 
 def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
-    shapes = [source.tensors[name].shape for name in names.weights]
-    if shard is not None:
-        shapes = [shard.shape(shape) for shape in shapes]
-    form, choices = _chosen((sum(shape[0] for shape in shapes), shapes[0][1]), bool(names.biases), options)
+    form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
     return _with(form.load(source, names, shard, options), choices)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
-    form, choices = _chosen((weight.shape[0], weight.shape[1]), bias is not None, options)
+    form, choices = _chosen(tuple(weight.shape), bias is not None, options)
     return _with(form.of(weight, bias, options), choices)
 
 
-def _chosen(shape: tuple[int, int], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
+def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
     """Return the preferred form; where that is a measured one, the fastest of those, and what was measured."""
     able = check_options(options)
     rivals = {form.path: form for form in able if form.is_measured}

@@ -1,9 +1,8 @@
-"""On a CPU without compiled kernels: the weight as oneDNN packs it."""
+"""On a CPU without compiled kernels: the weight as oneDNN packs it, faster than the plain one where it is large."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,17 +11,13 @@ from graphdecode.kernels.linear.packed_linear import can_pack, pack, packed_line
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Packed(WeightForm):
-    """A weight packed by oneDNN: faster than the plain one where it is large.
-
-    Attributes:
-        packed: oneDNN's opaque form.
-    """
+    """A weight packed by oneDNN."""
 
     path = "packed"
     is_measured = True
-    packed: Tensor
+    packed: Tensor  # opaque
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -31,10 +26,9 @@ class Packed(WeightForm):
         return "" if can_pack(probe) else "needs oneDNN, float32 or bfloat16, and a CPU"
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Self:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight packed."""
-        out_features, in_features = weight.shape
-        return cls(out_features=out_features, in_features=in_features, packed=pack(weight), bias=bias)
+        return cls(weight.shape, bias, pack(weight))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""

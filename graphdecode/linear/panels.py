@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -12,16 +11,13 @@ from graphdecode.kernels.linear.native_linear import can_panel, native_linear, t
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Panels(WeightForm):
-    """A weight in panels. Nothing is measured: oneDNN's threads beside the kernels' own would cost more than they gain.
-
-    Attributes:
-        panels: what `to_panels` made of the weight.
-    """
+    """A weight in panels; not measured, for oneDNN's threads beside the kernels' own cost more than they gain."""
 
     path = "native"
-    panels: Tensor
+    panels: Tensor  # what `to_panels` made of the weight
+    scales: Tensor | None = None  # [out_features], of weights that are rounded
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -30,11 +26,10 @@ class Panels(WeightForm):
         return "" if can_panel(probe) else "needs compiled kernels, float32 or bfloat16, and a CPU"
 
     @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Self:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight in panels."""
-        out_features, in_features = weight.shape
-        return cls(out_features=out_features, in_features=in_features, panels=to_panels(weight), bias=bias)
+        return cls(weight.shape, bias, to_panels(weight))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        native_linear(out, x, self.panels, None, self.bias)
+        native_linear(out, x, self.panels, self.scales, self.bias)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Self
 
 from torch import Tensor
 
@@ -13,43 +12,35 @@ from graphdecode.kernels.linear.small_linear import small_linear
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
+_ROWS = 512  # that a small product takes at a time: more would need more workspace
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Plain(WeightForm):
-    """A plain weight.
-
-    Attributes:
-        weight: [out_features, in_features].
-        counters: int32, the workspace of small products with splits; shared by all weights of a model.
-    """
+    """A plain weight."""
 
     path = "plain"
     is_measured = True
-    weight: Tensor
-    counters: Tensor | None = None
+    weight: Tensor  # [out_features, in_features]
+    counters: Tensor | None = None  # int32, the workspace of small products with splits; all weights share it
 
     @classmethod
-    def why_not(cls, options: FormOptions) -> str:
-        """Return "": everything can be left as it is."""
-        return ""
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Self:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight itself, on a GPU with a measured choice for each number of rows."""
-        out_features, in_features = weight.shape
-        plain = cls(out_features=out_features, in_features=in_features, weight=weight, bias=bias)
         if not weight.is_cuda:
-            return plain
+            return cls(weight.shape, bias, weight)
         choices = options.tuner.choose_small(weight, bias, options.batch_sizes)
-        return replace(plain, choices=choices, counters=options.tuner.counters(weight.device))
+        return cls(weight.shape, bias, weight, options.tuner.counters(weight.device), choices=choices)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         config = self.choice(x.shape[0]).config
         if config is None:
             linear(out, x, self.weight, self.bias)
-        else:
-            small_linear(out, x, self.weight, self.bias, self.counters, config)
+            return
+        for begin in range(0, x.shape[0], _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, config)
 
     @property
     def workspace(self) -> list[Tensor]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -32,21 +32,12 @@ class Shard:
     axis: int
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return where the part lies in a tensor.
-
-        Raises:
-            ValueError: the tensor has no such parts.
-        """
+        """Return where the part lies in a tensor; ValueError where it has no such parts."""
         size = shape[self.axis] // self.count
         if size * self.count != shape[self.axis]:
             raise ValueError(f"axis {self.axis} of {list(shape)} cannot be dealt out in {self.count} equal parts")
         begin = self.rank * size
         return (*(slice(None) for _ in shape[: self.axis]), slice(begin, begin + size))
-
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the part's shape."""
-        part = self.slices(shape)[self.axis]
-        return (*shape[: self.axis], part.stop - part.start, *shape[self.axis + 1 :])
 
 
 class Stored(NamedTuple):
@@ -103,7 +94,7 @@ class FormOptions:
             raise ValueError(f"batch_sizes is {self.batch_sizes}; it must hold at least one size, each >= 1")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WeightForm(ABC):
     """One layer's weight as one product reads it. Forms are frozen dataclasses: their tensors are found by that.
 
@@ -111,8 +102,7 @@ class WeightForm(ABC):
         path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
         is_measured: among the forms that could be taken and are measured, the fastest is.
-        out_features: rows of the weight.
-        in_features: columns of the weight.
+        shape: [out_features, in_features].
         bias: [out_features] or None.
         choices: what was measured for each number of rows.
     """
@@ -120,23 +110,23 @@ class WeightForm(ABC):
     path: ClassVar[str]
     quantize: ClassVar[str | None] = None
     is_measured: ClassVar[bool] = False
-    out_features: int
-    in_features: int
-    bias: Tensor | None = None
+    shape: tuple[int, ...]
+    bias: Tensor | None
+    _: KW_ONLY
     choices: Mapping[int, LinearChoice] = field(default_factory=dict)
 
     @classmethod
-    @abstractmethod
     def why_not(cls, options: FormOptions) -> str:
         """Return why weights cannot take this form, for people; "" where they can."""
+        return ""
 
     @classmethod
     @abstractmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> Self:
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return a plain weight [out_features, in_features] in this form; the caller drops its own reference."""
 
     @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> Self:
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
         """Read a layer's tensors, or a part of them and no more, into this form.
 
         Parts of a layer that is split by columns are added up, so the bias is in the first alone.
@@ -150,6 +140,16 @@ class WeightForm(ABC):
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.shape[1]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -181,14 +181,22 @@ class WeightForm(ABC):
         return self
 
 
+def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:
+    """Return the shape of tensors, or of one part of each, when they are fused along their first dimension."""
+    first = source.tensors[names[0]].shape
+    rows = sum(source.tensors[name].shape[0] for name in names)
+    shape = [rows, *first[1:]]
+    if shard is not None:
+        shape[shard.axis] //= shard.count
+    return tuple(shape)
+
+
 def read_fused(
     source: TensorSource, names: tuple[str, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return tensors, or one part of each, fused along their first dimension, in memory of their own."""
-    shapes = [source.tensors[name].shape for name in names]
-    if shard is not None:
-        shapes = [shard.shape(shape) for shape in shapes]
-    fused = torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device=device)
-    for name, out in zip(names, fused.split([shape[0] for shape in shapes]), strict=True):
+    fused = torch.empty(fused_shape(source, names, shard), dtype=dtype, device=device)
+    sizes = [fused_shape(source, (name,), shard)[0] for name in names]
+    for name, out in zip(names, fused.split(sizes), strict=True):
         source.read(name, out, shard)
     return fused

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphdecode.linear.forms import linear_of, load_linear
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
@@ -20,31 +19,18 @@ class Weights:
         weight_map: of the model.
         options: of the forms that products take.
         positions: to make rotary angles for.
-        rank: which shard to read.
-        ranks: of how many.
     """
 
-    def __init__(
-        self,
-        source: TensorSource,
-        weight_map: WeightMap,
-        options: FormOptions,
-        positions: int,
-        *,
-        rank: int = 0,
-        ranks: int = 1,
-    ) -> None:
+    def __init__(self, source: TensorSource, weight_map: WeightMap, options: FormOptions, positions: int) -> None:
         self._source = source
         self._map = weight_map
         self._options = options
         self._positions = positions
-        self._rank, self._ranks = rank, ranks
         self._angles: dict[tuple[RopeConfig, int], Tensor] = {}
 
     def tensor(self, place: str) -> Tensor:
-        """Return what is at a place, or this shard of it, in memory of its own."""
-        names, shard = self._names(place), self._shard(place)
-        return read_fused(self._source, names, shard, self._options.dtype, self._options.device)
+        """Return what is at a place, in memory of its own."""
+        return read_fused(self._source, self._names(place), None, self._options.dtype, self._options.device)
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return the norm at a place."""
@@ -64,18 +50,14 @@ class Weights:
         if place not in self._map and tied is not None:
             return linear_of(tied, None, self._options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
-        return load_linear(self._source, names, self._shard(place), self._options)
+        return load_linear(self._source, names, None, self._options)
 
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
         """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]; layers share a table."""
         key = (rope, head_dim)
         if key not in self._angles:
-            self._angles[key] = cos_sin_table(rope, head_dim, self._positions, torch.device(self._options.device))
+            self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self._options.device)
         return self._angles[key]
 
     def _names(self, place: str) -> tuple[str, ...]:
         return tuple(part.name for part in self._map.get(place, ()))
-
-    def _shard(self, place: str) -> Shard | None:
-        split = self._map[place][0].split
-        return None if split is None or self._ranks == 1 else Shard(self._rank, self._ranks, split)

@@ -171,7 +171,7 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
         assert choices.keys() == {1, 2, 16}
     assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
     counters = torch.zeros(64, dtype=torch.int32)
-    held = Plain(out_features=1024, in_features=512, weight=weight, choices=choices, counters=counters)
+    held = Plain((1024, 512), None, weight, counters, choices=choices)
     taken = []
     monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given: taken.append(given[-1]))
     for rows in (1, 2, 3, 16, 17):
