@@ -19,7 +19,7 @@ from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `count` equal parts of a tensor along an axis.
+    """One of `count` parts of a tensor along an axis, equal up to one row or column.
 
     Attributes:
         rank: which part, from 0.
@@ -32,12 +32,10 @@ class Shard:
     axis: int
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
-        """Return where the part lies in a tensor; ValueError where it has no such parts."""
-        size = shape[self.axis] // self.count
-        if size * self.count != shape[self.axis]:
-            raise ValueError(f"axis {self.axis} of {list(shape)} cannot be dealt out in {self.count} equal parts")
-        begin = self.rank * size
-        return (*(slice(None) for _ in shape[: self.axis]), slice(begin, begin + size))
+        """Return where the part lies in a tensor."""
+        size = shape[self.axis]
+        part = slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+        return (*(slice(None) for _ in shape[: self.axis]), part)
 
 
 class Stored(NamedTuple):
@@ -183,12 +181,10 @@ class WeightForm(ABC):
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:
     """Return the shape of tensors, or of one part of each, when they are fused along their first dimension."""
-    first = source.tensors[names[0]].shape
-    rows = sum(source.tensors[name].shape[0] for name in names)
-    shape = [rows, *first[1:]]
+    shapes = [source.tensors[name].shape for name in names]
     if shard is not None:
-        shape[shard.axis] //= shard.count
-    return tuple(shape)
+        shapes = [(*torch.empty(shape, device="meta")[shard.slices(shape)].shape,) for shape in shapes]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def read_fused(
