@@ -18,7 +18,7 @@ from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.linear_weight import LinearWeight
+from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
@@ -166,20 +166,16 @@ def _variants(
     yield FULL, full, True
     yield "without fused operators", full.varied(operators=UNFUSED), True
     if device.type == "cuda":
-        yield "cuBLAS alone", full.varied(linear=lambda weight: replace(weight, choices={})), True
-        yield "without early start", full.varied(linear=_without_early_start), True
+        yield "cuBLAS alone", full.varied(linear=lambda weight: weight.rechosen(lambda _: None)), True
+        yield "without early start", full.varied(linear=lambda weight: weight.rechosen(_without_early_start)), True
     elif native.library() is not None:
         with native.switched_off():
             plain = load()
         yield "without compiled kernels", plain, False
 
 
-def _without_early_start(weight: LinearWeight) -> LinearWeight:
-    late = {
-        rows: choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
-        for rows, choice in weight.choices.items()
-    }
-    return replace(weight, choices=late)
+def _without_early_start(choice: LinearChoice) -> LinearChoice:
+    return choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
 
 
 @contextmanager
