@@ -1,11 +1,13 @@
 """What a cache says when it cannot do as it is asked; whatever raises one of these has changed nothing."""
 
+from graphdecode.errors import GraphdecodeError
 
-class CacheFullError(ValueError):
+
+class CacheFullError(GraphdecodeError, ValueError):
     """There are not enough free pages."""
 
 
-class UnknownSequenceError(ValueError):
+class UnknownSequenceError(GraphdecodeError, ValueError):
     """No sequence of that id is in the cache."""
 
 

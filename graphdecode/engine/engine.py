@@ -17,6 +17,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
+from graphdecode.errors import ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
 
@@ -138,10 +139,10 @@ class Engine:
 
         Raises:
             RequestError: it can never be served; nothing has changed.
-            RuntimeError: the engine was closed.
+            ClosedError: the engine was closed.
         """
         if self._closed:
-            raise RuntimeError("this engine was closed")
+            raise ClosedError("this engine was closed")
         self.check(request)
         request_id = next(self._request_ids)
         params = request.sampling_params

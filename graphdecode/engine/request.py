@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.errors import ArgumentError
 
 
-class RequestError(ValueError):
+class RequestError(ArgumentError):
     """A request that the engine can never serve; it was refused before anything changed."""
 
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.buffers import Batch
 from graphdecode.graphs.cuda_memory import AddressMap
 from graphdecode.graphs.cuda_nodes import is_mapped, nodes_of
+from graphdecode.graphs.dispatch import TorchDispatchMode
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.step_graph import Argument, Node
@@ -125,8 +125,10 @@ class CudaStepGraph:
             # the driver refused what was captured, and torch left before it told the allocator: without this, the
             # allocator would go on believing that a capture is under way, and keep the pool for ever
             index = torch.cuda.current_device()
-            torch._C._cuda_endAllocateToPool(index, shared.pool)
-            torch._C._cuda_releasePool(index, shared.pool)
+            for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+                tell = getattr(torch._C, name, None)
+                if tell is not None:
+                    tell(index, shared.pool)
             if not is_failing:
                 raise
 

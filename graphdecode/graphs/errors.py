@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from graphdecode.errors import GraphdecodeError
+
 _HERE = Path(__file__).parent
 _TRITON = importlib.util.find_spec("triton")
 _OWN_FOLDERS = tuple(
@@ -74,7 +76,7 @@ HAZARDS = {
 }
 
 
-class CaptureError(RuntimeError):
+class CaptureError(GraphdecodeError, RuntimeError):
     """A step does what no graph can replay.
 
     Args:

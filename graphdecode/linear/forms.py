@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
@@ -39,10 +40,10 @@ def check_options(options: FormOptions) -> list[type[WeightForm]]:
     asked = [form for form in FORMS if form.quantize == options.quantize]
     if not asked:
         known = " or ".join(["None", *(repr(name) for name in dict.fromkeys(form.quantize for form in FORMS) if name)])
-        raise ValueError(f"quantize must be {known}, got {options.quantize!r}")
+        raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}")
     able = [form for form in asked if not form.why_not(options)]
     if not able:
-        raise ValueError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
+        raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
     return able
 
 

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from graphdecode.errors import GraphdecodeError
 from graphdecode.models.rope import RopeConfig
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(GraphdecodeError, ValueError):
     """A checkpoint that this runtime cannot run; the message says what it can."""
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options
@@ -36,15 +37,17 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
         slow = device.type == "cpu" and not (checkpoint == torch.bfloat16 and _cpu_has_bf16())
         return torch.float32 if slow else checkpoint
     if dtype not in DTYPES:
-        raise ValueError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
+        raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
 
 
 def _cpu_has_bf16() -> bool:
     """Whether this CPU multiplies bf16 itself; oneDNN also calls it supported where AVX-512 only imitates it."""
     if platform.machine() in ("x86_64", "AMD64"):
-        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    else:
+        asked = [getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)]
+    return any(has is not None and has() for has in asked)
 
 
 def describe_model(model: str | Path) -> ModelConfig:
@@ -124,12 +127,12 @@ def _check_invariance(config: ModelConfig, dtype: torch.dtype, device: torch.dev
     if device.type == "cuda":
         return
     if native.library() is None:
-        raise ValueError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
+        raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
     if dtype not in native.ELEMENTS:
-        raise ValueError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
+        raise ArgumentError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
     if config.head_dim % native.LANES:
         multiple = f"a head_dim that is a multiple of {native.LANES}"
-        raise ValueError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
+        raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
 
 
 def _return_free_memory() -> None:

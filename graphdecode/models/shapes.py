@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import Llama, Qwen3
@@ -83,7 +84,7 @@ def shape_config(name: str) -> ModelConfig:
     """
     shape = _SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
-        raise ValueError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
+        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
     return config_of({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from graphdecode.errors import GraphdecodeError
+
 _DEMO = Path(__file__).parent / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(GraphdecodeError, ValueError):
     """No model can be had under the name that was given."""
 
 

@@ -6,13 +6,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from graphdecode.errors import GraphdecodeError
 from graphdecode.linear.weight_form import Stored
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
 
 
-class CheckpointError(ValueError):
+class CheckpointError(GraphdecodeError, ValueError):
     """A checkpoint that is not the model that its configuration describes; the message names every tensor."""
 
 

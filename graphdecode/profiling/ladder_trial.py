@@ -17,6 +17,7 @@ from graphdecode.buckets import BucketLadder
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
+from graphdecode.errors import ArgumentError
 from graphdecode.models import Decoder, load_model
 from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
@@ -141,7 +142,7 @@ def try_ladders(
         ValueError: the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
-        raise ValueError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
+        raise ArgumentError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
     place = resolve_device(device)
     largest = max(ladder.max_batch_size for ladder in ladders.values())
     length = context + STEPS_PER_STAGING
@@ -155,7 +156,7 @@ def try_ladders(
     )
     longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
     if context > longest:
-        raise ValueError(
+        raise ArgumentError(
             f"context must be in 1..{longest} (what {model} was trained for, less some steps), got {context}"
         )
     trace = trace_of(counts, steps)

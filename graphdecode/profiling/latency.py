@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
@@ -78,7 +79,7 @@ class LatencyProfiler:
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
         if steps < 1:
-            raise ValueError(f"steps must be >= 1, got {steps}")
+            raise ArgumentError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
 
@@ -99,7 +100,7 @@ class LatencyProfiler:
         longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
-                raise ValueError(
+                raise ArgumentError(
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
         environment = describe_environment(device)  # before this run is part of the load

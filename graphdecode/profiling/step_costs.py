@@ -17,6 +17,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.models import Decoder, load_model
@@ -92,7 +93,7 @@ def measure_steps(
         ValueError: the model does not fit the device's free memory, or an argument is out of range.
     """
     if min(batch_sizes, default=0) < 1 or min(contexts, default=0) < 1 or steps < 1 or rounds < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"batch_sizes, contexts, steps and rounds must be >= 1, got {list(batch_sizes)}, {list(contexts)}, "
             f"{steps} and {rounds}"
         )
@@ -143,7 +144,7 @@ def _refuse_if_too_large(model: str, dtype: str, device: torch.device) -> None:
     copies = 2 if device.type == "cpu" else 1  # a CPU measures other forms of the weights beside the compiled one's
     free = free_bytes(device)
     if copies * needed > _MEMORY_SHARE * free:
-        raise ValueError(
+        raise ArgumentError(
             f"{model} takes {copies * needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
         )
 

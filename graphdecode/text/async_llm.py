@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphdecode.engine import SamplingParams
+from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.answer import Answer
 from graphdecode.text.intake import as_params
 from graphdecode.text.llm import LLM
@@ -47,13 +48,13 @@ class AsyncLLM:
 
         Raises:
             ValueError: what was given is no prompt or can never fit.
-            RuntimeError: this was closed, or a step of the engine failed.
+            AnswerError: this was closed, or a step of the engine failed.
         """
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
         order = self.llm.intake.order(item, self.llm.intake.encode(item), params)
         if order.output.error is not None:
-            raise ValueError(order.output.error)
+            raise ArgumentError(order.output.error)
         if request_id is not None:
             order.output.request_id = request_id
         news = asyncio.Event()
@@ -69,7 +70,7 @@ class AsyncLLM:
                 news.clear()
                 finished = all(answer.finished for answer in order.answers)
                 if order.output.error is not None:
-                    raise RuntimeError(order.output.error)
+                    raise AnswerError(order.output.error)
                 yield _snapshot(order.output)
         finally:
             for answer in order.answers:

@@ -11,6 +11,7 @@ from typing import Any
 
 from graphdecode.engine import Engine, Request, RequestError, RequestMetrics, SamplingParams
 from graphdecode.engine.engine import derived_seed
+from graphdecode.errors import ArgumentError
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 
@@ -61,7 +62,7 @@ class Intake:
             return ids
         wrong = [token for token in prompt if not 0 <= token < self._engine.vocab_size]
         if wrong:
-            raise ValueError(f"token ids must be in 0..{self._engine.vocab_size - 1}, got {wrong[:5]}")
+            raise ArgumentError(f"token ids must be in 0..{self._engine.vocab_size - 1}, got {wrong[:5]}")
         return prompt
 
     def order(self, prompt: str | list[int], token_ids: list[int], params: SamplingParams) -> Order:
@@ -99,10 +100,10 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):
-        raise ValueError(f"sampling_params must be SamplingParams, one or a list, got {params!r:.80}")
+        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {params!r:.80}")
     wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
     if wrong:
-        raise ValueError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")
+        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")
     if len(params) != count:
-        raise ValueError(f"there are {count} prompts and {len(params)} sampling_params")
+        raise ArgumentError(f"there are {count} prompts and {len(params)} sampling_params")
     return list(params)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
-from graphdecode.config import BucketConfig
+from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine import Engine, EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
+from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
@@ -31,54 +32,42 @@ class LLM:
 
     Args:
         model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
-        config: capacity, buckets and capture; a `BucketConfig`, or the path of a bucket configuration file.
-        device: `"auto"` means CUDA where there is one, else the CPU.
-        dtype: of weights and cache; `"auto"` takes the checkpoint's where the device can compute in it.
-        seed: of the requests that bring none.
-        prefix_cache: reuse the pages of prompts that begin alike.
-        quantize: `"int8"` for 8-bit weights on a CPU.
-        batch_invariant: a request's tokens and log-probabilities have the same bits alone and in any company, bucket
-            and row, however its prompt is cut, shared or recomputed. Prefill is slower; on a CPU it needs a C compiler.
+        config: all settings, those of the buckets alone, or the path of a configuration file.
         progress: show bars on standard error while loading and capturing.
+        keywords: settings that override those of `config`: device, dtype, seed, quantize, batch_invariant,
+            prefix_cache, max_prefill_tokens; see `EngineConfig`.
+
+    Attributes:
+        engine_config: all settings.
+        tokenizer: of transformers.
+        engine: what answers, in tokens.
 
     Raises:
-        ValueError: the model, the configuration, the device or the dtype cannot be used; the message says why.
+        ArgumentError: the model or a setting cannot be used; the message says why.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
-        config: BucketConfig | str | Path | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        seed: int = 0,
-        prefix_cache: bool = True,
-        quantize: str | None = None,
-        batch_invariant: bool = False,
+        config: EngineConfig | BucketConfig | str | Path | None = None,
         progress: bool = False,
+        **keywords: Unpack[EngineKeywords],
     ) -> None:
-        if config is None or isinstance(config, BucketConfig):
-            self.config = config or BucketConfig()
-        else:
-            self.config = BucketConfig.load(config)
+        self.engine_config = EngineConfig.of(config, **keywords)
         path = resolve_model_path(model)
         self.tokenizer: Any = load_tokenizer(path)
-        runner = load_runner(
-            path,
-            self.config,
-            device=device,
-            dtype=dtype,
-            prefix_cache=prefix_cache,
-            quantize=quantize,
-            batch_invariant=batch_invariant,
-            progress=progress,
-        )
-        self.engine = Engine(runner, seed=seed)
+        runner = load_runner(path, self.engine_config, progress=progress)
+        self.engine = Engine(runner, seed=self.engine_config.seed)
         self.router = Router(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
         self.graphs.capture(progress=progress)
         runner.buffers.freeze()
+
+    @property
+    def config(self) -> BucketConfig:
+        """Capacity, buckets and capture."""
+        return self.engine_config.buckets
 
     @property
     def model(self) -> Decoder:
@@ -191,14 +180,16 @@ class LLM:
         """
         self._check_open()
         if isinstance(sampling_params, SequenceOf):
-            raise ValueError(f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}")
+            raise ArgumentError(
+                f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
+            )
         (params,) = as_params(sampling_params, 1)
         prompt = as_prompt(prompt)
         if params.n != 1:
-            raise ValueError(f"a stream has one answer: n must be 1, got {params.n}")
+            raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
         order = self.intake.order(prompt, self.intake.encode(prompt), params)
         if order.output.error is not None and refuse == "raise":
-            raise ValueError(order.output.error)
+            raise ArgumentError(order.output.error)
         self.router.submit(order.requests)
         return Stream(order.output, order.answers[0] if order.answers else None, self.router)
 
@@ -222,4 +213,4 @@ class LLM:
 
     def _check_open(self) -> None:
         if self.router.closed:
-            raise RuntimeError("this LLM was closed")
+            raise ClosedError("this LLM was closed")

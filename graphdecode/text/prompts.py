@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
+from graphdecode.errors import ArgumentError
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 _EXPECTED = "a prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`"
@@ -24,17 +26,17 @@ def as_prompt(prompt: Any) -> str | list[int]:
     """
     if isinstance(prompt, Mapping):
         if not prompt or set(prompt) - _DICT_KEYS:
-            raise ValueError(f"{_EXPECTED}, got a dict with {sorted(map(str, prompt))}")
+            raise ArgumentError(f"{_EXPECTED}, got a dict with {sorted(map(str, prompt))}")
         return as_prompt(prompt.get("prompt_token_ids", prompt.get("prompt")))
     if isinstance(prompt, str):
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"a prompt is no valid text: {error}") from error
+            raise ArgumentError(f"a prompt is no valid text: {error}") from error
         return prompt
     ids = _listed(prompt)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
-        raise ValueError(f"{_EXPECTED}, got {prompt!r:.80}")
+        raise ArgumentError(f"{_EXPECTED}, got {prompt!r:.80}")
     return [int(token) for token in ids]
 
 
@@ -51,7 +53,7 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
         return [as_prompt(prompts)]
     prompts = _listed(prompts)
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise ValueError(f"{_EXPECTED}, and prompts are a list of them, got {prompts!r:.80}")
+        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {prompts!r:.80}")
     items = list(prompts)
     return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from graphdecode.engine import Engine, Request
 from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
 
 _PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
@@ -37,14 +38,14 @@ class Router:
 
         Raises:
             RequestError: one can never be served; none was handed in.
-            RuntimeError: this was closed.
+            ClosedError: this was closed.
         """
         pairs = list(requests)
         for request, _ in pairs:
             self.engine.check(request)
         with self._books:
             if self.closed:
-                raise RuntimeError("this LLM was closed")
+                raise ClosedError("this LLM was closed")
             for request, answer in pairs:
                 request_id = self.engine.add(request)
                 self._answers[request_id] = answer
@@ -101,7 +102,7 @@ class Router:
 
     def _round(self) -> list[Answer]:
         if self.closed:
-            raise RuntimeError("this LLM was closed")
+            raise ClosedError("this LLM was closed")
         changed = []
         events = self.engine.step()
         with self._books:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.errors import AnswerError
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import Router
@@ -14,7 +15,7 @@ class Stream:
     """An iterator of the pieces of one answer; reading it drives the engine.
 
     Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An answer that had to be given
-    up raises a RuntimeError behind its last piece.
+    up raises an `AnswerError` behind its last piece.
 
     Args:
         request: the prompt, the answer so far, and its metrics; with `error` set, nothing comes.
@@ -44,7 +45,7 @@ class Stream:
         if answer.pieces:
             return answer.pieces.popleft()
         if self.request.error is not None:
-            raise RuntimeError(self.request.error)
+            raise AnswerError(self.request.error)
         raise StopIteration
 
     def close(self) -> None:
