@@ -7,71 +7,81 @@ from importlib import import_module, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODULES` together
-    from graphdecode.attention import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
-    from graphdecode.attention import (
-        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    )
     from graphdecode.attention import append_paged_kv_cache as append_paged_kv_cache
     from graphdecode.attention import get_batch_indices_positions as get_batch_indices_positions
     from graphdecode.attention import get_seq_lens as get_seq_lens
     from graphdecode.attention import merge_state as merge_state
     from graphdecode.attention import merge_state_in_place as merge_state_in_place
     from graphdecode.attention import merge_states as merge_states
-    from graphdecode.attention import single_decode_with_kv_cache as single_decode_with_kv_cache
     from graphdecode.buckets import BucketLadder as BucketLadder
     from graphdecode.buffers import FrozenError as FrozenError
     from graphdecode.buffers import Slot as Slot
     from graphdecode.buffers import StepBuffers as StepBuffers
     from graphdecode.cache import CacheFullError as CacheFullError
-    from graphdecode.cache import InferenceParams as InferenceParams
-    from graphdecode.cache import KVCacheManager as KVCacheManager
-    from graphdecode.cache import NonPagedKVCacheManager as NonPagedKVCacheManager
-    from graphdecode.cache import PagedKVCacheManager as PagedKVCacheManager
-    from graphdecode.cache import SlotKVCacheManager as SlotKVCacheManager
     from graphdecode.config import BucketConfig as BucketConfig
     from graphdecode.config import ConfigError as ConfigError
     from graphdecode.config import EngineConfig as EngineConfig
-    from graphdecode.engine import LLM as LLM
-    from graphdecode.engine import CompletionOutput as CompletionOutput
+    from graphdecode.engine import Engine as Engine
     from graphdecode.engine import EngineStats as EngineStats
-    from graphdecode.engine import Logprob as Logprob
+    from graphdecode.engine import Event as Event
+    from graphdecode.engine import Request as Request
+    from graphdecode.engine import RequestError as RequestError
     from graphdecode.engine import RequestMetrics as RequestMetrics
-    from graphdecode.engine import RequestOutput as RequestOutput
     from graphdecode.engine import SamplingParams as SamplingParams
     from graphdecode.errors import ArgumentError as ArgumentError
     from graphdecode.errors import GraphdecodeError as GraphdecodeError
     from graphdecode.graphs import CaptureError as CaptureError
     from graphdecode.graphs import GraphManager as GraphManager
+    from graphdecode.surfaces.flashinfer import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
+    from graphdecode.surfaces.flashinfer import (
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    )
+    from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
+    from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
+    from graphdecode.surfaces.transformer_engine import KVCacheManager as KVCacheManager
+    from graphdecode.surfaces.transformer_engine import NonPagedKVCacheManager as NonPagedKVCacheManager
+    from graphdecode.surfaces.transformer_engine import PagedKVCacheManager as PagedKVCacheManager
+    from graphdecode.text import LLM as LLM
+    from graphdecode.text import AsyncLLM as AsyncLLM
+    from graphdecode.text import CompletionOutput as CompletionOutput
+    from graphdecode.text import Logprob as Logprob
+    from graphdecode.text import RequestOutput as RequestOutput
 
     __version__: str
 
 # public name -> the module that offers it
 _MODULES = {
     "ArgumentError": "graphdecode.errors",
-    "BatchDecodeWithPagedKVCacheWrapper": "graphdecode.attention",
+    "AsyncLLM": "graphdecode.text",
+    "BatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
     "BucketConfig": "graphdecode.config",
     "BucketLadder": "graphdecode.buckets",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "graphdecode.attention",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
     "CacheFullError": "graphdecode.cache",
     "CaptureError": "graphdecode.graphs",
-    "CompletionOutput": "graphdecode.engine",
+    "CompletionOutput": "graphdecode.text",
     "ConfigError": "graphdecode.config",
+    "Engine": "graphdecode.engine",
     "EngineConfig": "graphdecode.config",
     "EngineStats": "graphdecode.engine",
+    "Event": "graphdecode.engine",
     "FrozenError": "graphdecode.buffers",
     "GraphManager": "graphdecode.graphs",
     "GraphdecodeError": "graphdecode.errors",
-    "InferenceParams": "graphdecode.cache",
-    "KVCacheManager": "graphdecode.cache",
-    "LLM": "graphdecode.engine",
-    "Logprob": "graphdecode.engine",
-    "NonPagedKVCacheManager": "graphdecode.cache",
-    "PagedKVCacheManager": "graphdecode.cache",
+    "InferenceParams": "graphdecode.surfaces.transformer_engine",
+    "KVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "LLM": "graphdecode.text",
+    "Logprob": "graphdecode.text",
+    "NonPagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "PagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "Request": "graphdecode.engine",
+    "RequestError": "graphdecode.engine",
     "RequestMetrics": "graphdecode.engine",
-    "RequestOutput": "graphdecode.engine",
+    "RequestOutput": "graphdecode.text",
     "SamplingParams": "graphdecode.engine",
     "Slot": "graphdecode.buffers",
-    "SlotKVCacheManager": "graphdecode.cache",
+    "SlotKVCacheManager": "graphdecode.surfaces.optimum_neuron",
     "StepBuffers": "graphdecode.buffers",
     "append_paged_kv_cache": "graphdecode.attention",
     "get_batch_indices_positions": "graphdecode.attention",
@@ -79,7 +89,7 @@ _MODULES = {
     "merge_state": "graphdecode.attention",
     "merge_state_in_place": "graphdecode.attention",
     "merge_states": "graphdecode.attention",
-    "single_decode_with_kv_cache": "graphdecode.attention",
+    "single_decode_with_kv_cache": "graphdecode.surfaces.flashinfer",
 }
 
 __all__ = list(_MODULES)

@@ -15,3 +15,11 @@ class ArgumentError(GraphdecodeError, ValueError):
 
 class ConfigError(ArgumentError):
     """A configuration that cannot be used; the message names the file, the key and the line or value."""
+
+
+class ClosedError(GraphdecodeError, RuntimeError):
+    """What was asked for answers no more: it was closed."""
+
+
+class AnswerError(GraphdecodeError, RuntimeError):
+    """An answer that had begun had to be given up; the message says why."""

@@ -61,8 +61,8 @@ def generate(
         prefix_cache=False if no_prefix_cache else None,
     )
     from graphdecode import LLM, SamplingParams
-    from graphdecode.engine.summary import RunSummary
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+    from graphdecode.text import RunSummary
 
     try:
         params = SamplingParams(

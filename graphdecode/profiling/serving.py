@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass, field
 
 from tqdm import tqdm
 
-from graphdecode.engine import LLM, SamplingParams
-from graphdecode.engine.stream import Stream
 from graphdecode.errors import ArgumentError
 from graphdecode.profiling.load import Arrival, offered_rate
 from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.text import LLM, SamplingParams, Stream
 
 SCHEMA_VERSION = 1  # of the file that holds these figures
 _IDLE_SECONDS = 0.0005  # how long to sleep when nothing runs and nobody has arrived
