@@ -199,8 +199,8 @@ def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for
 ) -> None:
     seen = []
 
-    def record(model: str, settings: BucketConfig, **_: object) -> None:
-        seen.append(settings)
+    def record(model: str, settings: EngineConfig, **_: object) -> None:
+        seen.append(settings.buckets)
         raise ValueError("seen")
 
     monkeypatch.setattr("graphdecode.engine.loading.load_runner", record)
