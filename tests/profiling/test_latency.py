@@ -43,6 +43,7 @@ def profile(trace_path: Path) -> dict:
     return json.loads(json.dumps(result))
 
 
+@pytest.mark.alone
 def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
     assert {(row["bucket"], row["context"]) for row in profile["rows"]} == {(1, 16), (4, 16), (1, 64), (4, 64)}
     for row in profile["rows"]:
