@@ -22,10 +22,15 @@ from graphdecode.surfaces.flashinfer import (
 )
 from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager
 from graphdecode.surfaces.transformer_engine import (
+    DotProductAttention,
     InferenceParams,
     KVCacheManager,
+    MultiheadAttention,
     NonPagedKVCacheManager,
     PagedKVCacheManager,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
 )
 
 __all__ = [
@@ -38,18 +43,23 @@ __all__ = [
     "CaptureError",
     "CompletionOutput",
     "ConfigError",
+    "DotProductAttention",
     "FrozenError",
     "GraphManager",
     "InferenceParams",
     "KVCacheManager",
+    "MultiheadAttention",
     "NonPagedKVCacheManager",
     "PagedKVCacheManager",
     "RequestOutput",
+    "RotaryPositionEmbedding",
     "SamplingParams",
     "Slot",
     "SlotKVCacheManager",
     "StepBuffers",
+    "TransformerLayer",
     "append_paged_kv_cache",
+    "apply_rotary_pos_emb",
     "decode",
     "get_batch_indices_positions",
     "get_seq_lens",
