@@ -157,6 +157,16 @@ class StepObserver(TorchDispatchMode):
                     self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
 
 
+class LastOperator(TorchDispatchMode):
+    """Remembers which operator was the last, for the error of a run that fails; checks nothing."""
+
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
 class MethodGuard(TorchFunctionMode):
     """Refuses the tensor methods that no dispatch mode sees: host reads, addresses, memory that is replaced.
 

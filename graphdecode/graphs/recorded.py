@@ -8,6 +8,7 @@ pointer) this gets wrong in the same way; what it cannot hold, this refuses.
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -142,6 +143,7 @@ class RecordedStepGraph:
         pool_bytes: memory of the intermediates.
         moved_bytes: bytes of all tensors that the operators are given, whole caches too; an estimate.
         driver_bytes: 0; there is no driver.
+        capture_ms: time of the recording.
         instantiate_ms: 0.
 
     Raises:
@@ -152,7 +154,7 @@ class RecordedStepGraph:
     driver_bytes = 0
 
     def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
-        recorder = Recorder(owners)
+        recorder, began = Recorder(owners), time.perf_counter()
         try:
             with observed(recorder, batch, guards_methods=False) as watched:
                 step(watched)
@@ -161,6 +163,7 @@ class RecordedStepGraph:
         except Exception as error:
             raise CaptureError.of(error, recorder.last_operator) from error
         self._calls = joined(recorder.calls)
+        self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = list(recorder.made.values())
         self.nodes = recorder.nodes
         self.kinds = Counter(node.kind for node in self.nodes)

@@ -75,8 +75,8 @@ class StandIn:
             patch.setattr(torch.cuda, name, replacement)
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.note("allocation ended"), raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.note("pool released"), raising=False)
-        patch.setattr(manager, "_backend_for", lambda backend, device: "cuda")
-        patch.setattr(cuda_nodes, "runtime", None)
+        patch.setattr(manager, "backend_for", lambda backend, device: "cuda")
+        patch.setattr(cuda_nodes, "driver", None)
 
 
 @pytest.fixture

@@ -110,7 +110,7 @@ def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, 
     graphs.replay(5)
     expected = buffers.y.clone()
     fill(buffers, seed=2)
-    for graph in graphs._graphs.values():
+    for graph in graphs.graphs.values():
         graph.poison()
     graphs.replay(5)
     assert torch.equal(buffers.y, expected)

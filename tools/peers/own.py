@@ -6,7 +6,7 @@ from pathlib import Path
 
 from graphdecode.config import BucketConfig
 from graphdecode.engine import LLM, SamplingParams
-from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
+from peers.peer import Peer, Tokens, Workload
 
 
 class Graphdecode(Peer):

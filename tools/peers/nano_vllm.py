@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from graphdecode.models.config import ModelConfig
-from graphdecode.profiling.peers.peer import GPU_SHARE, Peer, Tokens, Workload
+from peers.peer import GPU_SHARE, Peer, Tokens, Workload
 
 _NEARLY_GREEDY = 1e-5  # it refuses a temperature of 0; at this one only ties within a few ten-thousandths are drawn
 
