@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,7 +47,8 @@ class StepObserver(TorchDispatchMode):
         refuse: what to do with a hazard; a checker collects them, a capture raises.
 
     Attributes:
-        made: storages that the step made; kept alive, so that none is mistaken for another.
+        made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
+            free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
         last_operator: the operator that ran last.
         depth: how many operators are running, one in the other.
@@ -57,7 +59,7 @@ class StepObserver(TorchDispatchMode):
     def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
         super().__init__()
         self.refuse = refuse
-        self.made: dict[int, Tensor] = {}
+        self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int, Tensor] = {}
         self.last_operator: str | None = None
         self.depth = 0
@@ -85,14 +87,21 @@ class StepObserver(TorchDispatchMode):
         finally:
             self.depth -= 1
         self._check_outputs(func, args, result, written)
-        made = self.literals if is_literal else self.made
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
-                if key is not None and not any(key in known for known in (self._slots, self._constants, self.literals)):
-                    made.setdefault(key, tensor)
+                if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
+                    continue
+                if is_literal:
+                    self.literals[key] = tensor
+                elif key not in self.made:
+                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
+                    self.made_new(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
+
+    def made_new(self, key: int, tensor: Tensor) -> None:
+        """Take note of a storage that the step made; a recorder keeps it alive."""
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Take note of an operator that was run; a recorder keeps it."""

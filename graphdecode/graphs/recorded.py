@@ -42,6 +42,7 @@ class Recorder(StepObserver):
 
     Attributes:
         calls: the calls in order.
+        pool: the tensors that the step made, which the calls go on using.
         nodes: what each call does, for reports and audits.
     """
 
@@ -49,7 +50,12 @@ class Recorder(StepObserver):
         super().__init__(owners)
         self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
+        self.pool: list[Tensor] = []
         self.nodes: list[Node] = []
+
+    def made_new(self, key: int, tensor: Tensor) -> None:
+        """Keep what the step made."""
+        self.pool.append(tensor)
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep a call that does again what the operator did, into the same memory.
@@ -164,7 +170,7 @@ class RecordedStepGraph:
             raise CaptureError.of(error, recorder.last_operator) from error
         self._calls = joined(recorder.calls)
         self.capture_ms = 1000 * (time.perf_counter() - began)
-        self._pool = list(recorder.made.values())
+        self._pool = recorder.pool
         self.nodes = recorder.nodes
         self.kinds = Counter(node.kind for node in self.nodes)
         self.pool_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._pool)

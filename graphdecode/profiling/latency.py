@@ -19,6 +19,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.sequence import Sequence
 from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.device_time import DeviceTimer, back_to_back_ms
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
 
@@ -173,6 +174,8 @@ class LatencyProfiler:
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
+        On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
+
         Args:
             sequences: the rows.
             steps: to time, after some that are not counted; None: as many as the profiler was made for.
@@ -186,7 +189,7 @@ class LatencyProfiler:
             if index % STEPS_PER_STAGING == 0:
                 self.runner.stage_rows(sequences)
                 self._synchronize()
-            with _DeviceTimer(self.runner.model.device) as timer:
+            with DeviceTimer(self.runner.model.device) as timer:
                 began = time.perf_counter()
                 launch = self.runner.launch(sequences, 1)
                 launched = time.perf_counter()
@@ -196,7 +199,18 @@ class LatencyProfiler:
                 launch_us.append(1e6 * (launched - began))
                 step_ms.append(timer.milliseconds())
                 token_ms.append(1e3 * (done - began))
+        if self.runner.model.device.type == "cuda":
+            step_ms = self._back_to_back(sequences, steps)
         return launch_us, step_ms, token_ms
+
+    def _back_to_back(self, sequences: list[Sequence], steps: int) -> list[float]:
+        step_ms: list[float] = []
+        while len(step_ms) < steps:
+            self.runner.stage_rows(sequences)
+            self._synchronize()
+            count = min(STEPS_PER_STAGING, steps - len(step_ms))
+            step_ms += back_to_back_ms(lambda: self.runner.launch(sequences, 1), count)
+        return step_ms
 
     def eager(self, sequences: list[Sequence], count: int) -> Iterator[float]:
         """Yield the times of eager steps in ms."""
@@ -204,7 +218,7 @@ class LatencyProfiler:
             if index % STEPS_PER_STAGING == 0:
                 self.runner.stage_rows(sequences)
                 self._synchronize()
-            with _DeviceTimer(self.runner.model.device) as timer:
+            with DeviceTimer(self.runner.model.device) as timer:
                 self.runner.graphs.run_eager(len(sequences))
             elapsed = timer.milliseconds()
             if index >= 2:
@@ -213,29 +227,3 @@ class LatencyProfiler:
     def _synchronize(self) -> None:
         if self.runner.model.device.type == "cuda":
             torch.cuda.synchronize()
-
-
-class _DeviceTimer:
-    """Times what is launched inside it: by events on a GPU, by the clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-
-    def __enter__(self) -> _DeviceTimer:
-        if self._events is not None:
-            self._events[0].record()
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended = time.perf_counter()
-        if self._events is not None:
-            self._events[1].record()
-
-    def milliseconds(self) -> float:
-        if self._events is None:
-            return 1000 * (self._ended - self._began)
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1])

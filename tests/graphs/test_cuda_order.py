@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -332,3 +333,21 @@ def test_hazards_have_a_name_before_any_capture_begins(stand_in: StandIn, buffer
         GraphManager(keeps, buffers, [4]).capture(progress=False)
     assert caught.value.kind == "undeclared-input"
     assert "begin" not in stand_in.calls
+
+
+def test_the_time_of_a_capture_is_without_reading_what_the_graph_holds(
+    stand_in: StandIn, buffers: StepBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: time.sleep(0.5) or [])
+    graphs = GraphManager(step, buffers, [4])
+    (bucket,) = graphs.capture(progress=False).buckets
+    assert 0 <= bucket.instantiate_ms <= bucket.capture_ms < 400
+
+
+def test_a_manager_that_is_dropped_lets_go_of_its_graphs(stand_in: StandIn, buffers: StepBuffers) -> None:
+    graphs = GraphManager(step, buffers, [2, 4])
+    graphs.capture(progress=False)
+    assert len(stand_in.graphs) == 2
+    del graphs
+    gc.collect()
+    assert not stand_in.graphs, "torch releases a graph that nobody holds"
