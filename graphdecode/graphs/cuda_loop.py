@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from graphdecode.graphs.capture import CudaStepGraph
 from graphdecode.graphs.loop import LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.loop_condition import NAME, compile_condition
 
@@ -28,18 +28,6 @@ class LoopRefusedError(RuntimeError):
     """This kind of loop cannot be had here; the message says why."""
 
 
-class LaunchableGraph(Protocol):
-    """What a loop needs of a captured graph."""
-
-    kinds: Counter[str]
-
-    def replay(self) -> None:
-        """Launch it."""
-
-    def raw_graph(self) -> int:
-        """Return the `cudaGraph_t`."""
-
-
 class CudaLoops:
     """Makes the loops of a manager's buckets; the condition's kernel is compiled once, for the first.
 
@@ -53,7 +41,7 @@ class CudaLoops:
         self._device = device
         self._condition: _Condition | str | None = None
 
-    def over(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> StepLoop:
+    def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> StepLoop:
         """Return the best loop over a captured step that the driver grants."""
         refusals = []
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
@@ -74,11 +62,11 @@ class CudaLoops:
         self._condition = None
 
     def _single_launches(
-        self, step: LaunchableGraph, epilogue: LaunchableGraph | None, reason: str | None
+        self, step: CudaStepGraph, epilogue: CudaStepGraph | None, reason: str | None
     ) -> SingleLaunches:
         return SingleLaunches(self._control, step.replay, epilogue.replay if epilogue else None, reason)
 
-    def _while_node(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> WhileLoop:
+    def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> WhileLoop:
         _require_driver()
         (version,) = _call(driver.cuDriverGetVersion)
         if version < WHILE_NODES_SINCE:
@@ -95,7 +83,7 @@ class CudaLoops:
             raise LoopRefusedError(self._condition)
         return WhileLoop(self._control, self._condition, step, epilogue, self._device)
 
-    def _unrolled(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> UnrolledLoop:
+    def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> UnrolledLoop:
         _require_driver()
         nodes = self._control.loop.max_steps * step.kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
@@ -137,8 +125,9 @@ class _OuterGraph:
         handles.insert(0, (driver.cuGraphExecDestroy, self._exec))
 
     def launch(self) -> None:
-        """Launch on the current stream."""
-        (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
+        """Launch on the current stream of the graph's device, which need not be the current one."""
+        with torch.cuda.device(self._device):
+            (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
         if int(error) != 0:
             raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
 
@@ -171,8 +160,8 @@ class WhileLoop(StepLoop):
         self,
         control: LoopControl,
         condition: _Condition,
-        step: LaunchableGraph,
-        epilogue: LaunchableGraph | None,
+        step: CudaStepGraph,
+        epilogue: CudaStepGraph | None,
         device: torch.device,
     ) -> None:
         self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
@@ -239,8 +228,8 @@ class UnrolledLoop(StepLoop):
     def __init__(
         self,
         control: LoopControl,
-        step: LaunchableGraph,
-        epilogue: LaunchableGraph | None,
+        step: CudaStepGraph,
+        epilogue: CudaStepGraph | None,
         device: torch.device,
         fewer: StepLoop,
     ) -> None:

@@ -121,7 +121,8 @@ class GraphManager:
         """Capture all buckets, the largest first, and return the report; with "first-use", only make ready for it.
 
         The step runs for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
-        saved: of these a step may write, for padding rows, what nobody reads.
+        saved: of these a step may write, for padding rows, what nobody reads. On a GPU cuBLAS' workspaces are freed: a
+        graph of your own is to be captured after this, if eager work on its stream needed one before its capture.
 
         Args:
             progress: show a bar on stderr.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.sequence import Sequence
 from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.profiling.device_time import DeviceTimer, back_to_back_ms
+from graphdecode.profiling.device_time import back_to_back_ms
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
 
@@ -58,6 +58,7 @@ class LatencyProfiler:
             raise ValueError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
+        self._is_cuda = runner.model.device.type == "cuda"
         self._ids = itertools.count()
 
     def profile(self, contexts: SequenceOf[int], *, model: str, progress: bool = True) -> dict:
@@ -116,7 +117,7 @@ class LatencyProfiler:
         try:
             self.runner.stage_rows(sequences)
             activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.runner.model.device.type == "cuda":
+            if self._is_cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=activities) as profiler:
                 for _ in range(TRACED_STEPS):
@@ -163,7 +164,7 @@ class LatencyProfiler:
         sequences = self.sequences(bucket, context)
         try:
             launch_us, step_ms, token_ms = self.replayed(sequences, steps)
-            eager_ms = list(self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS)))
+            eager_ms = self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
         finally:
             for sequence in sequences:
                 self.runner.cache.free_sequence(sequence.sequence_id)
@@ -182,48 +183,50 @@ class LatencyProfiler:
         """
         steps = self._steps if steps is None else steps
         launch_us: list[float] = []
-        step_ms: list[float] = []
         token_ms: list[float] = []
         warm_up = min(STEPS_PER_STAGING, steps)
         for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
                 self.runner.stage_rows(sequences)
                 self._synchronize()
-            with DeviceTimer(self.runner.model.device) as timer:
-                began = time.perf_counter()
-                launch = self.runner.launch(sequences, 1)
-                launched = time.perf_counter()
+            began = time.perf_counter()
+            launch = self.runner.launch(sequences, 1)
+            launched = time.perf_counter()
             self.runner.read(launch)
             done = time.perf_counter()
             if index >= warm_up:
                 launch_us.append(1e6 * (launched - began))
-                step_ms.append(timer.milliseconds())
                 token_ms.append(1e3 * (done - began))
-        if self.runner.model.device.type == "cuda":
-            step_ms = self._back_to_back(sequences, steps)
-        return launch_us, step_ms, token_ms
-
-    def _back_to_back(self, sequences: list[Sequence], steps: int) -> list[float]:
+        if not self._is_cuda:  # where the launch is the work
+            return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
         step_ms: list[float] = []
         while len(step_ms) < steps:
             self.runner.stage_rows(sequences)
             self._synchronize()
             count = min(STEPS_PER_STAGING, steps - len(step_ms))
             step_ms += back_to_back_ms(lambda: self.runner.launch(sequences, 1), count)
-        return step_ms
+        return launch_us, step_ms, token_ms
 
-    def eager(self, sequences: list[Sequence], count: int) -> Iterator[float]:
-        """Yield the times of eager steps in ms."""
-        for index in range(count + 2):
-            if index % STEPS_PER_STAGING == 0:
-                self.runner.stage_rows(sequences)
-                self._synchronize()
-            with DeviceTimer(self.runner.model.device) as timer:
-                self.runner.graphs.run_eager(len(sequences))
-            elapsed = timer.milliseconds()
-            if index >= 2:
-                yield elapsed
+    def eager(self, sequences: list[Sequence], count: int) -> list[float]:
+        """Return the times of eager steps in ms, after two that are not counted; the host's part is in them."""
+        step_ms: list[float] = []
+        while len(step_ms) < count + 2:
+            self.runner.stage_rows(sequences)
+            self._synchronize()
+            steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
+            step_ms += self._eager_ms(len(sequences), steps)
+        return step_ms[2:]
+
+    def _eager_ms(self, rows: int, steps: int) -> list[float]:
+        run = partial(self.runner.graphs.run_eager, rows)
+        if self._is_cuda:
+            return back_to_back_ms(run, steps, is_held=False)
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            run()
+            times.append(time.perf_counter())
+        return [1000 * (end - begin) for begin, end in itertools.pairwise(times)]
 
     def _synchronize(self) -> None:
-        if self.runner.model.device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()

@@ -6,8 +6,8 @@ The stand-in runs the graphs that were built for it, so that it can be seen what
 import ctypes
 import gc
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,7 @@ class FakeDriver:
         self.captured: dict[int, Callable[[], None]] = {}
         self.alive: set[Any] = set()
         self.condition: bool = True
+        self.is_on_device = False
         for name in ("CUgraphNodeType", "CUgraphConditionalNodeType", "CUDA_KERNEL_NODE_PARAMS"):
             setattr(self, name, getattr(real, name))
         self.CUDA_MEMSET_NODE_PARAMS, self.CUdeviceptr = real.CUDA_MEMSET_NODE_PARAMS, real.CUdeviceptr
@@ -173,6 +174,7 @@ class FakeDriver:
 
     def cuGraphLaunch(self, graph_exec: Any, stream: int) -> None:
         assert stream == 5
+        assert self.is_on_device, "another device may be the current one"
         graph_exec.graph.run()
 
     def cuGraphExecDestroy(self, graph_exec: Any) -> None:
@@ -214,12 +216,19 @@ class World:
         self.ran: list[str] = []
         patch.setattr(cuda_loop, "driver", self.driver)
         patch.setattr(cuda_loop, "compile_condition", lambda capability: b"cubin")
-        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch.cuda, "device", self._on_device)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
         self.step = Captured(self.driver, self._step)
         self.epilogue = Captured(self.driver, self._epilogue)
         self.loops = CudaLoops(self.control, torch.device("cuda"))
+
+    @contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        assert device == torch.device("cuda")
+        self.driver.is_on_device = True
+        yield
+        self.driver.is_on_device = False
 
     def _step(self) -> None:
         self.left -= 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.profiling.device_time import DeviceTimer, back_to_back_ms
+from graphdecode.profiling.device_time import back_to_back_ms
 
 LAUNCH_MS, STEP_MS, HOLD_MS = 0.03, 0.1, 2.0
 
@@ -55,9 +55,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 @pytest.mark.parametrize("machine", [LAUNCH_MS, STEP_MS], indirect=True)
 def test_a_step_back_to_back_is_without_its_launch(machine: Machine) -> None:
     assert back_to_back_ms(machine.launch, 8) == pytest.approx([STEP_MS] * 8)
-    with DeviceTimer(torch.device("cuda")) as alone:
-        machine.launch()
-    assert alone.milliseconds() == pytest.approx(STEP_MS + machine.launch_ms)
+
+
+def test_a_step_that_is_not_held_takes_as_long_as_the_slower_of_host_and_device(machine: Machine) -> None:
+    machine.launch_ms = 3 * STEP_MS
+    assert back_to_back_ms(machine.launch, 4, is_held=False)[1:] == pytest.approx([machine.launch_ms] * 3)
+    machine.launch_ms = LAUNCH_MS
+    assert back_to_back_ms(machine.launch, 4, is_held=False)[1:] == pytest.approx([STEP_MS] * 3)
 
 
 def test_without_a_way_to_hold_the_device_the_first_step_alone_has_its_launch(
