@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graphdecode.profiling.peers.peer import Tokens, Workload
+from peers.peer import Tokens, Workload
 
 TOLERANCE = {"float32": 0.005, "float16": 0.05, "bfloat16": 0.25}
 """What rounding may cost, in standard deviations of the logits; another model's tokens lie whole deviations below."""

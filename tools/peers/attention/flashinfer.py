@@ -7,8 +7,8 @@ from typing import ClassVar
 
 import torch
 
-from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
-from graphdecode.profiling.peers.attention.problem import PAGE_SIZE, AttentionProblem
+from peers.attention.peer import AttentionPeer, Calls
+from peers.attention.problem import PAGE_SIZE, AttentionProblem
 
 _WORKSPACE_BYTES = 256 << 20
 

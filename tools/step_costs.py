@@ -25,7 +25,7 @@ from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
-from graphdecode.profiling.unfused import UNFUSED
+from unfused import UNFUSED
 
 SCHEMA_VERSION = 1
 FULL, EAGER = "full", "eager"

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
-from graphdecode.profiling.peers.attention.problem import AttentionProblem
+from peers.attention.peer import AttentionPeer, Calls
+from peers.attention.problem import AttentionProblem
 
 
 class Flex(AttentionPeer):

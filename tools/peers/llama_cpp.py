@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from graphdecode.models import describe_model
-from graphdecode.profiling.peers.gguf_file import gguf_type, why_not_gguf, write_gguf
-from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
+from peers.gguf_file import gguf_type, why_not_gguf, write_gguf
+from peers.peer import Peer, Tokens, Workload
 
 
 class LlamaCpp(Peer):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphdecode.config import BucketConfig
-from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
 from graphdecode.text import LLM, SamplingParams
+from peers.peer import Peer, Tokens, Workload
 
 
 class Graphdecode(Peer):

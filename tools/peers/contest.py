@@ -13,10 +13,10 @@ import torch
 from tqdm import tqdm
 
 from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.profiling.peers.attempt import attempt
-from graphdecode.profiling.peers.greedy import Reference
-from graphdecode.profiling.peers.own import Graphdecode
-from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
+from peers.attempt import attempt
+from peers.greedy import Reference
+from peers.own import Graphdecode
+from peers.peer import Peer, Tokens, Workload
 
 _FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from graphdecode.profiling.peers.attention.flashinfer import Flashinfer, FlashinferTensorCores
-from graphdecode.profiling.peers.attention.flex import Flex
-from graphdecode.profiling.peers.attention.peer import AttentionPeer
-from graphdecode.profiling.peers.attention.sdpa import GatherSdpa, Sdpa
-from graphdecode.profiling.peers.listing import choose
+from peers.attention.flashinfer import Flashinfer, FlashinferTensorCores
+from peers.attention.flex import Flex
+from peers.attention.peer import AttentionPeer
+from peers.attention.sdpa import GatherSdpa, Sdpa
+from peers.listing import choose
 
 ATTENTION_PEERS: dict[str, type[AttentionPeer]] = {
     peer.name: peer for peer in (Sdpa, GatherSdpa, Flex, Flashinfer, FlashinferTensorCores)

@@ -7,8 +7,8 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
-from graphdecode.profiling.peers.attention.problem import AttentionProblem
+from peers.attention.peer import AttentionPeer, Calls
+from peers.attention.problem import AttentionProblem
 
 
 class Sdpa(AttentionPeer):

@@ -99,10 +99,10 @@ def _tensors(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) ->
     for layer in range(config.num_hidden_layers):
         for theirs, ours in _LAYER_TENSORS.items():
             tensor = read(f"model.layers.{layer}.{theirs}.weight")
-            yield f"blk.{layer}.{ours}.weight", _interleaved(tensor, heads[ours]) if ours in heads else tensor
+            yield f"blk.{layer}.{ours}.weight", interleaved(tensor, heads[ours]) if ours in heads else tensor
 
 
-def _interleaved(weight: Tensor, heads: int) -> Tensor:
+def interleaved(weight: Tensor, heads: int) -> Tensor:
     """Reorder the rows of a head [head_dim, hidden]: the rotary pairs (i, i + head_dim / 2) become neighbours."""
     rows, hidden = weight.shape
     return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)

@@ -1,27 +1,21 @@
-"""Makes buckets fit to run: captures the step and what a loop runs behind it, over one stream and memory pool."""
+"""One generation of graphs: all that are captured over one set of buffers, and retired together."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from graphdecode.buffers import Batch, StepBuffers
-from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
+from graphdecode.graphs.capture import CudaCapture, CudaStepGraph, Step, run, warm_up
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.loop import HostLoop, LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.graphs.step_graph import StepGraph
-from graphdecode.graphs.warm_up import warm_up
-
-Step = Callable[[Batch], None]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Runnable:
     """How a bucket runs.
 
@@ -29,24 +23,15 @@ class Runnable:
         replay: runs one step.
         loop: runs several; None where the manager has no loop.
         graphs: what was captured: nothing, the step, or the step and the loop's epilogue.
-        capture_ms: time that the captures took, without warm-up.
     """
 
     replay: Callable[[], None]
     loop: StepLoop | None = None
     graphs: tuple[StepGraph, ...] = ()
-    capture_ms: float = 0.0
-
-    def close(self) -> None:
-        """Release everything; a loop goes before the graphs that it is made of."""
-        if self.loop is not None:
-            self.loop.close()
-        for graph in self.graphs:
-            graph.close()
 
 
-class Capturer:
-    """Captures one generation of graphs.
+class Generation:
+    """The graphs that are captured over one set of buffers and retired together, those that failed among them.
 
     Args:
         step: what a bucket runs.
@@ -76,8 +61,9 @@ class Capturer:
         self._cuda_loops: CudaLoops | None = None
         if control is not None and backend == "cuda":
             self._cuda_loops = CudaLoops(control, buffers.device)
-        self._shared: CudaCapture | None = None
+        self._captures: list[CudaCapture] = []
         self._graphs: list[StepGraph] = []
+        self._loops: list[StepLoop] = []
 
     def eager(self, bucket: int) -> Runnable:
         """Return what runs a bucket without any graph."""
@@ -97,51 +83,46 @@ class Capturer:
             CaptureError: the step, or the loop's epilogue, does what no graph can replay.
         """
         batch, control = self._buffers.narrow(bucket), self._control
-        before = len(self._graphs)
-        try:
-            step, capture_ms = self._graph(self._step, batch)
-            if control is None:
-                return Runnable(step.replay, None, (step,), capture_ms)
-            if control.loop.epilogue is None:
-                return Runnable(step.replay, self._loop(control, step, None), (step,), capture_ms)
-            control.count_all()  # so that the epilogue runs as behind a launch that left nothing out
-            epilogue, more_ms = self._graph(control.loop.epilogue, batch)
-            return Runnable(step.replay, self._loop(control, step, epilogue), (step, epilogue), capture_ms + more_ms)
-        except BaseException:
-            for graph in self._graphs[before:]:
-                graph.close()
-            del self._graphs[before:]
-            raise
+        step = self._graph(self._step, batch)
+        if control is None:
+            return Runnable(step.replay, None, (step,))
+        if control.loop.epilogue is None:
+            return Runnable(step.replay, self._loop(control, step, None), (step,))
+        control.count_all()  # so that the epilogue runs as behind a launch that left nothing out
+        epilogue = self._graph(control.loop.epilogue, batch)
+        return Runnable(step.replay, self._loop(control, step, epilogue), (step, epilogue))
 
-    def close(self) -> None:
-        """Release what the loops share; all runnables are closed."""
-        if self._cuda_loops is not None:
-            self._cuda_loops.close()
+    def _graph(self, step: Step, batch: Batch) -> StepGraph:
+        graph: StepGraph
+        if self._backend == "cuda":
+            if not self._captures or self._captures[-1].is_spoilt:
+                self._captures.append(CudaCapture(self._buffers.device))
+            shared = self._captures[-1]
+            with shared.on_stream():
+                warm_up(step, batch, self._owners, self._warmup_steps)
+                run(step, batch)  # under observation some modules take another path
+            graph = CudaStepGraph(step, batch, shared, self._owners)
+        else:
+            warm_up(step, batch, self._owners, 1 if self._graphs else self._warmup_steps)
+            graph = RecordedStepGraph(step, batch, self._owners)
+        self._graphs.append(graph)
+        return graph
 
     def _loop(self, control: LoopControl, step: StepGraph, epilogue: StepGraph | None) -> StepLoop:
         if self._cuda_loops is not None:
-            return self._cuda_loops.over(step, epilogue)  # type: ignore[arg-type]
-        return HostLoop(control, step.replay, None if epilogue is None else epilogue.replay)
-
-    def _graph(self, step: Step, batch: Batch) -> tuple[StepGraph, float]:
-        graph: StepGraph
-        if self._backend == "cuda":
-            if self._shared is None or not self._graphs:
-                self._shared = CudaCapture(self._buffers.device)
-            with self._shared.on_stream():
-                warm_up(step, batch, self._owners, self._warmup_steps)
-                run(step, batch)  # under observation some modules take another path
-            began = time.perf_counter()
-            graph = CudaStepGraph(step, batch, self._shared, self._owners)
+            loop = self._cuda_loops.over(step, epilogue)  # type: ignore[arg-type]
         else:
-            warm_up(step, batch, self._owners, 1 if self._graphs else self._warmup_steps)
-            began = time.perf_counter()
-            graph = RecordedStepGraph(step, batch, self._owners)
-        self._graphs.append(graph)
-        return graph, 1000 * (time.perf_counter() - began)
+            loop = HostLoop(control, step.replay, None if epilogue is None else epilogue.replay)
+        self._loops.append(loop)
+        return loop
 
-
-def run(step: Step, batch: Batch) -> None:
-    """Run a step as it is."""
-    with torch.no_grad():
-        step(batch)
+    def close(self) -> None:
+        """Retire everything; a loop goes before the graphs that it is made of."""
+        for loop in self._loops:
+            loop.close()
+        if self._cuda_loops is not None:
+            self._cuda_loops.close()
+        for graph in self._graphs:
+            graph.close()
+        for capture in self._captures:
+            capture.close()

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from graphdecode.models import describe_model
 from graphdecode.models.families import Qwen3
-from graphdecode.profiling.peers.peer import GPU_SHARE, Peer, Tokens, Workload
+from peers.peer import GPU_SHARE, Peer, Tokens, Workload
 
 _NEARLY_GREEDY = 1e-5  # it refuses a temperature of 0; at this one only ties within a few ten-thousandths are drawn
 

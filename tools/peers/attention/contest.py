@@ -10,11 +10,11 @@ from functools import partial
 from torch import Tensor
 
 from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.profiling.peers.attempt import attempt
-from graphdecode.profiling.peers.attention.own import GraphdecodeAttention
-from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
-from graphdecode.profiling.peers.attention.problem import AttentionProblem
-from graphdecode.profiling.peers.attention.timing import ROUNDS, Prepared, prepare
+from peers.attempt import attempt
+from peers.attention.own import GraphdecodeAttention
+from peers.attention.peer import AttentionPeer, Calls
+from peers.attention.problem import AttentionProblem
+from peers.attention.timing import ROUNDS, Prepared, prepare
 
 
 @dataclass

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.kernels.attention.split_decode import merge_splits_triton
-from graphdecode.profiling.peers.attention.peer import AttentionPeer, Calls
-from graphdecode.profiling.peers.attention.problem import PAGE_SIZE, AttentionProblem
-from graphdecode.profiling.peers.attention.timing import median_us, prepare
+from peers.attention.peer import AttentionPeer, Calls
+from peers.attention.problem import PAGE_SIZE, AttentionProblem
+from peers.attention.timing import median_us, prepare
 
 _CALLS = 32
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from graphdecode.profiling.peers.attention.problem import AttentionProblem
+from peers.attention.problem import AttentionProblem
 
 Calls = list[Callable[[], Tensor]]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from graphdecode.profiling.peers.listing import choose
-from graphdecode.profiling.peers.llama_cpp import LlamaCpp
-from graphdecode.profiling.peers.nano_vllm import NanoVllm
-from graphdecode.profiling.peers.peer import Peer
-from graphdecode.profiling.peers.sglang import Sglang
-from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
-from graphdecode.profiling.peers.vllm import Vllm
+from peers.listing import choose
+from peers.llama_cpp import LlamaCpp
+from peers.nano_vllm import NanoVllm
+from peers.peer import Peer
+from peers.sglang import Sglang
+from peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
+from peers.vllm import Vllm
 
 PEERS: dict[str, type[Peer]] = {
     peer.name: peer

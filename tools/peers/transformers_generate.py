@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphdecode.profiling.peers.peer import Peer, Tokens, Workload
+from peers.peer import Peer, Tokens, Workload
 
 
 class Transformers(Peer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from graphdecode.profiling.peers.peer import GPU_SHARE, Peer, Tokens, Workload
+from peers.peer import GPU_SHARE, Peer, Tokens, Workload
 
 
 class Vllm(Peer):
