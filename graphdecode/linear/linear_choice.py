@@ -189,7 +189,7 @@ class LinearTuner:
         return self.choices[key]
 
     def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
-        """Return the shortest time of a product, in seconds, its weight out of the cache where the model does not fit."""
+        """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""
         if self._is_cold and self._eviction is None:
             self._eviction = torch.zeros(_EVICTION_BYTES // 4)
         product(out, x)
