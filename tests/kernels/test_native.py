@@ -11,21 +11,27 @@ import pytest
 import torch
 from sampling_rows import neutral_slots, random_rows, set_row
 
-from graphdecode.kernels.attention.attention_plan import native_attention_plan
-from graphdecode.kernels.attention.decode_attention import decode_attention_torch, native_decode_attention
-from graphdecode.kernels.cache.rope_append import native_rope_append, rope_append_torch
 from graphdecode.kernels.linear.int8_linear import quantise_int8
 from graphdecode.kernels.linear.native_linear import native_linear, to_panels
-from graphdecode.kernels.model.act_mul import ACTIVATIONS, native_act_mul
-from graphdecode.kernels.model.embedding import native_embedding
+from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
-from graphdecode.kernels.norm.rms_norm import native_add_rms_norm, native_rms_norm
-from graphdecode.kernels.sampling.native_sample import native_sample
-from graphdecode.kernels.sampling.sample import sample_torch
+from graphdecode.kernels.native.calls import NativeCall, NativeSequence, joined
+from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+native_attention_plan = versions("attention_plan").native
+decode_attention_torch = versions("decode_attention").torch
+native_decode_attention = versions("decode_attention").native
+native_rope_append = versions("rope_append").native
+rope_append_torch = versions("rope_append").torch
+native_act_mul = versions("act_mul").native
+native_embedding = versions("embedding").native
+native_add_rms_norm = versions("add_rms_norm").native
+native_rms_norm = versions("rms_norm").native
+native_sample = versions("sample").native
+sample_torch = versions("sample").torch
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
@@ -154,11 +160,11 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
         used = -(-max(length, 0) // page_size)
         table[row, :used] = torch.randint(0, pages - 1, (used,), generator=generator).int()
     q = torch.randn(9, 2 * group, dim, generator=generator).to(dtype)
-    nothing = torch.zeros(1)
+    nothing, no_plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     results = []
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
-        given = (out, None, q, k_cache, v_cache, table, None, lengths, nothing, nothing, nothing, 1, 1)
+        given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, 1, 1)
         version(*given, dim**-0.5, 1.0, window, 0.0, "NONE", 1.0, 1e4)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
@@ -168,7 +174,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
 
 def sampled_by(version, logits, positions, slots, counts, live):
     sampled = torch.full((len(logits),), -7)
-    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots[:13], counts)
+    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts)
     return sampled.tolist()
 
 
@@ -261,7 +267,8 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     )()
     assert torch.equal(k_cache, before)
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
-    given = (out, None, q_out, k_cache, v_cache, table, None, one, nothing, nothing, nothing, 1, 1)
+    no_plan = torch.zeros(1, dtype=torch.int32)
+    given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, 1, 1)
     native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
