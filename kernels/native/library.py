@@ -99,21 +99,21 @@ def kernel(name: str, element: torch.dtype | None) -> Any:
     Raises:
         RuntimeError: there are no compiled kernels here.
     """
-    return _function(f"{name}_{ELEMENTS[element or torch.float32]}", ctypes.c_char_p, ctypes.c_int64)
+    return _function(f"{name}_{ELEMENTS[element or torch.float32]}")
 
 
 @functools.cache
 def run_all() -> Any:
     """Return a function of (kernels, their arguments, how many, threads) that runs one after another."""
-    return _function("run_all", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
+    return _function("run_all")
 
 
-def _function(name: str, *types: Any) -> Any:
+def _function(name: str) -> Any:
     loaded = _load()
     if loaded.library is None:
         raise RuntimeError(f"there are no compiled kernels here: {loaded.reason}")
     function = getattr(loaded.library, name)
-    function.restype, function.argtypes = None, types
+    function.restype = None  # what it takes needs no declaration: bytes are passed as a pointer, an int as an int
     return function
 
 

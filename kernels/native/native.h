@@ -48,7 +48,7 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
  * have one type, so that a list of them can be run in one call. */
 #define KERNEL(operation)                                                              \
     static void NAME(operation##_of)(const operation##_args *a, int64_t threads);      \
-    void NAME(operation)(const void *args, int64_t threads) {                          \
+    void NAME(operation)(const void *args, int threads) {                          \
         NAME(operation##_of)(args, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads); \
     }                                                                                  \
     static void NAME(operation##_of)(const operation##_args *a, int64_t threads)

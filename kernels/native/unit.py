@@ -10,8 +10,8 @@ from .signature import Signature
 FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
 _PACKAGE = __package__.rpartition(".")[0]
 _END = (
-    "void run_all(void (**kernels)(const void *, int64_t), const void **args, int64_t count, int64_t threads) {\n"
-    "    for (int64_t i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
+    "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
+    "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
 )
 _STRUCTS: dict[str, str] = {}  # both are filled while the operations' files are imported, and then read
 _CONSTANTS: dict[str, int] = {}
