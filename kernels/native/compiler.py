@@ -58,7 +58,7 @@ class Compiler(NamedTuple):
         try:
             told = subprocess.run(
                 [words[0], "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
-                errors="replace",
+                errors="replace", env=_environment(),
             )  # fmt: skip
             return cls([*words, "-march=native", *flags], told.stdout, _processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
@@ -74,7 +74,7 @@ class Compiler(NamedTuple):
         command = [*self.command, *options, "-x", "c", "-", "-lm", "-o", str(made)]
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
-            errors="replace", start_new_session=True, env={**os.environ, "LC_ALL": "C", "TMPDIR": str(made.parent)},
+            errors="replace", start_new_session=True, env={**_environment(), "TMPDIR": str(made.parent)},
         )  # fmt: skip
         try:
             _, told = process.communicate(text, timeout=COMPILE_SECONDS)
@@ -89,6 +89,11 @@ class Compiler(NamedTuple):
             if any(problem in told for problem in _DISK_ERRORS):
                 raise OSError(said)
             raise CompileError(f"{self.command[0]} could not compile the kernels: {said or process.returncode}")
+
+
+def _environment() -> dict[str, str]:
+    """Return what the compiler runs in: messages in English, and nothing that was preloaded into Python."""
+    return {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"} | {"LC_ALL": "C"}
 
 
 def _processor() -> str:
