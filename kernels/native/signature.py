@@ -127,6 +127,9 @@ class Signature:
         parameters: as the function has them.
         fields: the same one by one, as the dispatcher and C have them.
         has_element: whether there are tensors that share an element type.
+
+    Raises:
+        ValueError: two fields have the same name.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -136,6 +139,9 @@ class Signature:
         given = signature(function).parameters
         self.parameters = [Parameter.of(given[name], hints[name]) for name in given]
         self.fields = [field for parameter in self.parameters for field in parameter.fields]
+        names = [field.name for field in self.fields]
+        if len(set(names)) < len(names):
+            raise ValueError(f"{self.name} has two arguments of one name among {', '.join(names)}")
         self.has_element = any(field.kind is Tensor and field.dtype is None for field in self.fields)
         codes = "".join(_codes(field) for field in self.fields)
         self._layout = struct.Struct(f"@{codes}")
