@@ -11,12 +11,12 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
-from graphdecode.kernels.attention.extend_attention import (
-    extend_attention_torch,
-    extend_attention_triton,
-    native_extend_attention,
-)
+from graphdecode.kernels.attention.extend_attention import extend_attention_triton
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+
+extend_attention_torch = versions("extend_attention").torch
+native_extend_attention = versions("extend_attention").native
 
 DTYPES = {
     "fp16": (torch.float16, torch.float16),
