@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from graphdecode import BucketConfig
+from graphdecode import BucketConfig, EngineConfig
 from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
 from graphdecode.profiling import plots
