@@ -2,14 +2,14 @@
 
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
+import re
+import shutil
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
+from command_line import run_command, spawn_command
 
-ROOT = Path(__file__).parents[1]
 MODULE = """
 import torch
 from graphdecode import Slot, StepBuffers
@@ -41,27 +41,20 @@ def reads(batch):
 
 
 @pytest.fixture
-def run(tmp_path):
+def folder(tmp_path):
     (tmp_path / "mystep.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("\nraise OSError('no such weights')\n")
     (tmp_path / "half.py").write_text("buffers = 3\nbetween_steps = 4\ndef step(batch): pass\n")
-
-    def command(*arguments):
-        return subprocess.run(
-            [sys.executable, "-m", "graphdecode", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-
-    return command
+    return tmp_path
 
 
-def test_a_step_is_inspected_bucket_by_bucket(run):
-    done = run("inspect", "mystep:step")
+@pytest.fixture
+def run(folder):
+    return partial(run_command, folder=folder)
+
+
+def test_a_step_is_inspected_bucket_by_bucket(folder):
+    done = spawn_command("inspect", "mystep:step", folder=folder)
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
     assert header.startswith("4 buckets")
@@ -83,13 +76,38 @@ def test_a_models_step_is_inspected_as_json(run):
     )
 
 
-def test_pictures_have_a_box_for_each_operation(run):
+def test_graphviz_draws_a_box_for_each_operation(run):
+    if shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed")
     dot, svg = run("inspect", "mystep:step", "--dot", "2"), run("inspect", "mystep:step", "--svg", "2")
-    assert dot.stdout.startswith("digraph step {")
     picture = ElementTree.fromstring(svg.stdout)
-    boxes = [element for element in picture.iter() if element.tag.endswith("rect")]
-    assert len(boxes) == dot.stdout.count("[label=") - dot.stdout.count("->") > 0
-    assert any("constants" in (element.text or "") for element in picture.iter())
+    classes = [element.get("class") for element in picture.iter() if element.tag.endswith("g")]
+    assert (
+        classes.count("node") == dot.stdout.count("[shape=ellipse]") + len(re.findall(r"n\d+ \[label", dot.stdout)) > 0
+    )
+    assert classes.count("edge") == dot.stdout.count("->") > 0
+
+
+def test_without_graphviz_a_picture_says_what_is_missing_and_its_text_is_printed(run, tmp_path):
+    dot = run("inspect", "mystep:step", "--dot", "2")
+    assert dot.stdout.startswith("digraph step {")
+    assert '"constants[0]" [shape=ellipse];' in dot.stdout
+    nowhere = run("inspect", "mystep:step", "--svg", "2", PATH=str(tmp_path))
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.splitlines()[-1].startswith("error: a picture needs Graphviz' program dot")
+
+
+def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
+    program = tmp_path / "dot"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    program.write_text("#!/bin/sh\ntest $1 = -Tsvg && cat\n")
+    program.chmod(0o755)
+    drawn = run("inspect", "mystep:step", "--svg", "2", PATH=path)
+    assert drawn.stdout == run("inspect", "mystep:step", "--dot", "2").stdout, "it is given the step in its language"
+    program.write_text("#!/bin/sh\necho 'syntax error in line 1' >&2\nexit 1\n")
+    refused = run("inspect", "mystep:step", "--svg", "2", PATH=path)
+    assert refused.returncode == 2
+    assert "error: Graphviz refuses: syntax error in line 1" in refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -121,8 +139,8 @@ def test_a_number_that_changes_between_steps_is_found(run):
     assert "1 finding in mystep:counts" in done.stdout
 
 
-def test_findings_stand_in_a_table_with_reasons_below(run):
-    done = run("check", "mystep:reads")
+def test_findings_stand_in_a_table_with_reasons_below(folder):
+    done = spawn_command("check", "mystep:reads", folder=folder)
     assert done.returncode == 1
     assert "host-read" in done.stdout
     assert "mystep.py:26" in done.stdout

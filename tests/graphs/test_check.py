@@ -2,15 +2,14 @@
 
 import functools
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import baked_steps  # noqa: F401 (adds its steps to the bad ones)
 import pytest
 import torch
 from bad_steps import BAD_STEPS
+from command_line import run_command, spawn_command
 from good_steps import GOOD_STEPS
 from step_buffers import CONSTANTS, make_buffers
 
@@ -29,12 +28,12 @@ def test_a_bad_step_is_found_with_kind_and_line(name: str) -> None:
     findings = check(step, make_buffers(), constants=CONSTANTS)
     assert {finding.kind for finding in findings} == {kind, *ALSO_FOUND.get(name, ())}, list(map(str, findings))
     finding = next(finding for finding in findings if finding.kind == kind)
-    assert finding.file == str(HERE / "bad_steps.py")
+    assert finding.file == inspect.getsourcefile(step)
     lines, first = inspect.getsourcelines(step)
     assert finding.line in range(first + 2, first + len(lines))
     assert finding.why
     assert finding.remedy
-    assert f"bad_steps.py:{finding.line}" in str(finding)
+    assert f"{finding.file}:{finding.line}" in str(finding)
 
 
 def test_the_corpus_is_large_enough() -> None:
@@ -65,13 +64,8 @@ def test_the_command_line_prints_findings_and_exits_with_1(tmp_path: Path) -> No
     )
     (tmp_path / "mystep.py").write_text(source)
 
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-
-    def run(target: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "graphdecode", "check", target]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
-
-    bad, good, none = run("mystep:bad"), run("mystep:good"), run("mystep:none")
+    bad = spawn_command("check", "mystep:bad", folder=tmp_path)
+    good, none = (run_command("check", f"mystep:{name}", folder=tmp_path) for name in ("good", "none"))
     assert (bad.returncode, good.returncode, none.returncode) == (1, 0, 2), bad.stderr + good.stderr + none.stderr
     assert "mystep.py:5: host-read" in bad.stdout
     assert "can be captured" in good.stdout
@@ -214,7 +208,7 @@ def test_a_good_step_replays_as_it_runs(name: str) -> None:
             tensor.copy_(torch.rand(tensor.shape, generator=generator))
         for tensor in (buffers.n, buffers.ids, buffers.flag):
             tensor.copy_(torch.randint(0, 2, tensor.shape, generator=generator))
-        graphs._graphs[4].poison()
+        graphs.graphs[4].poison()
         run(4)
         results.append([tensor.clone() for tensor in buffers.tensors.values()])
     for eager, replayed in zip(*results, strict=True):

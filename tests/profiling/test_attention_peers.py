@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.profiling.peers.attention import (
+from peers.attention import (
     ATTENTION_PEERS,
     SHAPES,
     AttentionPeer,
@@ -23,8 +23,8 @@ from graphdecode.profiling.peers.attention import (
     compare_attention,
     parse_attention_peers,
 )
-from graphdecode.profiling.peers.attention import contest as contest_module
-from graphdecode.profiling.peers.attention import problem as problem_module
+from peers.attention import contest as contest_module
+from peers.attention import problem as problem_module
 
 ROOT = Path(__file__).parents[2]
 SMALL = AttentionShape("small", 4, 2, 16, torch.float16, torch.float16)
@@ -120,6 +120,7 @@ def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -
     assert result.note or result.error <= SMALL.tolerance
 
 
+@pytest.mark.slow
 def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "tools" / "bench_attention.py"), "--out", str(tmp_path), "--device", "cpu"]
     script += ["--batches", "1", "--contexts", "64", "--shapes", "qwen3"]
