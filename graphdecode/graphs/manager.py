@@ -322,7 +322,7 @@ class GraphManager:
             ValueError: the bucket has no graph.
         """
         if type(bucket) is not int or bucket not in self.graphs:
-            raise ValueError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
+            raise ArgumentError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
         return to_dot(f"bucket {bucket}", self.graphs[bucket].nodes)
 
     def svg(self, bucket: int) -> str:
