@@ -125,7 +125,7 @@ class _StagingBlock:
     def upload(self) -> None:
         self._device_words.copy_(self._host_words, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
 
 
 class StepBuffers:

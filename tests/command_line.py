@@ -29,7 +29,9 @@ def spawn_command(*arguments: str, stdin: str = "", folder: Path | None = None) 
     )
 
 
-def run_command(*arguments: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_command(
+    *arguments: str, stdin: str = "", folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run the same program in this process: same arguments, standard streams, folder, exit code and traceback.
 
     What it imports from `folder` is forgotten afterwards, as the end of a process would.
@@ -40,7 +42,8 @@ def run_command(*arguments: str, stdin: str = "", folder: Path | None = None) ->
         patch.setattr(sys, "argv", ["graphdecode", *arguments])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
         patch.setattr(sys, "path", [*sys.path])
-        patch.setenv("COLUMNS", WIDTH["COLUMNS"])
+        for name, value in (WIDTH | environment).items():
+            patch.setenv(name, value)
         if folder is not None:
             patch.chdir(folder)
         status = _status_of_main()

@@ -1,6 +1,9 @@
 """`graphdecode check` and `graphdecode inspect`, as a person types them."""
 
 import json
+import os
+import re
+import shutil
 from functools import partial
 from xml.etree import ElementTree
 
@@ -73,13 +76,38 @@ def test_a_models_step_is_inspected_as_json(run):
     )
 
 
-def test_pictures_have_a_box_for_each_operation(run):
+def test_graphviz_draws_a_box_for_each_operation(run):
+    if shutil.which("dot") is None:
+        pytest.skip("Graphviz is not installed")
     dot, svg = run("inspect", "mystep:step", "--dot", "2"), run("inspect", "mystep:step", "--svg", "2")
-    assert dot.stdout.startswith("digraph step {")
     picture = ElementTree.fromstring(svg.stdout)
-    boxes = [element for element in picture.iter() if element.tag.endswith("rect")]
-    assert len(boxes) == dot.stdout.count("[label=") - dot.stdout.count("->") > 0
-    assert any("constants" in (element.text or "") for element in picture.iter())
+    classes = [element.get("class") for element in picture.iter() if element.tag.endswith("g")]
+    assert (
+        classes.count("node") == dot.stdout.count("[shape=ellipse]") + len(re.findall(r"n\d+ \[label", dot.stdout)) > 0
+    )
+    assert classes.count("edge") == dot.stdout.count("->") > 0
+
+
+def test_without_graphviz_a_picture_says_what_is_missing_and_its_text_is_printed(run, tmp_path):
+    dot = run("inspect", "mystep:step", "--dot", "2")
+    assert dot.stdout.startswith("digraph step {")
+    assert '"constants[0]" [shape=ellipse];' in dot.stdout
+    nowhere = run("inspect", "mystep:step", "--svg", "2", PATH=str(tmp_path))
+    assert nowhere.returncode == 2
+    assert nowhere.stderr.splitlines()[-1].startswith("error: a picture needs Graphviz' program dot")
+
+
+def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
+    program = tmp_path / "dot"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    program.write_text("#!/bin/sh\ntest $1 = -Tsvg && cat\n")
+    program.chmod(0o755)
+    drawn = run("inspect", "mystep:step", "--svg", "2", PATH=path)
+    assert drawn.stdout == run("inspect", "mystep:step", "--dot", "2").stdout, "it is given the step in its language"
+    program.write_text("#!/bin/sh\necho 'syntax error in line 1' >&2\nexit 1\n")
+    refused = run("inspect", "mystep:step", "--svg", "2", PATH=path)
+    assert refused.returncode == 2
+    assert "error: Graphviz refuses: syntax error in line 1" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ import torch
 
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.peers.attention import (
+from peers.attention import (
     ATTENTION_PEERS,
     PAGE_SIZE,
     SHAPES,

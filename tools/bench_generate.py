@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from graphdecode.models import resolve_model_path
 from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.peers import PEERS, Workload, compare_engines, contest_notes, contest_table, parse_peers
+from peers import PEERS, Workload, compare_engines, contest_notes, contest_table, parse_peers
 
 PROMPT_TOKENS = 32
 

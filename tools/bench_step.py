@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.profiling.step_costs import EAGER, FULL, SCHEMA_VERSION, measure_steps
+from step_costs import EAGER, FULL, SCHEMA_VERSION, measure_steps
 
 GPU_MODELS = "shape:qwen3-0.6b,shape:llama-3.2-1b,shape:llama-3.1-8b"
 CPU_MODELS = "demo,shape:llama-100m"

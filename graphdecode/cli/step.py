@@ -103,7 +103,9 @@ def inspect(
     device: DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
-    svg: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step as a picture.")] = None,
+    svg: Annotated[
+        int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step as a picture; Graphviz draws it.")
+    ] = None,
 ) -> None:
     """Capture a step, replay each bucket, and show what the graphs hold.
 

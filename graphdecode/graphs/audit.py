@@ -27,6 +27,7 @@ class StalePointer:
         problem: what has become of it.
         file: of the step's line.
         line: its number.
+        is_certain: whether it surely is an address, and had an owner; a strict manager refuses no other.
     """
 
     bucket: int
@@ -37,6 +38,7 @@ class StalePointer:
     problem: str
     file: str | None
     line: int | None
+    is_certain: bool = True
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""
@@ -57,5 +59,13 @@ def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[St
             problem = problem_of(argument)
             if problem is not None:
                 yield StalePointer(
-                    bucket, node.name, argument.name, argument.address, argument.owner, problem, node.file, node.line
+                    bucket,
+                    node.name,
+                    argument.name,
+                    argument.address,
+                    argument.owner,
+                    problem,
+                    node.file,
+                    node.line,
+                    argument.is_certain,
                 )

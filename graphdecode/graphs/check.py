@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.buffers import StepBuffers
+from graphdecode.graphs.capture import Step, slots_restored
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
 from graphdecode.graphs.nested import mapped
 from graphdecode.graphs.observer import StepObserver, observed
 from graphdecode.graphs.owners import Owners, storage_key
-from graphdecode.graphs.preserve import slots_restored
-
-Step = Callable[[Batch], None]
 
 # after these, a second run that differs from the first is a consequence, and would only hide the cause
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections import Counter
+import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.graphs.capture import CudaStepGraph
 from graphdecode.graphs.loop import LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.loop_condition import NAME, compile_condition
 
@@ -18,7 +19,7 @@ try:
 except ImportError:  # without cuda-python steps are launched one by one
     driver = None
 
-_WHILE_NODES_SINCE = 12040  # the driver's CUDA version
+WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
 _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for each
 _COUNT_BYTES = 4
@@ -26,18 +27,6 @@ _COUNT_BYTES = 4
 
 class LoopRefusedError(GraphdecodeError, RuntimeError):
     """This kind of loop cannot be had here; the message says why."""
-
-
-class LaunchableGraph(Protocol):
-    """What a loop needs of a captured graph."""
-
-    kinds: Counter[str]
-
-    def replay(self) -> None:
-        """Launch it."""
-
-    def raw_graph(self) -> int:
-        """Return the `cudaGraph_t`."""
 
 
 class CudaLoops:
@@ -53,7 +42,7 @@ class CudaLoops:
         self._device = device
         self._condition: _Condition | str | None = None
 
-    def over(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> StepLoop:
+    def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> StepLoop:
         """Return the best loop over a captured step that the driver grants."""
         refusals = []
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
@@ -74,14 +63,14 @@ class CudaLoops:
         self._condition = None
 
     def _single_launches(
-        self, step: LaunchableGraph, epilogue: LaunchableGraph | None, reason: str | None
+        self, step: CudaStepGraph, epilogue: CudaStepGraph | None, reason: str | None
     ) -> SingleLaunches:
         return SingleLaunches(self._control, step.replay, epilogue.replay if epilogue else None, reason)
 
-    def _while_node(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> WhileLoop:
+    def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> WhileLoop:
         _require_driver()
         (version,) = _call(driver.cuDriverGetVersion)
-        if version < _WHILE_NODES_SINCE:
+        if version < WHILE_NODES_SINCE:
             raise LoopRefusedError(f"needs a driver for CUDA 12.4, this one is for {_readable(version)}")
         unfit = sorted(set(step.kinds) - _BODY_KINDS)
         if unfit:
@@ -95,7 +84,7 @@ class CudaLoops:
             raise LoopRefusedError(self._condition)
         return WhileLoop(self._control, self._condition, step, epilogue, self._device)
 
-    def _unrolled(self, step: LaunchableGraph, epilogue: LaunchableGraph | None) -> UnrolledLoop:
+    def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> UnrolledLoop:
         _require_driver()
         nodes = self._control.loop.max_steps * step.kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
@@ -105,60 +94,55 @@ class CudaLoops:
 
 
 class _Condition:
-    """The condition's kernel in a device's memory."""
+    """The condition's kernel in a device's memory, unloaded by `close`, or when nobody holds it any more."""
 
     def __init__(self, device: torch.device) -> None:
         code = compile_condition(torch.cuda.get_device_capability(device))
-        (self._module,) = _call(driver.cuModuleLoadData, code)
-        try:
-            (self.function,) = _call(driver.cuModuleGetFunction, self._module, NAME)
-        except LoopRefusedError:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Unload it; no loop may use it any more."""
-        driver.cuModuleUnload(self._module)
+        (module,) = _call(driver.cuModuleLoadData, code)
+        self.close = weakref.finalize(self, driver.cuModuleUnload, module)
+        (self.function,) = _call(driver.cuModuleGetFunction, module, NAME)
 
 
 class _OuterGraph:
-    """A graph made of others, launched as one.
+    """A graph made of others, launched as one; destroyed by `close`, or when nobody holds it any more.
 
     Args:
         build: adds the nodes to a graph, given its handle.
         device: where it runs.
+        condition: the kernel that it launches, which is not unloaded before.
     """
 
-    def __init__(self, build: Callable[[Any], None], device: torch.device) -> None:
+    def __init__(self, build: Callable[[Any], None], device: torch.device, condition: _Condition | None = None) -> None:
         self._device = device
-        self._exec: Any = None
-        (self._graph,) = _call(driver.cuGraphCreate, 0)
+        (graph,) = _call(driver.cuGraphCreate, 0)
+        handles: list[Any] = [(driver.cuGraphDestroy, graph)]
+        self.close = weakref.finalize(self, _destroy, handles, condition)
         try:
-            build(self._graph)
-            (self._exec,) = _call(driver.cuGraphInstantiate, self._graph, 0)
+            build(graph)
+            (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
             self.close()
             raise
+        handles.insert(0, (driver.cuGraphExecDestroy, self._exec))
 
     def launch(self) -> None:
-        """Launch on the current stream."""
-        (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
+        """Launch on the current stream of the graph's device, which need not be the current one."""
+        with torch.cuda.device(self._device):
+            (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
         if int(error) != 0:
             raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
 
-    def close(self) -> None:
-        """Destroy what the driver holds."""
-        if self._exec is not None:
-            driver.cuGraphExecDestroy(self._exec)
-        if self._graph is not None:
-            driver.cuGraphDestroy(self._graph)
-        self._exec = self._graph = None
+
+def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
+    for destroy, handle in handles:
+        destroy(handle)
 
 
-class WhileLoop:
+class WhileLoop(StepLoop):
     """The step as the body of a WHILE node: as many steps as the slots say, in one launch.
 
-    The count is cleared, the body runs, and behind each step the condition's kernel counts it and decides.
+    The count is cleared, the body runs, and behind each step the condition's kernel counts it, adds it and
+    the live rows to a tally of all launches, and decides.
 
     Args:
         control: the slots.
@@ -172,17 +156,18 @@ class WhileLoop:
     """
 
     kind = "while"
-    reason: str | None = None
 
     def __init__(
         self,
         control: LoopControl,
         condition: _Condition,
-        step: LaunchableGraph,
-        epilogue: LaunchableGraph | None,
+        step: CudaStepGraph,
+        epilogue: CudaStepGraph | None,
         device: torch.device,
     ) -> None:
-        slots = [tensor.data_ptr() for tensor in (control.count, control.limit, control.running)]
+        self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
+        tensors = (control.count, control.limit, control.running, control.live_rows, self._tally)
+        slots = [tensor.data_ptr() for tensor in tensors]
 
         def build(graph: Any) -> None:
             (context,) = _call(driver.cuCtxGetCurrent)
@@ -203,24 +188,29 @@ class WhileLoop:
             decide.func = condition.function
             for size in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
                 setattr(decide, size, 1)
-            pointer = ctypes.c_void_p
-            decide.kernelParams = ((int(handle), *slots), (ctypes.c_uint64, pointer, pointer, pointer))
+            decide.kernelParams = ((int(handle), *slots), (ctypes.c_uint64, *[ctypes.c_void_p] * len(slots)))
             _call(driver.cuGraphAddKernelNode, body, [ran], 1, decide)
             if epilogue is not None:
                 _call(driver.cuGraphAddChildGraphNode, graph, [node], 1, epilogue.raw_graph())
 
-        self._outer = _OuterGraph(build, device)
+        self._outer = _OuterGraph(build, device, condition)
 
-    def launch(self, num_steps: int) -> None:
-        """Launch the loop; how many steps it runs is in the slot."""
+    def launch(self, num_steps: int) -> int:
+        """Launch the loop; how many steps it runs is in the slot, and how many ran the condition's kernel counts."""
         self._outer.launch()
+        return 0
+
+    def counted(self) -> tuple[int, int]:
+        """Return steps and live rows of all launches; waits for them."""
+        steps, rows = self._tally.tolist()
+        return steps, rows
 
     def close(self) -> None:
         """Release the graph."""
         self._outer.close()
 
 
-class UnrolledLoop:
+class UnrolledLoop(StepLoop):
     """The step as often as a launch may be asked for, one after the other in one graph; rows that finished are inert.
 
     Args:
@@ -235,13 +225,12 @@ class UnrolledLoop:
     """
 
     kind = "unrolled"
-    reason: str | None = None
 
     def __init__(
         self,
         control: LoopControl,
-        step: LaunchableGraph,
-        epilogue: LaunchableGraph | None,
+        step: CudaStepGraph,
+        epilogue: CudaStepGraph | None,
         device: torch.device,
         fewer: StepLoop,
     ) -> None:
@@ -258,12 +247,13 @@ class UnrolledLoop:
 
         self._outer = _OuterGraph(build, device)
 
-    def launch(self, num_steps: int) -> None:
-        """Launch the graph, or the steps one by one where they are fewer."""
+    def launch(self, num_steps: int) -> int:
+        """Launch the graph, or the steps one by one where they are fewer; none is left out."""
         if num_steps == self._num_steps:
             self._outer.launch()
         else:
             self._fewer.launch(num_steps)
+        return num_steps
 
     def close(self) -> None:
         """Release the graph."""

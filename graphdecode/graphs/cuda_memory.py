@@ -6,12 +6,28 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from graphdecode.graphs.owners import Owners
-from graphdecode.graphs.step_graph import Node
+from graphdecode.graphs.step_graph import Argument, Node
+
+try:
+    from cuda.bindings import driver
+except ImportError:  # without cuda-python graphs are captured and replayed all the same
+    driver = None
 
 POOL = "the graphs' pool"
 OTHERS = "memory that is no part of the buffers"
 NOT_OF_TORCH = "memory that torch did not allocate"
+_LOWEST_ADDRESS = 1 << 20  # smaller numbers are sizes and counts
+
+
+def is_mapped(address: int) -> bool:
+    """Whether the driver knows of memory at an address; without cuda-python, False."""
+    if driver is None or address < _LOWEST_ADDRESS:
+        return False
+    error, _ = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    return int(error) == 0
 
 
 class AddressMap:
@@ -44,6 +60,11 @@ class AddressMap:
         self._begins = [begin for begin, _, _ in self._blocks]
         self._known: dict[int, str | None] = {}  # the kernels of a step share most of their arguments
 
+    @classmethod
+    def now(cls, owners: Owners, pool: Any) -> AddressMap:
+        """Return the map of this moment."""
+        return cls(owners, pool, torch.cuda.memory_snapshot(), is_mapped)
+
     def owner_at(self, address: int) -> str | None:
         """Return who owns an address; None if it is free memory, or no address."""
         if address not in self._known:
@@ -54,10 +75,23 @@ class AddressMap:
         """Whether an address lies in memory of torch's that is free."""
         return self.owner_at(address) is None and self._is_torchs(address)
 
+    def declares(self, owner: str) -> bool:
+        """Whether an owner is a slot, an adopted tensor or a constant."""
+        return owner not in (POOL, OTHERS, NOT_OF_TORCH)
+
     def bytes_touched(self, nodes: Iterable[Node]) -> int:
         """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""
         owned = [{argument.owner for argument in node.arguments if argument.owner} for node in nodes]
         return sum(memory.size_of(owner) for owners in owned for owner in owners for memory in self._declared)
+
+    def problem_of(self, argument: Argument) -> str | None:
+        """Return what has become of the memory at an address since it was captured; None if nothing."""
+        if argument.owner is None:
+            return "nobody owned the memory there at capture"
+        owner = None if argument.address is None else self.owner_at(argument.address)
+        if owner == argument.owner:
+            return None
+        return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
 
     def _look_up(self, address: int) -> str | None:
         for memory in self._declared:

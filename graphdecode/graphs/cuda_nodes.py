@@ -3,64 +3,81 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
+from graphdecode.graphs.cuda_memory import AddressMap
 from graphdecode.graphs.step_graph import Argument, Node
 
 try:
-    from cuda.bindings import driver, runtime
+    from cuda.bindings import driver
 except ImportError:  # without cuda-python graphs are captured and replayed all the same
-    driver = runtime = None
+    driver = None
 
-_TYPE_PREFIX = "cudaGraphNodeType"
+_TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 _WORD_BYTES = 8
-_LOWEST_ADDRESS = 1 << 20  # smaller numbers are sizes and counts
 
 
-def is_mapped(address: int) -> bool:
-    """Whether the driver knows of memory at an address; without cuda-python, False."""
-    if driver is None or address < _LOWEST_ADDRESS:
-        return False
-    error, _ = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-    return int(error) == 0
+def described(raw_graph: int, memory: AddressMap) -> list[Node]:
+    """Return the nodes of a `cudaGraph_t`; none, and a warning, where the driver does not tell."""
+    try:
+        return nodes_of(raw_graph, memory)
+    except RuntimeError as error:  # a graph that cannot be described can be launched all the same
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return []
 
 
-def nodes_of(
-    raw_graph: int, owner_at: Callable[[int], str | None], is_ownerless: Callable[[int], bool] = lambda _: False
-) -> list[Node]:
+def nodes_of(raw_graph: int, memory: AddressMap) -> list[Node]:
     """Return the nodes of a `cudaGraph_t`; none without cuda-python.
 
-    Kernels are named by their function, other nodes by their kind. Kernels are asked for through the driver's
-    interface, for the runtime's does not know Triton's. A kernel's arguments are those 8-byte words of its parameters
-    that are an address, whether somebody owns it or nobody does.
+    Kernels are named by their function, other nodes by their kind. All is asked of the driver, for the runtime's
+    interface does not know Triton's kernels. The arguments of a node are the addresses of a copy or a fill, and those
+    8-byte words of a kernel's parameters that are an address, whether somebody owns it or nobody does.
 
     Args:
         raw_graph: the handle.
-        owner_at: says who owns an address; None if nobody does, or it is none.
-        is_ownerless: whether it is an address, and nobody owns it.
+        memory: says who owns an address.
 
     Raises:
         RuntimeError: the driver refused to answer.
     """
-    if runtime is None:
+    if driver is None:
         return []
-    _, count = _checked(runtime.cudaGraphGetNodes(raw_graph, numNodes=0))
-    handles, _ = _checked(runtime.cudaGraphGetNodes(raw_graph, numNodes=count)) if count else ([], 0)
-    nodes = []
-    for handle in handles:
-        (node_type,) = _checked(runtime.cudaGraphNodeGetType(handle))
-        kind = node_type.name.removeprefix(_TYPE_PREFIX).lower()
-        if kind == "kernel":
-            (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(driver.CUgraphNode(init_value=int(handle))))
-            words = [(name, word, owner_at(word)) for name, word in _words(parameters)]
-            arguments = tuple(
-                Argument(name, word, owner) for name, word, owner in words if owner is not None or is_ownerless(word)
-            )
-            nodes.append(Node(_kernel_name(parameters), kind, arguments=arguments))
-        else:
-            nodes.append(Node(kind, kind))
-    return nodes
+    graph = driver.CUgraph(init_value=raw_graph)
+    _, count = _checked(driver.cuGraphGetNodes(graph, 0))
+    handles, _ = _checked(driver.cuGraphGetNodes(graph, count)) if count else ([], 0)
+    return [_described_node(handle, memory) for handle in handles]
+
+
+def _described_node(handle: Any, memory: AddressMap) -> Node:
+    (node_type,) = _checked(driver.cuGraphNodeGetType(handle))
+    kind = name = node_type.name.removeprefix(_TYPE_PREFIX).replace("_", "").lower()
+    arguments: list[Argument] = []
+    if kind == "kernel":
+        (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(handle))
+        name = _kernel_name(parameters)
+        for place, word, is_whole in _words(parameters):
+            owner = memory.owner_at(word)
+            is_certain = owner is not None and (is_whole or memory.declares(owner))
+            arguments.append(Argument(place, word, owner, is_certain=is_certain))
+    elif kind == "memcpy":
+        (copy,) = _checked(driver.cuGraphMemcpyNodeGetParams(handle))
+        for side in ("src", "dst"):
+            address = _copied_at(copy, side)
+            arguments.append(Argument(side, address, memory.owner_at(address), is_written=side == "dst"))
+    elif kind == "memset":
+        (fill,) = _checked(driver.cuGraphMemsetNodeGetParams(handle))
+        arguments.append(Argument("dst", int(fill.dst), memory.owner_at(int(fill.dst)), is_written=True))
+    known = tuple(a for a in arguments if a.owner is not None or memory.is_ownerless(a.address or 0))
+    return Node(name, kind, arguments=known)
+
+
+def _copied_at(copy: Any, side: str) -> int:
+    """Return where one side of a copy begins."""
+    on_host = getattr(copy, f"{side}MemoryType") == driver.CUmemorytype.CU_MEMORYTYPE_HOST
+    x, y, z, pitch, height = (int(getattr(copy, side + n)) for n in ("XInBytes", "Y", "Z", "Pitch", "Height"))
+    return int(getattr(copy, side + ("Host" if on_host else "Device"))) + (z * height + y) * pitch + x
 
 
 def _kernel_name(parameters: Any) -> str:
@@ -71,8 +88,8 @@ def _kernel_name(parameters: Any) -> str:
     return name.decode() if isinstance(name, bytes) else str(name)
 
 
-def _words(parameters: Any) -> Iterator[tuple[str, int]]:
-    """Yield the 8-byte words of a kernel's parameters; a parameter may be a struct of several."""
+def _words(parameters: Any) -> Iterator[tuple[str, int, bool]]:
+    """Yield the 8-byte words of a kernel's parameters, and whether one is all of a parameter or a part of a struct."""
     if not int(parameters.kernelParams):
         return
     is_function = bool(int(parameters.func))
@@ -87,7 +104,7 @@ def _words(parameters: Any) -> Iterator[tuple[str, int]]:
         values = ctypes.c_uint64.from_address(int(parameters.kernelParams) + index * _WORD_BYTES).value
         if values:
             for begin in range(0, size - _WORD_BYTES + 1, _WORD_BYTES):
-                yield f"{index}+{begin}", ctypes.c_uint64.from_address(values + begin).value
+                yield f"{index}+{begin}", ctypes.c_uint64.from_address(values + begin).value, size == _WORD_BYTES
         index += 1
 
 

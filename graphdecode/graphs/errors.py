@@ -6,26 +6,25 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
-import torch
-
 from graphdecode.errors import GraphdecodeError
 
-_HERE = Path(__file__).parent
-_TRITON = importlib.util.find_spec("triton")
-_OWN_FOLDERS = tuple(
-    str(folder) + os.sep
-    for folder in (
-        Path(torch.__file__).parent,
-        _HERE,
-        _HERE.parent / "kernels",
-        _HERE.parents[1] / "kernels",
-        *([Path(_TRITON.origin).parent] if _TRITON is not None and _TRITON.origin else []),
-    )
+
+def _folders_of(package: str) -> Iterator[str]:
+    """Yield where a package lies, also by the name that a link in its path points at."""
+    found = importlib.util.find_spec(package)
+    for folder in (found.submodule_search_locations or ()) if found is not None else ():
+        yield from {os.path.join(folder, ""), os.path.join(os.path.realpath(folder), "")}
+
+
+_NOT_THE_STEPS = ("torch", "triton", "graphdecode.graphs", "graphdecode.kernels")
+_OWN_FOLDERS = tuple(folder for package in _NOT_THE_STEPS for folder in _folders_of(package))
+# what a registered operator does inside stands below a frame of these
+_DISPATCH_FILES = tuple(
+    os.path.join(folder, part) for folder in _folders_of("torch") for part in ("_ops.py", "_library" + os.sep)
 )
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
@@ -138,10 +137,12 @@ def caller() -> tuple[str | None, int | None]:
 
 
 def raised_at(traceback: TracebackType | None) -> tuple[str | None, int | None]:
-    """Return file and line of a traceback's innermost frame that `caller` would name."""
+    """Return file and line of a traceback's innermost frame that `caller` would name, outside of any operator."""
     place: tuple[str | None, int | None] = (None, None)
     while traceback is not None:
         path = traceback.tb_frame.f_code.co_filename
+        if path.startswith(_DISPATCH_FILES) and place != (None, None):
+            break
         if not _is_own(path):
             place = (path, traceback.tb_lineno)
         traceback = traceback.tb_next

@@ -13,9 +13,9 @@ try:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    _KERNEL_CLASSES: tuple[Any, ...] = (JITFunction, InterpretedFunction)
+    KERNEL_CLASSES: tuple[Any, ...] = (JITFunction, InterpretedFunction)
 except ImportError:
-    _KERNEL_CLASSES = ()
+    KERNEL_CLASSES = ()
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def launches_watched(in_operator: Callable[[], bool], refuse: Callable[[CaptureE
         in_operator: says whether an operator is running.
         refuse: what to do with a launch.
     """
-    originals = [(kernel_class, kernel_class.run) for kernel_class in _KERNEL_CLASSES]
+    originals = [(kernel_class, kernel_class.run) for kernel_class in KERNEL_CLASSES]
     watched_thread = threading.get_ident()
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:

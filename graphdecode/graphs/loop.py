@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers
 from graphdecode.errors import ArgumentError
 
 
@@ -65,6 +65,7 @@ class LoopControl:
         self.running = buffers.tensors[loop.running]
         self.limit = buffers.tensors[loop.limit]
         self.count = buffers.tensors[loop.count]
+        self.live_rows = buffers.tensors[LIVE_ROWS]
         self._asked_for = 0
         self.ask_for(loop.max_steps)
 
@@ -79,7 +80,7 @@ class LoopControl:
         self.count.copy_(self.limit)
 
 
-class StepLoop(Protocol):
+class StepLoop(ABC):
     """One bucket's steps, several to a launch.
 
     Attributes:
@@ -89,16 +90,24 @@ class StepLoop(Protocol):
     """
 
     kind: str
-    reason: str | None
+    reason: str | None = None
 
-    def launch(self, num_steps: int) -> None:
-        """Run that many steps, or fewer where the loop can end early, and the epilogue."""
+    @abstractmethod
+    def launch(self, num_steps: int) -> int:
+        """Run that many steps, or fewer where the loop can end early, and the epilogue.
 
-    def close(self) -> None:
+        Returns how many steps ran; 0 where the device decides that, and counts them.
+        """
+
+    def counted(self) -> tuple[int, int]:
+        """Return the steps that the device counted in all launches, and the live rows of these steps, summed."""
+        return 0, 0
+
+    def close(self) -> None:  # noqa: B027 (only graphs hold something)
         """Release what the loop holds."""
 
 
-class HostLoop:
+class HostLoop(StepLoop):
     """The loop of a device whose memory the host reads: the same slots decide, step by step.
 
     Args:
@@ -108,7 +117,6 @@ class HostLoop:
     """
 
     kind = "host"
-    reason: str | None = None
 
     def __init__(self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None) -> None:
         self._count, self._limit, self._running = (
@@ -117,7 +125,7 @@ class HostLoop:
         self._step = step
         self._epilogue = epilogue
 
-    def launch(self, num_steps: int) -> None:
+    def launch(self, num_steps: int) -> int:
         """Run the steps; how many is read from the slot, as a device would."""
         self._count[0] = 0
         goes_on = True
@@ -125,14 +133,13 @@ class HostLoop:
             self._step()
             self._count[0] += 1
             goes_on = self._count[0] < self._limit[0] and self._running[0] > 0
+        ran = int(self._count[0])
         if self._epilogue is not None:
             self._epilogue()
-
-    def close(self) -> None:
-        """There is nothing to release."""
+        return ran
 
 
-class SingleLaunches:
+class SingleLaunches(StepLoop):
     """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run.
 
     Args:
@@ -152,13 +159,11 @@ class SingleLaunches:
         self._epilogue = epilogue
         self.reason = reason
 
-    def launch(self, num_steps: int) -> None:
+    def launch(self, num_steps: int) -> int:
         """Launch the steps one by one."""
         for _ in range(num_steps):
             self._step()
         self._control.count_all()
         if self._epilogue is not None:
             self._epilogue()
-
-    def close(self) -> None:
-        """There is nothing to release."""
+        return num_steps

@@ -18,14 +18,14 @@ from graphdecode.buckets import BucketLadder
 from graphdecode.buffers import FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
-from graphdecode.graphs.capturer import Capturer, Runnable, Step, run
+from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.generation import Generation, Runnable
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot, to_svg
-from graphdecode.graphs.preserve import no_row_live
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import Node, StepGraph
+from graphdecode.graphs.step_graph import StepGraph
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 CAPTURE_TIMES = ("startup", "first-use")
@@ -79,7 +79,7 @@ class GraphManager:
             raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
         if loop is not None:
             loop.check(buffers)
-        self.backend = _backend_for(backend, buffers.device)
+        self.backend = backend_for(backend, buffers.device)
         self.buffers = buffers
         self.ladder = ladder
         self._step = step
@@ -97,11 +97,12 @@ class GraphManager:
         at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit)
-        self._capturer = self._new_capturer()
+        self._generation = self._new_generation()
         self._drop_graphs()
 
     @property
-    def _graphs(self) -> dict[int, StepGraph]:
+    def graphs(self) -> dict[int, StepGraph]:
+        """The captured steps by bucket, for those who look into them."""
         return {bucket: runnable.graphs[0] for bucket, runnable in self._runnables.items() if runnable.graphs}
 
     @property
@@ -121,7 +122,8 @@ class GraphManager:
         """Capture all buckets, the largest first, and return the report; with "first-use", only make ready for it.
 
         The step runs for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
-        saved: of these a step may write, for padding rows, what nobody reads.
+        saved: of these a step may write, for padding rows, what nobody reads. On a GPU cuBLAS' workspaces are freed: a
+        graph of your own is to be captured after this, if eager work on its stream needed one before its capture.
 
         Args:
             progress: show a bar on stderr.
@@ -154,10 +156,10 @@ class GraphManager:
         if self.backend == "eager":
             self._stay_eager(bucket)
             return
-        runnable, report = self._capturer.capture(bucket), self._reports[bucket]
+        runnable, report = self._generation.capture(bucket), self._reports[bucket]
         graph = runnable.graphs[0]
         report.state, report.error = "captured", None
-        report.capture_ms, report.instantiate_ms = runnable.capture_ms, graph.instantiate_ms
+        report.capture_ms, report.instantiate_ms = sum(g.capture_ms for g in runnable.graphs), graph.instantiate_ms
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
         report.moved_bytes, report.pool_bytes = graph.moved_bytes, sum(g.pool_bytes for g in runnable.graphs)
         report.driver_bytes = sum(g.driver_bytes for g in runnable.graphs)
@@ -165,7 +167,7 @@ class GraphManager:
 
     def _stay_eager(self, bucket: int) -> None:
         self._reports[bucket].state = "eager"
-        self._keep(bucket, self._capturer.eager(bucket))
+        self._keep(bucket, self._generation.eager(bucket))
 
     def _keep(self, bucket: int, runnable: Runnable) -> None:
         self._runnables[bucket] = runnable
@@ -213,28 +215,28 @@ class GraphManager:
         if self._strict or batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
-        self._go(runnable, batch_size, num_steps)
-        self._reports[bucket].add_run(batch_size, num_steps)
+        self._reports[bucket].add_run(batch_size, self._go(runnable, batch_size, num_steps), num_steps is not None)
         return bucket
 
-    def _go(self, runnable: Runnable, batch_size: int, num_steps: int | None) -> None:
+    def _go(self, runnable: Runnable, batch_size: int, num_steps: int | None) -> int:
+        """Run a bucket, and return how many steps that were, as far as the host knows."""
         self.buffers.set_live_rows(batch_size)
-        if num_steps is None:
-            runnable.replay()
-        elif self._control is not None and runnable.loop is not None:
+        if num_steps is not None and self._control is not None and runnable.loop is not None:
             self._control.ask_for(num_steps)
-            runnable.loop.launch(num_steps)
+            return runnable.loop.launch(num_steps)
+        runnable.replay()
+        return 1
 
     def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:
         if not self._is_open:
             raise RuntimeError(f"bucket {bucket} was not captured: call capture() first")
         self.verify()
-        captured = next((larger for larger in self.buckets if larger > bucket and larger in self._graphs), None)
+        captured = next((larger for larger in self.buckets if larger > bucket and larger in self.graphs), None)
         if captured is not None:
-            self._go(self._runnables[captured], batch_size, num_steps)
-            self._reports[captured].add_run(batch_size, num_steps)
+            ran = self._go(self._runnables[captured], batch_size, num_steps)
+            self._reports[captured].add_run(batch_size, ran, num_steps is not None)
         else:
-            self._go(self._capturer.eager(bucket), batch_size, num_steps)
+            self._go(self._generation.eager(bucket), batch_size, num_steps)
         if not self._frozen:
             self._capture_or_stay_eager(bucket)
         return bucket if captured is None else captured
@@ -263,13 +265,16 @@ class GraphManager:
             StalePointerError: strict, and an address in a graph has lost its owner.
         """
         if self._strict:
-            stale = self.audit()
+            stale = [pointer for pointer in self.audit() if pointer.is_certain]
             if stale:
                 raise StalePointerError("\n".join(map(str, stale)))
         self._owners.verify()
 
     def audit(self) -> list[StalePointer]:
-        """Return every address in the graphs that nobody owns any more, smallest bucket first."""
+        """Return every address in the graphs that nobody owns any more, smallest bucket first.
+
+        Not all of them are certain: a word in a kernel's struct may be padding, which only looks like an address.
+        """
         return [
             stale
             for bucket, runnable in sorted(self._runnables.items())
@@ -299,9 +304,16 @@ class GraphManager:
         self._drop_graphs()
 
     def report(self) -> GraphReport:
-        """Return what was captured and replayed up to now, bucket by bucket."""
-        buckets = [dataclasses.replace(self._reports[b], choices=self._choices(b)) for b in self.buckets]
-        return GraphReport(self.backend, buckets)
+        """Return what was captured and replayed up to now, bucket by bucket; waits for loops that the device ends."""
+        return GraphReport(self.backend, [self._report_of(bucket) for bucket in self.buckets])
+
+    def _report_of(self, bucket: int) -> BucketReport:
+        report, runnable = dataclasses.replace(self._reports[bucket]), self._runnables.get(bucket)
+        report.choices = self._choices(bucket)
+        if runnable is not None and runnable.loop is not None:
+            steps, rows = runnable.loop.counted()
+            report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
+        return report
 
     def dot(self, bucket: int) -> str:
         """Return a picture of one bucket's step, in Graphviz' language.
@@ -309,20 +321,18 @@ class GraphManager:
         Raises:
             ValueError: the bucket has no graph.
         """
-        return to_dot(f"bucket {bucket}", self._nodes_of(bucket))
+        if type(bucket) is not int or bucket not in self.graphs:
+            raise ArgumentError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
+        return to_dot(f"bucket {bucket}", self.graphs[bucket].nodes)
 
     def svg(self, bucket: int) -> str:
-        """Return a picture of one bucket's step, as SVG.
+        """Return a picture of one bucket's step, as SVG; Graphviz draws it.
 
         Raises:
             ValueError: the bucket has no graph.
+            PictureError: Graphviz is not installed.
         """
-        return to_svg(f"bucket {bucket}", self._nodes_of(bucket))
-
-    def _nodes_of(self, bucket: int) -> list[Node]:
-        if type(bucket) is not int or bucket not in self._graphs:
-            raise ArgumentError(f"bucket must be one of the captured {sorted(self._graphs)}, got {bucket!r}")
-        return self._graphs[bucket].nodes
+        return to_svg(self.dot(bucket))
 
     def close(self) -> None:
         """Release all graphs; the buffers stay.
@@ -337,15 +347,13 @@ class GraphManager:
     def _drop_graphs(self) -> None:
         self._is_open = False
         self._verified_size = None
-        for runnable in self._runnables.values():
-            runnable.close()
         self._runnables.clear()
-        self._capturer.close()
-        self._capturer = self._new_capturer()
+        self._generation.close()
+        self._generation = self._new_generation()
         self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
 
-    def _new_capturer(self) -> Capturer:
-        return Capturer(
+    def _new_generation(self) -> Generation:
+        return Generation(
             self._step,
             self.buffers,
             self._owners,
@@ -361,7 +369,12 @@ def _close(alive: Callable[[], GraphManager | None]) -> None:
         manager.close()
 
 
-def _backend_for(backend: str, device: torch.device) -> str:
+def backend_for(backend: str, device: torch.device) -> str:
+    """Return the backend that a name stands for on a device.
+
+    Raises:
+        ValueError: it is unknown, or does not work there.
+    """
     if backend not in BACKENDS:
         raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     native = "cuda" if device.type == "cuda" else "recorded"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from graphdecode.buffers import Batch
@@ -46,7 +47,8 @@ class StepObserver(TorchDispatchMode):
         refuse: what to do with a hazard; a checker collects them, a capture raises.
 
     Attributes:
-        made: storages that the step made; kept alive, so that none is mistaken for another.
+        made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
+            free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
         last_operator: the operator that ran last.
         depth: how many operators are running, one in the other; what happens inside of one is its own affair.
@@ -57,7 +59,7 @@ class StepObserver(TorchDispatchMode):
     def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
         super().__init__()
         self.refuse = refuse
-        self.made: dict[int, Tensor] = {}
+        self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int, Tensor] = {}
         self.last_operator: str | None = None
         self.depth = 0
@@ -81,12 +83,16 @@ class StepObserver(TorchDispatchMode):
         with self.working():
             result = func(*args, **kwargs)
         self._check_outputs(func, args, result, written)
-        made = self.literals if is_literal else self.made
         for tensor in leaves(result):
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
-                if key is not None and not any(key in known for known in (self._slots, self._constants, self.literals)):
-                    made.setdefault(key, tensor)
+                if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
+                    continue
+                if is_literal:
+                    self.literals[key] = tensor
+                elif key not in self.made:
+                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
+                    self.made_new(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
 
@@ -98,6 +104,9 @@ class StepObserver(TorchDispatchMode):
             yield
         finally:
             self.depth -= 1
+
+    def made_new(self, key: int, tensor: Tensor) -> None:
+        """Take note of a storage that the step made; a recorder keeps it alive."""
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Take note of an operator that was run; a recorder keeps it."""
@@ -160,6 +169,16 @@ class StepObserver(TorchDispatchMode):
             for leaf in made:
                 if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                     self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
+
+
+class LastOperator(TorchDispatchMode):
+    """Remembers which operator was the last, for the error of a run that fails; checks nothing."""
+
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
 
 
 class MethodGuard(TorchFunctionMode):

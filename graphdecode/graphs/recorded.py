@@ -8,6 +8,7 @@ pointer) this gets wrong in the same way; what it cannot hold, this refuses.
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from graphdecode.graphs.nested import leaves, mapped
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
-from graphdecode.kernels.native.library import joined
+from graphdecode.kernels.native.calls import joined
 from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
@@ -41,6 +42,7 @@ class Recorder(StepObserver):
 
     Attributes:
         calls: the calls in order.
+        pool: the tensors that the step made, which the calls go on using.
         nodes: what each call does, for reports and audits.
     """
 
@@ -48,7 +50,12 @@ class Recorder(StepObserver):
         super().__init__(owners)
         self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
+        self.pool: list[Tensor] = []
         self.nodes: list[Node] = []
+
+    def made_new(self, key: int, tensor: Tensor) -> None:
+        """Keep what the step made."""
+        self.pool.append(tensor)
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep a call that does again what the operator did, into the same memory.
@@ -141,6 +148,7 @@ class RecordedStepGraph:
         pool_bytes: memory of the intermediates.
         moved_bytes: bytes of all tensors that the operators are given, whole caches too; an estimate.
         driver_bytes: 0; there is no driver.
+        capture_ms: time of the recording.
         instantiate_ms: 0.
 
     Raises:
@@ -151,7 +159,7 @@ class RecordedStepGraph:
     driver_bytes = 0
 
     def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
-        recorder = Recorder(owners)
+        recorder, began = Recorder(owners), time.perf_counter()
         try:
             with observed(recorder, batch, guards_methods=False) as watched:
                 step(watched)
@@ -160,7 +168,8 @@ class RecordedStepGraph:
         except Exception as error:
             raise CaptureError.of(error, recorder.last_operator) from error
         self._calls = joined(recorder.calls)
-        self._pool = list(recorder.made.values())
+        self.capture_ms = 1000 * (time.perf_counter() - began)
+        self._pool = recorder.pool
         self.nodes = recorder.nodes
         self.kinds = Counter(node.kind for node in self.nodes)
         self.pool_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._pool)

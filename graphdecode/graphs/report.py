@@ -21,22 +21,23 @@ class BucketReport:
         state: "captured", "waiting" (for its first use, or for `capture()`), or "eager" (nothing is captured).
         nodes: kind of node or operator -> count.
         kernels: name of kernel or operator -> count.
-        capture_ms: time that the capture took, without warm-up.
+        capture_ms: time that the capture took, without warm-up, and without reading what the graph holds.
         instantiate_ms: time of it that the driver took to make the graph fit to launch; 0 where there is no driver.
-        pool_bytes: memory of the intermediates.
+        pool_bytes: memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket
+            mostly adds none.
         driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
         moved_bytes: an estimate of what one replay reads and writes: of recorded operators all tensors that they are
             given, of CUDA kernels the slots, caches and weights among their arguments; whole caches either way, and 0
             where it is not known.
-        replays: how often it was replayed.
-        live_rows: rows that were live, over all replays.
+        replays: how many steps ran, in single replays and in launches.
+        live_rows: rows that were live, over all these steps.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
         error: why the capture failed, for a bucket that stays eager.
         loop: how several steps are launched: "while" (one launch; the device decides when it ends), "unrolled" (one
             launch of all steps), "host" (the host decides, step by step), "single" (a launch for each step); None
             where the manager has no loop.
         loop_reason: why it is not "while" on a GPU.
-        launches: how often the loop was launched; `replays` counts the steps that were asked for.
+        launches: how often the loop was launched.
     """
 
     bucket: int
@@ -61,10 +62,9 @@ class BucketReport:
         """The share of replayed rows that were padding."""
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
 
-    def add_run(self, live_rows: int, num_steps: int | None = None) -> None:
-        """Count a replay, or a launch of so many steps."""
-        steps = 1 if num_steps is None else num_steps
-        self.launches += num_steps is not None
+    def add_run(self, live_rows: int, steps: int, is_launch: bool) -> None:
+        """Count the steps of a replay or a launch."""
+        self.launches += is_launch
         self.replays += steps
         self.live_rows += live_rows * steps
 

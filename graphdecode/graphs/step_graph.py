@@ -23,7 +23,8 @@ class Argument:
             nobody owns.
         tensor: of an operator, an alias of the tensor, which goes on pointing at the memory of the capture.
         storage: what identifies the tensor's storage; None for opaque tensors.
-        is_written: whether an operator writes into it.
+        is_written: whether the operation writes there.
+        is_certain: whether it surely is an address: of a kernel's struct a word may be padding, and hold anything.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Argument:
     tensor: Tensor | None = None
     storage: int | None = None
     is_written: bool = False
+    is_certain: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ class StepGraph(Protocol):
         pool_bytes: memory of the step's intermediates.
         driver_bytes: device memory that the driver took to make the graph fit to launch.
         moved_bytes: an estimate of what one replay reads and writes; 0 where it is not known.
-        instantiate_ms: time that the driver took to make the graph fit to launch.
+        capture_ms: time that it took to capture the graph and make it fit to launch, without warm-up.
+        instantiate_ms: time of it that the driver took.
     """
 
     kinds: Counter[str]
@@ -70,6 +73,7 @@ class StepGraph(Protocol):
     pool_bytes: int
     driver_bytes: int
     moved_bytes: int
+    capture_ms: float
     instantiate_ms: float
 
     def replay(self) -> None:

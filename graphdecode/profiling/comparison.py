@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Sequence
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,12 +65,12 @@ class Comparison:
     @property
     def overall(self) -> float:
         """Geometric mean of the ratios of medians."""
-        return _geometric_mean([change.ratio for change in self.changes])
+        return statistics.geometric_mean([change.ratio for change in self.changes])
 
     @property
     def overall_quiet(self) -> float:
         """Geometric mean of the ratios of quickest rounds."""
-        return _geometric_mean([change.quiet_ratio for change in self.changes])
+        return statistics.geometric_mean([change.quiet_ratio for change in self.changes])
 
     def slower(self, tolerance: float) -> list[Change]:
         """Return the points that got slower by more than `tolerance`, beyond their noise.
@@ -142,7 +141,3 @@ def compare_profiles(before: dict, after: dict) -> Comparison:
         if facts[0][key] != facts[1].get(key)
     ]
     return Comparison(changes, differences)
-
-
-def _geometric_mean(ratios: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))

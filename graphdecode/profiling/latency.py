@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.errors import ArgumentError
 from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.device_time import back_to_back_ms
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
 
@@ -82,6 +85,7 @@ class LatencyProfiler:
             raise ArgumentError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
+        self._is_cuda = runner.model.device.type == "cuda"
 
     def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
         """Measure every bucket at every context, and return what `profile.json` holds.
@@ -139,7 +143,7 @@ class LatencyProfiler:
         with rows_at(self.runner, count, context) as rows:
             self.runner.stage(rows)
             activities = [torch.profiler.ProfilerActivity.CPU]
-            if self.runner.model.device.type == "cuda":
+            if self._is_cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
             with torch.profiler.profile(activities=activities) as profiler:
                 for _ in range(TRACED_STEPS):
@@ -155,7 +159,7 @@ class LatencyProfiler:
         """Time one point's steps of one round, replayed and eager."""
         with rows_at(self.runner, bucket, context) as rows:
             launch_us, step_ms, token_ms = self.replayed(rows, steps)
-            eager_ms = list(self.eager(rows, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS)))
+            eager_ms = self.eager(rows, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
         samples.add_round(launch_us, step_ms, token_ms, eager_ms)
 
     def replayed(
@@ -163,69 +167,58 @@ class LatencyProfiler:
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
+        On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
+
         Args:
             rows: from `rows_at`.
             steps: to time, after some that are not counted; None: as many as the profiler was made for.
         """
         steps = self._steps if steps is None else steps
         launch_us: list[float] = []
-        step_ms: list[float] = []
         token_ms: list[float] = []
         warm_up = min(STEPS_PER_STAGING, steps)
         for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
                 self.runner.stage(rows)
                 self._synchronize()
-            with _DeviceTimer(self.runner.model.device) as timer:
-                began = time.perf_counter()
-                launch = self.runner.launch(len(rows))
-                launched = time.perf_counter()
+            began = time.perf_counter()
+            launch = self.runner.launch(len(rows))
+            launched = time.perf_counter()
             self.runner.read(launch)
             done = time.perf_counter()
             if index >= warm_up:
                 launch_us.append(1e6 * (launched - began))
-                step_ms.append(timer.milliseconds())
                 token_ms.append(1e3 * (done - began))
+        if not self._is_cuda:  # where the launch is the work
+            return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
+        step_ms: list[float] = []
+        while len(step_ms) < steps:
+            self.runner.stage(rows)
+            self._synchronize()
+            count = min(STEPS_PER_STAGING, steps - len(step_ms))
+            step_ms += back_to_back_ms(lambda: self.runner.launch(len(rows)), count)
         return launch_us, step_ms, token_ms
 
-    def eager(self, rows: Sequence[RowInputs], count: int) -> Iterator[float]:
-        """Yield the times of eager steps in ms."""
-        for index in range(count + 2):
-            if index % STEPS_PER_STAGING == 0:
-                self.runner.stage(rows)
-                self._synchronize()
-            with _DeviceTimer(self.runner.model.device) as timer:
-                self.runner.graphs.run_eager(len(rows))
-            elapsed = timer.milliseconds()
-            if index >= 2:
-                yield elapsed
+    def eager(self, rows: Sequence[RowInputs], count: int) -> list[float]:
+        """Return the times of eager steps in ms, after two that are not counted; the host's part is in them."""
+        step_ms: list[float] = []
+        while len(step_ms) < count + 2:
+            self.runner.stage(rows)
+            self._synchronize()
+            steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
+            step_ms += self._eager_ms(len(rows), steps)
+        return step_ms[2:]
+
+    def _eager_ms(self, num_rows: int, steps: int) -> list[float]:
+        run = partial(self.runner.graphs.run_eager, num_rows)
+        if self._is_cuda:
+            return back_to_back_ms(run, steps, is_held=False)
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            run()
+            times.append(time.perf_counter())
+        return [1000 * (end - begin) for begin, end in itertools.pairwise(times)]
 
     def _synchronize(self) -> None:
-        if self.runner.model.device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize()
-
-
-class _DeviceTimer:
-    """Times what is launched inside it: by events on a GPU, by the clock on a CPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            self._events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-
-    def __enter__(self) -> _DeviceTimer:
-        if self._events is not None:
-            self._events[0].record()
-        self._began = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended = time.perf_counter()
-        if self._events is not None:
-            self._events[1].record()
-
-    def milliseconds(self) -> float:
-        if self._events is None:
-            return 1000 * (self._ended - self._began)
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1])

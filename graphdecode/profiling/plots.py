@@ -23,8 +23,8 @@ def plot_profile(profile: dict) -> dict[str, bytes]:
     """
     pictures = {}
     for name, draw in (
-        ("latency", _draw_latency),
-        ("padding", _draw_padding),
+        ("latency", draw_latency),
+        ("padding", draw_padding),
         ("replay", _draw_replay),
         ("histogram", _draw_histogram),
     ):
@@ -64,7 +64,8 @@ def _shown_context(profile: dict) -> list[dict]:
     return next(iter(_by_context(profile).values()))
 
 
-def _draw_latency(figure: Any, profile: dict) -> None:
+def draw_latency(figure: Any, profile: dict) -> None:
+    """Draw step time over buckets, a line for each context, beside the floor."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes = figure.add_subplot()
@@ -104,7 +105,8 @@ def _tick_buckets(axes: Any, buckets: list[int]) -> None:
         axes.set_xticks(buckets)
 
 
-def _draw_padding(figure: Any, profile: dict) -> None:
+def draw_padding(figure: Any, profile: dict) -> None:
+    """Draw which step time each batch size pays, and what of it is padding."""
     axes = figure.add_subplot()
     rows = _shown_context(profile)
     cost = {row["bucket"]: row["step_ms"]["p50"] for row in rows}

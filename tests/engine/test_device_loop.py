@@ -316,7 +316,7 @@ def test_cuda_fallbacks_give_the_answers_of_single_launches(
     if version is None:
         monkeypatch.setattr(cuda_loop, "driver", None)
     else:
-        monkeypatch.setattr(cuda_loop, "_WHILE_NODES_SINCE", 10**6)
+        monkeypatch.setattr(cuda_loop, "WHILE_NODES_SINCE", 10**6)
     llm = make_llm(steps_per_launch=8)
     assert {bucket.loop for bucket in llm.graphs.report().buckets} == {loop}
     for seed in range(3):

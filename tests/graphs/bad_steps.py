@@ -1,7 +1,5 @@
 """Steps that a graph would replay wrongly, each with the kind of its hazard."""
 
-import itertools
-import random
 import time
 from collections.abc import Callable
 
@@ -12,10 +10,8 @@ from step_buffers import WEIGHT
 from graphdecode.kernels.native.optional_triton import tl, triton
 
 BAD_STEPS: dict[str, tuple[Callable, str]] = {}
-COUNTER = itertools.count(1)
 OUTSIDE = torch.ones(4, 8)
 OUTSIDE_LIST = [torch.ones(4, 8)]
-CONTEXTS = iter(range(1, 100))
 
 
 @triton.jit
@@ -241,42 +237,6 @@ def setting_data(batch) -> None:
     scratch.set_(batch.x)
 
 
-@bad("baked-value")
-def counter(batch) -> None:
-    batch.x.mul_(float(next(COUNTER)))
-
-
-@bad("baked-value")
-def clock(batch) -> None:
-    batch.x.add_(time.perf_counter())
-
-
-@bad("baked-value")
-def growing_slice(batch) -> None:
-    length = next(CONTEXTS)
-    batch.y[:, : length % 8].add_(1.0)
-
-
-@bad("baked-value")
-def branch_on_python_state(batch) -> None:
-    if next(COUNTER) % 2:
-        batch.x.sin_()
-    else:
-        batch.x.cos_()
-
-
-@bad("baked-value")
-def loop_of_growing_length(batch) -> None:
-    for _ in range(next(CONTEXTS)):
-        batch.x.add_(1.0)
-
-
-@bad("baked-value")
-def position_in_arange(batch) -> None:
-    start = next(CONTEXTS)
-    batch.y.add_(torch.arange(start, start + 8))
-
-
 @bad("unregistered-launch")
 def bare_triton_launch(batch) -> None:
     unregistered_kernel[(1,)](batch.x, BLOCK=32)
@@ -413,39 +373,6 @@ def slot_swapped(batch) -> None:
 @bad("raw-pointer")
 def address(batch) -> None:
     batch.x.data_ptr()
-
-
-@bad("baked-value")
-def number_written_by_index(batch) -> None:
-    batch.x[0] = float(next(COUNTER))
-
-
-@bad("baked-value")
-def host_random(batch) -> None:
-    batch.x.mul_(random.random())
-
-
-@bad("baked-value")
-def fill_value(batch) -> None:
-    batch.y.copy_(torch.full((8,), float(next(COUNTER))))
-
-
-@bad("baked-value")
-def chosen_row(batch) -> None:
-    batch.y[next(COUNTER) % 4].add_(1.0)
-
-
-@bad("baked-value")
-def chosen_slot(batch) -> None:
-    chosen = batch.x if next(COUNTER) % 2 else batch.y
-    chosen.add_(1.0)
-
-
-@bad("baked-value")
-def skipped_step(batch) -> None:
-    if next(COUNTER) % 2:
-        return
-    batch.x.add_(1.0)
 
 
 @bad("moved")

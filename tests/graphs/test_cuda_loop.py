@@ -4,14 +4,11 @@ The stand-in runs the graphs that were built for it, so that it can be seen what
 """
 
 import ctypes
-import re
-import shutil
-import subprocess
+import gc
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,6 +70,7 @@ class FakeDriver:
         self.captured: dict[int, Callable[[], None]] = {}
         self.alive: set[Any] = set()
         self.condition: bool = True
+        self.is_on_device = False
         for name in ("CUgraphNodeType", "CUgraphConditionalNodeType", "CUDA_KERNEL_NODE_PARAMS"):
             setattr(self, name, getattr(real, name))
         self.CUDA_MEMSET_NODE_PARAMS, self.CUdeviceptr = real.CUDA_MEMSET_NODE_PARAMS, real.CUdeviceptr
@@ -156,13 +154,16 @@ class FakeDriver:
         assert int(params.func) == 77
         sizes = ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ")
         assert [getattr(params, size) for size in sizes] == [1] * 6
-        pointers = (ctypes.c_void_p * 4).from_address(int(params.kernelParams))
-        handle, *slots = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
+        pointers = (ctypes.c_void_p * 6).from_address(int(params.kernelParams))
+        handle, *slots, tally_at = [ctypes.c_uint64.from_address(pointer).value for pointer in pointers]
         assert handle == 4711
-        count_slot, limit, running = (self.memory[address] for address in slots)
+        count_slot, limit, running, live_rows = (self.memory[address] for address in slots)
+        tally = (ctypes.c_int64 * 2).from_address(tally_at)
 
         def decide() -> None:  # what the kernel's source says
             count_slot.add_(1)
+            tally[0] += 1
+            tally[1] += int(live_rows)
             self.condition = bool(count_slot < limit) and bool(running > 0)
 
         return graph.add(decide, after)
@@ -173,6 +174,7 @@ class FakeDriver:
 
     def cuGraphLaunch(self, graph_exec: Any, stream: int) -> None:
         assert stream == 5
+        assert self.is_on_device, "another device may be the current one"
         graph_exec.graph.run()
 
     def cuGraphExecDestroy(self, graph_exec: Any) -> None:
@@ -214,12 +216,19 @@ class World:
         self.ran: list[str] = []
         patch.setattr(cuda_loop, "driver", self.driver)
         patch.setattr(cuda_loop, "compile_condition", lambda capability: b"cubin")
-        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch.cuda, "device", self._on_device)
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=5))
         self.step = Captured(self.driver, self._step)
         self.epilogue = Captured(self.driver, self._epilogue)
         self.loops = CudaLoops(self.control, torch.device("cuda"))
+
+    @contextmanager
+    def _on_device(self, device: torch.device) -> Iterator[None]:
+        assert device == torch.device("cuda")
+        self.driver.is_on_device = True
+        yield
+        self.driver.is_on_device = False
 
     def _step(self) -> None:
         self.left -= 1
@@ -276,6 +285,34 @@ def test_the_condition_is_compiled_once_for_all_buckets_and_freed_with_the_last(
         loop.close()
     assert world.driver.alive == {"module"}
     world.loops.close()
+    assert not world.driver.alive
+
+
+def test_the_device_counts_the_steps_that_ran_over_all_launches_and_their_live_rows(world: World) -> None:
+    loop = world.loops.over(world.step, world.epilogue)
+    assert loop.counted() == (0, 0)
+    steps = rows = 0
+    for live, left, num_steps, ran in [(1, 100, 8, 8), (0, 3, 8, 3), (1, 100, 5, 5), (1, 0, 8, 1)]:
+        world.buffers.set_live_rows(live)
+        assert world.launch(loop, left, num_steps).count("step") == ran
+        steps, rows = steps + ran, rows + live * ran
+        assert loop.counted() == (steps, rows)
+    world.driver.version = 12030
+    unrolled = world.loops.over(world.step, None)
+    world.launch(unrolled, 3, 8)
+    assert unrolled.counted() == (0, 0)
+    assert unrolled.launch(8) == 8, "none is left out, and the host knows"
+
+
+def test_what_is_dropped_without_being_closed_is_given_back_the_kernel_last(world: World) -> None:
+    loops = [world.loops.over(world.step, world.epilogue) for _ in range(2)]
+    world.driver.calls.clear()
+    world.loops = None  # type: ignore[assignment]
+    gc.collect()
+    assert world.driver.calls == [], "loops hold the kernel that they launch"
+    loops.clear()
+    gc.collect()
+    assert world.driver.calls == ["cuGraphExecDestroy", "cuGraphDestroy"] * 2 + ["cuModuleUnload"]
     assert not world.driver.alive
 
 
@@ -382,79 +419,3 @@ def test_a_launch_that_the_driver_refuses_is_an_error(world: World, version: int
     world.driver.failing = "cuGraphLaunch"
     with pytest.raises(RuntimeError, match="refused to launch a loop: REFUSED"):
         world.launch(loop, 3, 8)
-
-
-class FakeNvrtc:
-    """NVRTC's calls, any of which can be made to fail."""
-
-    def __init__(self, failing: str | None = None) -> None:
-        self.calls: list[str] = []
-        self.failing = failing
-
-    def __getattr__(self, name: str) -> Callable[..., tuple]:
-        answers = {"nvrtcCreateProgram": ("program",), "nvrtcGetCUBINSize": (6,)}
-
-        def called(*arguments: Any) -> tuple:
-            self.calls.append(name)
-            if name == "nvrtcCompileProgram":
-                assert arguments == ("program", 1, [b"--gpu-architecture=sm_120"])
-            return (Code.REFUSED if name == self.failing else Code.SUCCESS, *answers.get(name, ()))
-
-        return called
-
-
-def test_the_condition_is_compiled_for_the_device_and_the_program_is_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake = FakeNvrtc()
-    monkeypatch.setattr(loop_condition, "nvrtc", fake)
-    assert len(loop_condition.compile_condition((12, 0))) == 6
-    steps = ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcDestroyProgram"]
-    assert fake.calls == steps
-
-
-@pytest.mark.parametrize("call", ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"])
-def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    fake = FakeNvrtc(failing=call)
-    monkeypatch.setattr(loop_condition, "nvrtc", fake)
-    with pytest.raises(RuntimeError, match="NVRTC refused to compile the loop's condition: REFUSED"):
-        loop_condition.compile_condition((12, 0))
-    assert ("nvrtcDestroyProgram" in fake.calls) == (call != "nvrtcCreateProgram")
-
-
-def test_without_cuda_python_the_condition_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_condition, "nvrtc", None)
-    with pytest.raises(RuntimeError, match="cuda-python is not installed"):
-        loop_condition.compile_condition((9, 0))
-
-
-def has_nvrtc() -> bool:
-    try:
-        loop_condition.nvrtc.nvrtcVersion()
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0), (12, 0)])
-def test_nvrtc_compiles_the_condition(capability: tuple[int, int]) -> None:
-    if not has_nvrtc():
-        pytest.skip("no NVRTC here")
-    code = loop_condition.compile_condition(capability)
-    assert code.startswith(b"\x7fELF")
-    assert loop_condition.NAME in code
-
-
-@pytest.mark.parametrize("arch", [80, 90, 100, 120])
-def test_nvcc_compiles_the_condition_with_the_toolkits_own_declarations(arch: int, tmp_path: Path) -> None:
-    compiler = shutil.which("nvcc")
-    if compiler is None:
-        pytest.skip("no nvcc here")
-    # the toolkit's header declares what the source declares for NVRTC; with both, they would have to agree
-    source, cubin = tmp_path / "condition.cu", tmp_path / "condition.cubin"
-    kernel = re.sub(rb'typedef.*?;\n|extern "C" __device__.*?;\n', b"", loop_condition.SOURCE)
-    source.write_bytes(kernel)
-    command = [compiler, "-cubin", f"-arch=sm_{arch}", "-o", str(cubin), str(source)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert loop_condition.NAME in cubin.read_bytes()

@@ -1,5 +1,9 @@
 """The order of calls of a CUDA capture, over a stand-in for torch.cuda: what is handed back, and on which path."""
 
+import gc
+import itertools
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -10,23 +14,40 @@ from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 from graphdecode.graphs import Loop, cuda_loop, cuda_nodes, manager
 
-POOL = (0, 7)
-
 
 class StandIn:
-    """Keeps the order of calls; graphs are captured by running the step, and replayed by nobody."""
+    """Keeps the order of calls; graphs are captured by running the step, and replayed by nobody.
+
+    Its allocators record for a capture as torch's do, from its begin to its end: one that the driver refuses to end
+    leaves them recording, up to torch 2.13. cuBLAS' workspaces belong to a stream, and lie in the pool of the capture
+    that first needed them, or outside of any.
+
+    Attributes:
+        stream: the current one.
+        recording: pools that the allocators of device and pinned memory record for.
+        workspaces: stream -> the pool that its workspace lies in, None for none.
+        used: graph -> where the workspaces lie that it points at.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.stream = "default"
         self.capture_end_fails = False
+        self.ends_itself = False
+        self.recording: dict[str, set[int]] = {"device": set(), "host": set()}
+        self.workspaces: dict[str, int | None] = {}
+        self.used: dict[object, set[int | None]] = {}
+        self.capturing: tuple[object, int] | None = None
+        self.numbers = itertools.count(1)
+        self.captures: list[tuple[int, str]] = []
+        self.graphs: weakref.WeakSet = weakref.WeakSet()
 
     def note(self, call: str) -> Callable[..., int]:
         return lambda *_arguments, **_options: self.calls.append(call) or 0
 
     @contextmanager
-    def on(self, stream: object) -> Iterator[None]:
-        outer, self.stream = self.stream, "side"
+    def on(self, stream: "FakeStream") -> Iterator[None]:
+        outer, self.stream = self.stream, stream.name
         yield_is_over = False
         try:
             yield
@@ -35,33 +56,60 @@ class StandIn:
             self.stream = outer
             self.calls.append("stream left" if yield_is_over else "stream left by an error")
 
+    def product(self) -> None:
+        """Do as a product of matrices does: take the workspace of the current stream."""
+        graph, pool = self.capturing or (None, None)
+        place = self.workspaces.setdefault(self.stream, pool)
+        if graph is not None:
+            self.used.setdefault(graph, set()).add(place)
+
+    def end_device(self, _device: int, pool: int) -> None:
+        if pool not in self.recording["device"]:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.recording["device"].remove(pool)
+        self.calls.append("allocation ended")
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         owner = self
-
-        class Stream:
-            def __init__(self, device: object = None) -> None:
-                self.wait_stream = owner.note("wait")
 
         class Graph:
             def __init__(self, keep_graph: bool) -> None:
                 assert keep_graph
-                self.instantiate, self.reset, self.replay = map(owner.note, ("instantiate", "reset", "replay"))
+                self.instantiate, self.replay = map(owner.note, ("instantiate", "replay"))
                 self.raw_cuda_graph = lambda: 1
+                owner.graphs.add(self)
 
-            def capture_begin(self, pool: tuple, capture_error_mode: str) -> None:
-                assert (pool, capture_error_mode, owner.stream) == (POOL, "thread_local", "side")
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                assert owner.stream != "default"
+                for recording in owner.recording.values():
+                    if pool in recording:
+                        raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+                    recording.add(pool)
+                self.pool, self.stream, owner.capturing = pool, owner.stream, (id(self), pool)
+                owner.captures.append((pool, owner.stream))
                 owner.calls.append("begin")
 
             def capture_end(self) -> None:
+                owner.capturing = None
                 owner.calls.append("end")
+                if not owner.capture_end_fails or owner.ends_itself:
+                    for recording in owner.recording.values():
+                        recording.remove(self.pool)
                 if owner.capture_end_fails:
                     raise RuntimeError("operation not permitted when stream is capturing")
 
+            def reset(self) -> None:
+                owner.calls.append("reset")
+                owner.used.pop(id(self), None)
+                if owner.workspaces.pop(getattr(self, "stream", "default"), "none") is None:
+                    assert not any(None in places for places in owner.used.values()), "freed under a living graph"
+
         cuda = {
-            "Stream": Stream,
+            "Stream": lambda device=None: FakeStream(owner, f"side {next(owner.numbers)}"),
             "CUDAGraph": Graph,
-            "graph_pool_handle": lambda: POOL,
-            "current_stream": lambda device=None: Stream(),
+            "graph_pool_handle": lambda: next(owner.numbers),
+            "current_stream": lambda device=None: FakeStream(owner, owner.stream),
             "stream": self.on,
             "device": lambda device: nullcontext(),
             "synchronize": lambda device=None: None,
@@ -73,10 +121,19 @@ class StandIn:
         }
         for name, replacement in cuda.items():
             patch.setattr(torch.cuda, name, replacement)
-        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.note("allocation ended"), raising=False)
+        patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_device, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.note("pool released"), raising=False)
-        patch.setattr(manager, "_backend_for", lambda backend, device: "cuda")
-        patch.setattr(cuda_nodes, "runtime", None)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.workspaces.clear, raising=False)
+        patch.setattr(manager, "backend_for", lambda backend, device: "cuda")
+        patch.setattr(cuda_nodes, "driver", None)
+
+
+class FakeStream:
+    """A stream of the stand-in's."""
+
+    def __init__(self, owner: StandIn, name: str) -> None:
+        self.name = name
+        self.wait_stream = owner.note("wait")
 
 
 @pytest.fixture
@@ -158,6 +215,73 @@ def test_a_capture_that_the_driver_refuses_gives_stream_and_pool_back(stand_in: 
     assert stand_in.stream == "default"
 
 
+@pytest.mark.parametrize("ends_itself", [False, True])
+def test_after_a_capture_that_the_driver_refuses_others_go_on_with_a_new_pool_and_stream(
+    stand_in: StandIn, buffers: StepBuffers, ends_itself: bool
+) -> None:
+    """Up to torch 2.13 the allocator of pinned memory goes on recording for the pool; from 2.14 on none does."""
+    stand_in.ends_itself = ends_itself
+    graphs = GraphManager(step, buffers, [1, 2, 4], capture_when="first-use")
+    graphs.capture(progress=False)
+    graphs.replay(4)
+    stand_in.capture_end_fails = True
+    with pytest.warns(RuntimeWarning, match="bucket 2 stays eager: .*operation not permitted"):
+        graphs.replay(2)
+    stand_in.capture_end_fails = False
+    graphs.replay(1)
+    assert [bucket.state for bucket in graphs.report().buckets] == ["captured", "eager", "captured"]
+    first, refused, later = stand_in.captures
+    assert first == refused
+    assert {*first}.isdisjoint(later)
+    assert stand_in.recording["device"] == set()
+    graphs.close()
+    gc.collect()
+    # the allocator of pinned memory asks the refused graph, for as long as the process lives, what is its own
+    assert len(stand_in.graphs) == 1
+
+
+def test_workspaces_lie_in_the_pool_of_the_graphs_that_point_at_them(stand_in: StandIn, buffers: StepBuffers) -> None:
+    """They belong to a stream, and torch frees them with any graph that was captured on it."""
+
+    def multiplies(batch: Batch) -> None:
+        batch.x.add_(1.0)
+        stand_in.product()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        stand_in.product()  # of somebody else's
+    graphs = GraphManager(multiplies, buffers, [1, 2, 4], capture_when="first-use")
+    graphs.capture(progress=False)
+    for batch_size in (4, 1, 2):
+        stand_in.product()
+        graphs.replay(batch_size)
+    pools = {pool for pool, _ in stand_in.captures}
+    assert len(stand_in.used) == 3
+    assert len(pools) == 1
+    assert all(places == pools for places in stand_in.used.values())
+    assert not pools & set(stand_in.workspaces.values()), "nobody else is given what lies in the pool"
+    graphs.close()
+
+
+def test_a_graph_that_failed_is_retired_with_its_generation(stand_in: StandIn, buffers: StepBuffers) -> None:
+    """Not before: torch would free the workspaces of a stream that other graphs were captured on."""
+    runs = []
+
+    def fails_late(batch: Batch) -> None:
+        step(batch)
+        runs.append(batch.size)
+        if runs.count(2) == 4:  # warmed up twice, run once, then captured
+            raise ValueError("under capture")
+
+    graphs = GraphManager(fails_late, buffers, [2, 4], capture_when="first-use")
+    graphs.capture(progress=False)
+    graphs.replay(4)
+    with pytest.warns(RuntimeWarning, match="bucket 2 stays eager"):
+        graphs.replay(2)
+    assert "reset" not in stand_in.calls
+    graphs.close()
+    assert stand_in.calls.count("reset") == stand_in.calls.count("begin") == 2
+
+
 @pytest.mark.parametrize("capture_end_fails", [False, True])
 def test_a_step_that_fails_under_capture_is_blamed_with_its_line(
     stand_in: StandIn, buffers: StepBuffers, capture_end_fails: bool
@@ -209,3 +333,21 @@ def test_hazards_have_a_name_before_any_capture_begins(stand_in: StandIn, buffer
         GraphManager(keeps, buffers, [4]).capture(progress=False)
     assert caught.value.kind == "undeclared-input"
     assert "begin" not in stand_in.calls
+
+
+def test_the_time_of_a_capture_is_without_reading_what_the_graph_holds(
+    stand_in: StandIn, buffers: StepBuffers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: time.sleep(0.5) or [])
+    graphs = GraphManager(step, buffers, [4])
+    (bucket,) = graphs.capture(progress=False).buckets
+    assert 0 <= bucket.instantiate_ms <= bucket.capture_ms < 400
+
+
+def test_a_manager_that_is_dropped_lets_go_of_its_graphs(stand_in: StandIn, buffers: StepBuffers) -> None:
+    graphs = GraphManager(step, buffers, [2, 4])
+    graphs.capture(progress=False)
+    assert len(stand_in.graphs) == 2
+    del graphs
+    gc.collect()
+    assert not stand_in.graphs, "torch releases a graph that nobody holds"

@@ -110,7 +110,7 @@ def test_what_intermediates_hold_between_replays_does_not_matter(step, buffers, 
     graphs.replay(5)
     expected = buffers.y.clone()
     fill(buffers, seed=2)
-    for graph in graphs._graphs.values():
+    for graph in graphs.graphs.values():
         graph.poison()
     graphs.replay(5)
     assert torch.equal(buffers.y, expected)
@@ -303,7 +303,10 @@ def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
     assert [bucket.bucket for bucket in report.buckets] == [1, 2, 4, 8]
     assert by_bucket[4].replays == 2
     assert all(bucket.state == "captured" and bucket.capture_ms > 0 for bucket in by_bucket.values())
-    assert by_bucket[8].pool_bytes >= by_bucket[1].pool_bytes > 0
+    # CUDA graphs share a pool, largest first: what a later bucket needs is mostly there already
+    least = 0 if torch.cuda.is_available() else 1
+    assert by_bucket[8].pool_bytes >= max(by_bucket[1].pool_bytes, 1)
+    assert by_bucket[1].pool_bytes >= least
     assert "replays" in str(report)
     assert report.as_dict()["buckets"][0]["bucket"] == 1
 

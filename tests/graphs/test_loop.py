@@ -2,10 +2,12 @@
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
@@ -131,34 +133,35 @@ def test_the_epilogue_runs_once_a_launch_and_knows_how_many_steps_ran(countdown:
 
 
 def test_neither_steps_nor_membership_capture_again(countdown: Countdown) -> None:
-    captured = dict(countdown.graphs._runnables)
+    captured = dict(countdown.graphs.graphs)
     for num_steps, rows in [(3, 1), (64, 5), (1, 2), (7, 8), (3, 1)]:
         countdown.start([num_steps] * rows)
         countdown.graphs.launch(rows, num_steps)
         assert countdown.rows(rows)[0] == [0] * rows
-    assert countdown.graphs._runnables == captured
+    assert countdown.graphs.graphs == captured
 
 
-def test_the_limit_is_written_when_it_changes_and_not_else(
-    countdown: Countdown, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    control, written = countdown.graphs._control, []
-    assert control is not None
+class FillsOf(TorchDispatchMode):
+    """Sees what one tensor is filled with."""
 
-    class Written:
-        def fill_(self, value: int) -> None:
-            written.append(value)
-            limit.fill_(value)
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self.address = tensor.data_ptr()
+        self.values: list[int] = []
 
-    limit = control.limit
-    monkeypatch.setattr(control, "limit", Written())
-    if countdown.graphs.report().buckets[0].loop == "single":
-        monkeypatch.setattr(control, "count_all", lambda: countdown.buffers.loop_count.copy_(limit))
-    for num_steps in (64, 64, 8, 8, 8, 64):
-        countdown.start([100])
-        countdown.graphs.launch(1, num_steps)
-        assert countdown.rows(1)[0] == [100 - num_steps]
-    assert written == [8, 64]
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is torch.ops.aten.fill_.Scalar and args[0].data_ptr() == self.address:
+            self.values.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_limit_is_written_when_it_changes_and_not_else(countdown: Countdown) -> None:
+    with FillsOf(countdown.buffers.loop_limit) as fills:
+        for num_steps in (64, 64, 8, 8, 8, 64):
+            countdown.start([100])
+            countdown.graphs.launch(1, num_steps)
+            assert countdown.rows(1)[0] == [100 - num_steps]
+    assert fills.values == [8, 64]
 
 
 def test_the_report_counts_launches_and_steps_and_names_the_loop(countdown: Countdown, backend: str) -> None:
@@ -173,6 +176,16 @@ def test_the_report_counts_launches_and_steps_and_names_the_loop(countdown: Coun
     assert {bucket.loop for bucket in report.buckets} == {kind}
     assert f"loop of bucket 1, 2, 8: {kind}" in str(report)
     assert report.as_dict()["buckets"][0]["loop"] == kind
+
+
+def test_the_report_counts_the_steps_that_ran_and_not_those_that_were_asked_for(countdown: Countdown) -> None:
+    countdown.start([5, 3])
+    countdown.graphs.launch(2, 64)
+    countdown.start([2])
+    countdown.graphs.launch(2, 4)
+    bucket = countdown.graphs.report().buckets[1]
+    ends_early = bucket.loop in ("host", "while")
+    assert (bucket.launches, bucket.replays, bucket.live_rows) == ((2, 7, 14) if ends_early else (2, 68, 136))
 
 
 def test_a_bucket_captured_at_first_use_loops_before_and_after(device: str) -> None:
@@ -250,7 +263,7 @@ def test_an_epilogue_that_no_graph_can_hold_is_refused_and_leaves_no_graph(devic
         graphs.capture(progress=False)
     assert caught.value.kind == "host-read"
     assert caught.value.line == reads.__code__.co_firstlineno + 1
-    assert not graphs._runnables
+    assert not graphs.graphs
 
 
 def test_the_audit_names_what_an_epilogue_points_at_in_vain(device: str) -> None:

@@ -64,7 +64,7 @@ class Sequence:
 def test_law_2_one_capture_serves_every_membership(device: str, seed: int) -> None:
     draw = random.Random(seed)
     toy = Recurrence(device)
-    captured = dict(toy.graphs._graphs)
+    captured = dict(toy.graphs.graphs)
     free, running, finished = list(range(PAGES)), [], []
     waiting = [Sequence(draw.randrange(1, MODULUS), draw.randrange(1, PAGES_PER_ROW * PAGE)) for _ in range(25)]
     while waiting or running:
@@ -98,7 +98,7 @@ def test_law_2_one_capture_serves_every_membership(device: str, seed: int) -> No
             free.extend(sequence.pages)
     for sequence in finished:
         assert sequence.tokens == alone(sequence.prompt, len(sequence.tokens) - 1), f"seed {seed}"
-    assert toy.graphs._graphs == captured, "nothing was captured again"
+    assert toy.graphs.graphs == captured, "nothing was captured again"
     assert len(finished) == 25
 
 

@@ -76,7 +76,7 @@ def test_law_5_a_module_replays_as_it_runs(device: str, name: str) -> None:
         for run in (graphs.run_eager, graphs.replay):
             buffers.x.copy_(x)
             if device == "cpu":
-                for graph in graphs._graphs.values():
+                for graph in graphs.graphs.values():
                     graph.poison()
             run(batch_size)
             results.append(buffers.y.clone())

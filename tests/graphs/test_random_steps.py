@@ -152,7 +152,7 @@ def test_law_5_any_step_replays_as_it_runs(seed: int) -> None:
             buffers.x.copy_(torch.randn(ROWS, WIDTH, generator=generator))
             buffers.set_live_rows(batch_size)
             if run == graphs.replay and DEVICE == "cpu":
-                for graph in graphs._graphs.values():
+                for graph in graphs.graphs.values():
                     graph.poison()
             run(batch_size)
             trace.append([tensor.clone() for tensor in (buffers.x, buffers.y, buffers.total)])

@@ -33,7 +33,7 @@ def timings(monkeypatch):
     monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
     timed = []
     monkeypatch.setattr(
-        LinearTuner, "_best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
+        LinearTuner, "best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
     )
     return timed
 
@@ -228,8 +228,8 @@ def test_a_process_finds_what_another_measured(tmp_path):
     script = (
         "from graphdecode.linear.linear_choice import LinearTuner\n"
         "from graphdecode.models import load_model\n"
-        "measured, best = [], LinearTuner._best_seconds\n"
-        "LinearTuner._best_seconds = lambda *given: measured.append(1) or best(*given)\n"
+        "measured, best = [], LinearTuner.best_seconds\n"
+        "LinearTuner.best_seconds = lambda *given: measured.append(1) or best(*given)\n"
         "load_model('demo', device='cpu')\n"
         "print(len(measured))\n"
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphdecode.profiling.peers.attention import (
+from peers.attention import (
     ATTENTION_PEERS,
     SHAPES,
     AttentionPeer,
@@ -23,8 +23,8 @@ from graphdecode.profiling.peers.attention import (
     compare_attention,
     parse_attention_peers,
 )
-from graphdecode.profiling.peers.attention import contest as contest_module
-from graphdecode.profiling.peers.attention import problem as problem_module
+from peers.attention import contest as contest_module
+from peers.attention import problem as problem_module
 
 ROOT = Path(__file__).parents[2]
 SMALL = AttentionShape("small", 4, 2, 16, torch.float16, torch.float16)

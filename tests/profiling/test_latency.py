@@ -143,8 +143,8 @@ def axes_of(draw: Callable[[Any, dict], None], profile: dict) -> Any:
 
 def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> None:
     pytest.importorskip("matplotlib")
-    narrow = axes_of(plots._draw_latency, profile)
-    wide = axes_of(plots._draw_latency, profile | {"rows": [*profile["rows"], profile["rows"][-1] | {"bucket": 64}]})
+    narrow = axes_of(plots.draw_latency, profile)
+    wide = axes_of(plots.draw_latency, profile | {"rows": [*profile["rows"], profile["rows"][-1] | {"bucket": 64}]})
     for axes, scale in ((narrow, "linear"), (wide, "log")):
         assert (axes.get_xscale(), axes.get_yscale()) == (scale, scale)
         assert "(rows)" in axes.get_xlabel()
@@ -157,9 +157,9 @@ def test_pictures_of_wide_ranges_show_the_small_buckets_too(profile: dict) -> No
 
 def test_the_staircase_says_where_there_is_no_padding(profile: dict) -> None:
     pytest.importorskip("matplotlib")
-    padded = axes_of(plots._draw_padding, profile)
+    padded = axes_of(plots.draw_padding, profile)
     rows = [row | {"bucket": min(row["bucket"], 2)} for row in profile["rows"]]
-    full = axes_of(plots._draw_padding, profile | {"rows": rows})
+    full = axes_of(plots.draw_padding, profile | {"rows": rows})
     for axes, shown in ((padded, True), (full, False)):
         assert any("padding" in text.get_text() for text in axes.get_legend().get_texts()) == shown
         assert ("no padding" in axes.get_title()) != shown

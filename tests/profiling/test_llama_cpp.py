@@ -8,9 +8,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from graphdecode.models import describe_model
-from graphdecode.profiling.peers import PEERS, Workload
-from graphdecode.profiling.peers.gguf_file import _interleaved, why_not_gguf
-from graphdecode.profiling.peers.greedy import Reference
+from peers import PEERS, Workload
+from peers.gguf_file import interleaved, why_not_gguf
+from peers.greedy import Reference
 
 SMALL: dict[str, Any] = {
     "vocab_size": 301,
@@ -32,7 +32,7 @@ def checkpoint(folder: Path, **changes: Any) -> Path:
 
 def test_rotary_pairs_become_neighbours() -> None:
     weight = torch.arange(2 * 6.0).view(12, 1)  # two heads of six channels
-    assert _interleaved(weight, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
+    assert interleaved(weight, 2)[:, 0].tolist() == [0, 3, 1, 4, 2, 5, 6, 9, 7, 10, 8, 11]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from graphdecode.models import resolve_model_path
-from graphdecode.profiling.peers import (
+from peers import (
     PEERS,
     Peer,
     Workload,
@@ -24,10 +24,10 @@ from graphdecode.profiling.peers import (
     contest_table,
     parse_peers,
 )
-from graphdecode.profiling.peers import contest as contest_module
-from graphdecode.profiling.peers.attempt import attempt
-from graphdecode.profiling.peers.greedy import Reference
-from graphdecode.profiling.peers.transformers_generate import Transformers, TransformersStatic
+from peers import contest as contest_module
+from peers.attempt import attempt
+from peers.greedy import Reference
+from peers.transformers_generate import Transformers, TransformersStatic
 
 ROOT = Path(__file__).parents[2]
 DEMO = resolve_model_path("demo")

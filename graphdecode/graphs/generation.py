@@ -1,0 +1,128 @@
+"""One generation of graphs: all that are captured over one set of buffers, and retired together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.graphs.capture import CudaCapture, CudaStepGraph, Step, run, warm_up
+from graphdecode.graphs.cuda_loop import CudaLoops
+from graphdecode.graphs.loop import HostLoop, LoopControl, SingleLaunches, StepLoop
+from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.recorded import RecordedStepGraph
+from graphdecode.graphs.step_graph import StepGraph
+
+
+@dataclass(frozen=True)
+class Runnable:
+    """How a bucket runs.
+
+    Attributes:
+        replay: runs one step.
+        loop: runs several; None where the manager has no loop.
+        graphs: what was captured: nothing, the step, or the step and the loop's epilogue.
+    """
+
+    replay: Callable[[], None]
+    loop: StepLoop | None = None
+    graphs: tuple[StepGraph, ...] = ()
+
+
+class Generation:
+    """The graphs that are captured over one set of buffers and retired together, those that failed among them.
+
+    Args:
+        step: what a bucket runs.
+        buffers: of the step.
+        owners: what it may touch.
+        backend: "cuda", "recorded" or "eager".
+        warmup_steps: eager steps before a capture; recordings after the first do with one.
+        control: the loop's slots; None where there is no loop.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        buffers: StepBuffers,
+        owners: Owners,
+        *,
+        backend: str,
+        warmup_steps: int,
+        control: LoopControl | None,
+    ) -> None:
+        self._step = step
+        self._buffers = buffers
+        self._owners = owners
+        self._backend = backend
+        self._warmup_steps = warmup_steps
+        self._control = control
+        self._cuda_loops: CudaLoops | None = None
+        if control is not None and backend == "cuda":
+            self._cuda_loops = CudaLoops(control, buffers.device)
+        self._captures: list[CudaCapture] = []
+        self._graphs: list[StepGraph] = []
+        self._loops: list[StepLoop] = []
+
+    def eager(self, bucket: int) -> Runnable:
+        """Return what runs a bucket without any graph."""
+        batch, control = self._buffers.narrow(bucket), self._control
+        step = partial(run, self._step, batch)
+        if control is None:
+            return Runnable(step)
+        epilogue = None if control.loop.epilogue is None else partial(run, control.loop.epilogue, batch)
+        if self._buffers.device.type == "cpu":
+            return Runnable(step, HostLoop(control, step, epilogue))
+        return Runnable(step, SingleLaunches(control, step, epilogue, "nothing is captured"))
+
+    def capture(self, bucket: int) -> Runnable:
+        """Capture a bucket, and build the loop over it.
+
+        Raises:
+            CaptureError: the step, or the loop's epilogue, does what no graph can replay.
+        """
+        batch, control = self._buffers.narrow(bucket), self._control
+        step = self._graph(self._step, batch)
+        if control is None:
+            return Runnable(step.replay, None, (step,))
+        if control.loop.epilogue is None:
+            return Runnable(step.replay, self._loop(control, step, None), (step,))
+        control.count_all()  # so that the epilogue runs as behind a launch that left nothing out
+        epilogue = self._graph(control.loop.epilogue, batch)
+        return Runnable(step.replay, self._loop(control, step, epilogue), (step, epilogue))
+
+    def _graph(self, step: Step, batch: Batch) -> StepGraph:
+        graph: StepGraph
+        if self._backend == "cuda":
+            if not self._captures or self._captures[-1].is_spoilt:
+                self._captures.append(CudaCapture(self._buffers.device))
+            shared = self._captures[-1]
+            with shared.on_stream():
+                warm_up(step, batch, self._owners, self._warmup_steps)
+                run(step, batch)  # under observation some modules take another path
+            graph = CudaStepGraph(step, batch, shared, self._owners)
+        else:
+            warm_up(step, batch, self._owners, 1 if self._graphs else self._warmup_steps)
+            graph = RecordedStepGraph(step, batch, self._owners)
+        self._graphs.append(graph)
+        return graph
+
+    def _loop(self, control: LoopControl, step: StepGraph, epilogue: StepGraph | None) -> StepLoop:
+        if self._cuda_loops is not None:
+            loop = self._cuda_loops.over(step, epilogue)  # type: ignore[arg-type]
+        else:
+            loop = HostLoop(control, step.replay, None if epilogue is None else epilogue.replay)
+        self._loops.append(loop)
+        return loop
+
+    def close(self) -> None:
+        """Retire everything; a loop goes before the graphs that it is made of."""
+        for loop in self._loops:
+            loop.close()
+        if self._cuda_loops is not None:
+            self._cuda_loops.close()
+        for graph in self._graphs:
+            graph.close()
+        for capture in self._captures:
+            capture.close()

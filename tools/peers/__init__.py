@@ -1,0 +1,18 @@
+"""Other engines on the same checkpoint, in the same run: outputs first, then times."""
+
+from peers.contest import compare_engines
+from peers.known import PEERS, parse_peers
+from peers.own import Graphdecode
+from peers.peer import Peer, Workload
+from peers.table import contest_notes, contest_table
+
+__all__ = [
+    "PEERS",
+    "Graphdecode",
+    "Peer",
+    "Workload",
+    "compare_engines",
+    "contest_notes",
+    "contest_table",
+    "parse_peers",
+]

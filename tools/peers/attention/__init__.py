@@ -1,0 +1,21 @@
+"""Other decode attention on the same keys and values, in the same run: outputs first, then times."""
+
+from peers.attention.contest import AttentionResult, compare_attention
+from peers.attention.known import ATTENTION_PEERS, parse_attention_peers, suitable_peers
+from peers.attention.own import plan_and_merge_us
+from peers.attention.peer import AttentionPeer
+from peers.attention.problem import PAGE_SIZE, SHAPES, AttentionProblem, AttentionShape
+
+__all__ = [
+    "ATTENTION_PEERS",
+    "PAGE_SIZE",
+    "SHAPES",
+    "AttentionPeer",
+    "AttentionProblem",
+    "AttentionResult",
+    "AttentionShape",
+    "compare_attention",
+    "parse_attention_peers",
+    "plan_and_merge_us",
+    "suitable_peers",
+]

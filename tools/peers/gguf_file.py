@@ -1,0 +1,108 @@
+"""A Llama checkpoint as a GGUF file, so that llama.cpp runs the very same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.linear.weight_form import read_fused
+from graphdecode.models import describe_model
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families import Llama
+
+_LAYER_TENSORS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def why_not_gguf(config: ModelConfig) -> str:
+    """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
+    if config.architecture != Llama.architecture:
+        return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
+    if config.rope.rope_type != "default":
+        return f"only the default rope is written as GGUF here, this is {config.rope.rope_type}"
+    if config.qkv_bias or config.o_bias or config.mlp_bias or config.activation != "silu":
+        return "only Llamas without biases and with silu are written as GGUF here"
+    return ""
+
+
+def gguf_type(dtype: str) -> Any:
+    """Return the number that GGUF, and llama.cpp with it, has for a dtype of torch."""
+    import gguf
+
+    return gguf.GGMLQuantizationType[_TYPES[dtype]]
+
+
+def write_gguf(folder: Path, file: Path, dtype: str) -> None:
+    """Write a checkpoint of safetensors as GGUF, without a vocabulary: prompts are token ids.
+
+    Weights are rounded to `dtype`, norms too, which llama.cpp keeps in float32.
+
+    Args:
+        folder: the checkpoint; `why_not_gguf` has nothing against it.
+        file: to write.
+        dtype: "float32", "float16" or "bfloat16".
+    """
+    import gguf
+
+    config = describe_model(folder)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("no_vocab")
+    for name, tensor in _tensors(config, Checkpoint(folder), getattr(torch, dtype)):
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf_type(dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _tensors(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def read(name: str) -> Tensor:
+        return read_fused(checkpoint, (name,), None, dtype, torch.device("cpu"))
+
+    yield "token_embd.weight", read("model.embed_tokens.weight")
+    yield "output_norm.weight", read("model.norm.weight")
+    if not config.tie_word_embeddings:
+        yield "output.weight", read("lm_head.weight")
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for layer in range(config.num_hidden_layers):
+        for theirs, ours in _LAYER_TENSORS.items():
+            tensor = read(f"model.layers.{layer}.{theirs}.weight")
+            yield f"blk.{layer}.{ours}.weight", interleaved(tensor, heads[ours]) if ours in heads else tensor
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a head [head_dim, hidden]: the rotary pairs (i, i + head_dim / 2) become neighbours."""
+    rows, hidden = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)

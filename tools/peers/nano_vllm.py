@@ -1,0 +1,58 @@
+"""nano-vllm. Written against its published source; nobody has run it here yet, as it needs a GPU and flash-attn."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import ClassVar
+
+from graphdecode.models import describe_model
+from graphdecode.models.families import Qwen3
+from peers.peer import GPU_SHARE, Peer, Tokens, Workload
+
+_NEARLY_GREEDY = 1e-5  # it refuses a temperature of 0; at this one only ties within a few ten-thousandths are drawn
+
+
+class NanoVllm(Peer):
+    """`nanovllm.LLM.generate` on token ids, with its CUDA graphs; it takes its dtype from config.json."""
+
+    name = "nano-vllm"
+    requires: ClassVar = {"nanovllm": "nano-vllm"}
+    devices = ("cuda",)
+
+    def why_not(self, folder: Path, workload: Workload) -> str:
+        """Return why not; the checkpoint may be of a family that it does not know."""
+        architecture = describe_model(folder).architecture
+        known = "" if architecture == Qwen3.architecture else f"knows Qwen3 only, this is {architecture}"
+        return super().why_not(folder, workload) or known
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        """Load and capture, from a folder of links whose config.json has the workload's dtype."""
+        import nanovllm
+
+        self._sampling_params = nanovllm.SamplingParams
+        self._scratch = tempfile.TemporaryDirectory()
+        scratch = Path(self._scratch.name)
+        for file in folder.iterdir():
+            if file.name != "config.json":
+                (scratch / file.name).symlink_to(file.resolve())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config |= {"dtype": workload.dtype, "torch_dtype": workload.dtype}
+        (scratch / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self._llm = nanovllm.LLM(
+            str(scratch),
+            max_model_len=workload.capacity,
+            max_num_seqs=workload.max_batch_size,
+            gpu_memory_utilization=GPU_SHARE,
+        )
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
+        """Return tokens that are greedy up to near-ties."""
+        params = self._sampling_params(temperature=_NEARLY_GREEDY, max_tokens=new_tokens, ignore_eos=True)
+        return [list(output["token_ids"]) for output in self._llm.generate(prompts, params, use_tqdm=False)]
+
+    def close(self) -> None:
+        """Release the graphs and the folder of links."""
+        self._llm.exit()
+        self._scratch.cleanup()
