@@ -6,7 +6,6 @@ from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import describe_model, load_model, resolve_dtype, weight_bytes
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.sources import register_source
-from graphdecode.models.tokenizer import load_tokenizer
 from graphdecode.models.weight_map import CheckpointError
 
 __all__ = [
@@ -19,7 +18,6 @@ __all__ = [
     "config_of",
     "describe_model",
     "load_model",
-    "load_tokenizer",
     "register_family",
     "register_source",
     "resolve_dtype",

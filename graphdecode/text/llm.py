@@ -17,12 +17,13 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
+from graphdecode.models import Decoder, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.text.router import Router
 from graphdecode.text.stream import Stream
+from graphdecode.text.tokenizer import load_tokenizer
 
 
 class LLM:
