@@ -192,6 +192,6 @@ def copy_page(layers: Iterable[tuple[Tensor, Tensor]], move: tuple[int, int] | N
 
 
 def fill_page_row(row: np.ndarray, pages: Sequence[int], trash_page: int) -> None:
-    """Write a sequence's pages into its row of a page table, int32 [max_pages_per_row], and the trash page behind them."""
+    """Write a sequence's pages into its row of a page table, int32 [pages of a row], and the trash page behind them."""
     row[: len(pages)] = pages
     row[len(pages) :] = trash_page
