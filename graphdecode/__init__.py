@@ -1,56 +1,119 @@
-"""A CUDA-graph-first decode runtime for large language models."""
+"""A CUDA-graph-first decode runtime for large language models.
 
-from graphdecode.attention import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    append_paged_kv_cache,
-    get_batch_indices_positions,
-    get_seq_lens,
-    merge_state,
-    merge_state_in_place,
-    merge_states,
-    single_decode_with_kv_cache,
-)
-from graphdecode.buckets import BucketLadder
-from graphdecode.buffers import FrozenError, Slot, StepBuffers
-from graphdecode.cache import (
-    CacheFullError,
-    InferenceParams,
-    KVCacheManager,
-    NonPagedKVCacheManager,
-    PagedKVCacheManager,
-    SlotKVCacheManager,
-)
-from graphdecode.config import BucketConfig, ConfigError
-from graphdecode.engine import LLM, CompletionOutput, RequestOutput, SamplingParams
-from graphdecode.graphs import CaptureError, GraphManager
+Names are imported when they are first used: `import graphdecode` alone loads neither torch nor anything else.
+"""
 
-__all__ = [
-    "LLM",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BucketConfig",
-    "BucketLadder",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "CacheFullError",
-    "CaptureError",
-    "CompletionOutput",
-    "ConfigError",
-    "FrozenError",
-    "GraphManager",
-    "InferenceParams",
-    "KVCacheManager",
-    "NonPagedKVCacheManager",
-    "PagedKVCacheManager",
-    "RequestOutput",
-    "SamplingParams",
-    "Slot",
-    "SlotKVCacheManager",
-    "StepBuffers",
-    "append_paged_kv_cache",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "single_decode_with_kv_cache",
-]
+from importlib import import_module, util
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODULES` together
+    from graphdecode.attention import append_paged_kv_cache as append_paged_kv_cache
+    from graphdecode.attention import get_batch_indices_positions as get_batch_indices_positions
+    from graphdecode.attention import get_seq_lens as get_seq_lens
+    from graphdecode.attention import merge_state as merge_state
+    from graphdecode.attention import merge_state_in_place as merge_state_in_place
+    from graphdecode.attention import merge_states as merge_states
+    from graphdecode.buckets import BucketLadder as BucketLadder
+    from graphdecode.buffers import FrozenError as FrozenError
+    from graphdecode.buffers import Slot as Slot
+    from graphdecode.buffers import StepBuffers as StepBuffers
+    from graphdecode.cache import CacheFullError as CacheFullError
+    from graphdecode.config import BucketConfig as BucketConfig
+    from graphdecode.config import ConfigError as ConfigError
+    from graphdecode.config import EngineConfig as EngineConfig
+    from graphdecode.engine import Engine as Engine
+    from graphdecode.engine import EngineStats as EngineStats
+    from graphdecode.engine import Event as Event
+    from graphdecode.engine import Request as Request
+    from graphdecode.engine import RequestError as RequestError
+    from graphdecode.engine import RequestMetrics as RequestMetrics
+    from graphdecode.engine import SamplingParams as SamplingParams
+    from graphdecode.errors import ArgumentError as ArgumentError
+    from graphdecode.errors import GraphdecodeError as GraphdecodeError
+    from graphdecode.graphs import CaptureError as CaptureError
+    from graphdecode.graphs import GraphManager as GraphManager
+    from graphdecode.surfaces.flashinfer import BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper
+    from graphdecode.surfaces.flashinfer import (
+        CUDAGraphBatchDecodeWithPagedKVCacheWrapper as CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    )
+    from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
+    from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
+    from graphdecode.surfaces.transformer_engine import KVCacheManager as KVCacheManager
+    from graphdecode.surfaces.transformer_engine import NonPagedKVCacheManager as NonPagedKVCacheManager
+    from graphdecode.surfaces.transformer_engine import PagedKVCacheManager as PagedKVCacheManager
+    from graphdecode.text import LLM as LLM
+    from graphdecode.text import AsyncLLM as AsyncLLM
+    from graphdecode.text import CompletionOutput as CompletionOutput
+    from graphdecode.text import Logprob as Logprob
+    from graphdecode.text import RequestOutput as RequestOutput
+
+    __version__: str
+
+# public name -> the module that offers it
+_MODULES = {
+    "ArgumentError": "graphdecode.errors",
+    "AsyncLLM": "graphdecode.text",
+    "BatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
+    "BucketConfig": "graphdecode.config",
+    "BucketLadder": "graphdecode.buckets",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
+    "CacheFullError": "graphdecode.cache",
+    "CaptureError": "graphdecode.graphs",
+    "CompletionOutput": "graphdecode.text",
+    "ConfigError": "graphdecode.config",
+    "Engine": "graphdecode.engine",
+    "EngineConfig": "graphdecode.config",
+    "EngineStats": "graphdecode.engine",
+    "Event": "graphdecode.engine",
+    "FrozenError": "graphdecode.buffers",
+    "GraphManager": "graphdecode.graphs",
+    "GraphdecodeError": "graphdecode.errors",
+    "InferenceParams": "graphdecode.surfaces.transformer_engine",
+    "KVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "LLM": "graphdecode.text",
+    "Logprob": "graphdecode.text",
+    "NonPagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "PagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
+    "Request": "graphdecode.engine",
+    "RequestError": "graphdecode.engine",
+    "RequestMetrics": "graphdecode.engine",
+    "RequestOutput": "graphdecode.text",
+    "SamplingParams": "graphdecode.engine",
+    "Slot": "graphdecode.buffers",
+    "SlotKVCacheManager": "graphdecode.surfaces.optimum_neuron",
+    "StepBuffers": "graphdecode.buffers",
+    "append_paged_kv_cache": "graphdecode.attention",
+    "get_batch_indices_positions": "graphdecode.attention",
+    "get_seq_lens": "graphdecode.attention",
+    "merge_state": "graphdecode.attention",
+    "merge_state_in_place": "graphdecode.attention",
+    "merge_states": "graphdecode.attention",
+    "single_decode_with_kv_cache": "graphdecode.surfaces.flashinfer",
+}
+
+__all__ = list(_MODULES)
+
+if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pass
+
+    def __getattr__(name: str) -> Any:
+        """Import what is first asked for (PEP 562): a public name, the version, or a module of the package."""
+        if name in _MODULES:
+            value = getattr(import_module(_MODULES[name]), name)
+        elif name == "__version__":
+            from importlib import metadata
+
+            try:
+                value = metadata.version("graphdecode")
+            except metadata.PackageNotFoundError:  # a checkout that was never installed
+                value = "0+unknown"
+        elif not name.startswith("_") and util.find_spec(f"graphdecode.{name}") is not None:
+            return import_module(f"graphdecode.{name}")
+        else:
+            raise AttributeError(f"module 'graphdecode' has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, "__version__"})

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from graphdecode.errors import ArgumentError
+
 
 def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
     """Choose at most `max_graphs` batch sizes up to and including `max_batch_size`.
@@ -54,11 +56,11 @@ class BucketLadder:
 
     def __init__(self, batch_sizes: Iterable[int], max_batch_size: int) -> None:
         if not _is_int(max_batch_size) or max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
+            raise ArgumentError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
         sizes = list(batch_sizes)
         for size in sizes:
             if not _is_int(size) or not 1 <= size <= max_batch_size:
-                raise ValueError(f"batch_sizes must be integers in 1..max_batch_size={max_batch_size}, got {size!r}")
+                raise ArgumentError(f"batch_sizes must be integers in 1..max_batch_size={max_batch_size}, got {size!r}")
         self.sizes: tuple[int, ...] = tuple(sorted({*sizes, max_batch_size}))
         self.max_batch_size = max_batch_size
         self._bucket_of: list[int] = [0]
@@ -69,9 +71,9 @@ class BucketLadder:
     def auto(cls, max_batch_size: int, max_graphs: int = 16) -> BucketLadder:
         """Return the default ladder; see `auto_batch_sizes`."""
         if not _is_int(max_graphs) or max_graphs < 1:
-            raise ValueError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
+            raise ArgumentError(f"max_graphs must be an integer >= 1, got {max_graphs!r}")
         if not _is_int(max_batch_size) or max_batch_size < 1:
-            raise ValueError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
+            raise ArgumentError(f"max_batch_size must be an integer >= 1, got {max_batch_size!r}")
         return cls(auto_batch_sizes(max_batch_size, max_graphs), max_batch_size)
 
     def bucket_for(self, batch_size: int) -> int:
@@ -81,7 +83,7 @@ class BucketLadder:
             ValueError: `batch_size` is outside 1..max_batch_size.
         """
         if not _is_int(batch_size) or not 1 <= batch_size <= self.max_batch_size:
-            raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
+            raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         return self._bucket_of[batch_size]
 
     def worst_padding(self) -> tuple[int, float]:

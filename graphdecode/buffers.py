@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.errors import GraphdecodeError
+
 LIVE_ROWS = "live_rows"
 _ALIGNMENT_BYTES = 256
 _HOST_FOREIGN_DTYPES = {torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-class FrozenError(RuntimeError):
+class FrozenError(GraphdecodeError, RuntimeError):
     """Something would have allocated or moved a tensor that captured graphs point at."""
 
 

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = (
-    ("graphdecode", "graphdecode.__main__", "graphdecode.cli"),  # the package itself says what can be imported from it
+    ("graphdecode", "graphdecode.__main__", "graphdecode.cli", "graphdecode.decode"),  # what people import
     ("graphdecode.server",),
     ("graphdecode.profiling",),
     ("graphdecode.text",),

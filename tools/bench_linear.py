@@ -13,18 +13,16 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.int8_linear import quantise_int8
-from graphdecode.kernels.linear.native_linear import can_panel, to_panels
-from graphdecode.kernels.linear.packed_linear import can_pack, pack
-from graphdecode.linear.linear_weight import LinearWeight
+from graphdecode.linear.forms import FORMS
+from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
+from graphdecode.linear.weight_form import FormOptions, WeightForm
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
@@ -68,28 +66,16 @@ def layers(model: str) -> dict[str, tuple[int, int]]:
 def cpu_seconds(weight: Tensor, batch: int) -> dict[str, tuple[float, int]]:
     """Seconds of one product and the bytes that it reads, by path; the paths are taken in turn."""
     out_features, in_features = weight.shape
-    makers: dict[str, Callable[[Tensor], LinearWeight]] = {
-        "plain": lambda w: LinearWeight("plain", out_features, in_features, w)
-    }
-    if can_pack(weight):
-        makers["packed"] = lambda w: LinearWeight("packed", out_features, in_features, packed=pack(w))
-    if can_panel(weight):
-        makers["native"] = lambda w: LinearWeight("native", out_features, in_features, panels=to_panels(w))
-    qweight, scales = quantise_int8(weight)
-    if can_panel(weight):
-        makers["int8"] = lambda _: LinearWeight(
-            "int8", out_features, in_features, panels=to_panels(qweight), scales=scales
-        )
-    else:
-        makers["int8"] = lambda _: LinearWeight(
-            "int8", out_features, in_features, qweight=qweight.clone(), scales=scales
-        )
+    options = FormOptions(weight.device, weight.dtype, LinearTuner())
     x = torch.randn(batch, in_features).to(weight.dtype)
     out = torch.empty(batch, out_features, dtype=weight.dtype)
-    copies: dict[str, list[LinearWeight]] = {}
-    for path, make in makers.items():
-        first = make(weight)
-        copies[path] = [first, *(make(weight.clone()) for _ in range(min(COLD_BYTES // first.nbytes, 63)))]
+    copies: dict[str, list[WeightForm]] = {}
+    for form in FORMS:
+        if form.path in copies or form.why_not(options):
+            continue
+        first = form.of(weight, None, options)
+        more = min(COLD_BYTES // first.nbytes, 63)
+        copies[form.path] = [first, *(form.of(weight.clone(), None, options) for _ in range(more))]
     rounds: dict[str, list[float]] = {path: [] for path in copies}
     for _ in range(ROUNDS + 1):
         for path, held in copies.items():

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.engine.runner import Launch, StepTokens
+from graphdecode.engine.runner import Launch
+from graphdecode.engine.steps import StepTokens
 from graphdecode.profiling.environment import describe_environment
 
 PROMPT_TOKENS = 32
@@ -51,15 +52,15 @@ class Engine:
         self.steps_per_launch = steps_per_launch
         self.batch_size = batch_size
         self.waited = 0.0
-        self._read = self.llm._runner.read
-        self.llm._runner.read = self._timed_read  # type: ignore[method-assign]
+        self._read = self.llm.engine.runner.read
+        self.llm.engine.runner.read = self._timed_read  # type: ignore[method-assign]
 
-    def _timed_read(self, launch: Launch) -> list[StepTokens]:
+    def _timed_read(self, launch: Launch, *, logprobs: bool = False) -> list[StepTokens]:
         if launch.done is not None:
             began = time.perf_counter()
             launch.done.synchronize()
             self.waited += time.perf_counter() - began
-        return self._read(launch)
+        return self._read(launch, logprobs=logprobs)
 
     def answer(self, new_tokens: int) -> tuple[float, float, list[list[int]]]:
         """Answer a full batch; return the seconds it took, those of them that the host did not wait, and the tokens."""

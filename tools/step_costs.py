@@ -17,13 +17,14 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.linear_weight import LinearWeight
+from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, step_bytes
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
 from unfused import UNFUSED
 
 SCHEMA_VERSION = 1
@@ -92,7 +93,7 @@ def measure_steps(
         ValueError: the model does not fit the device's free memory, or an argument is out of range.
     """
     if min(batch_sizes, default=0) < 1 or min(contexts, default=0) < 1 or steps < 1 or rounds < 1:
-        raise ValueError(
+        raise ArgumentError(
             f"batch_sizes, contexts, steps and rounds must be >= 1, got {list(batch_sizes)}, {list(contexts)}, "
             f"{steps} and {rounds}"
         )
@@ -143,7 +144,7 @@ def _refuse_if_too_large(model: str, dtype: str, device: torch.device) -> None:
     copies = 2 if device.type == "cpu" else 1  # a CPU measures other forms of the weights beside the compiled one's
     free = free_bytes(device)
     if copies * needed > _MEMORY_SHARE * free:
-        raise ValueError(
+        raise ArgumentError(
             f"{model} takes {copies * needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
         )
 
@@ -166,20 +167,16 @@ def _variants(
     yield FULL, full, True
     yield "without fused operators", full.varied(operators=UNFUSED), True
     if device.type == "cuda":
-        yield "cuBLAS alone", full.varied(linear=lambda weight: replace(weight, choices={})), True
-        yield "without early start", full.varied(linear=_without_early_start), True
+        yield "cuBLAS alone", full.varied(linear=lambda weight: weight.rechosen(lambda _: None)), True
+        yield "without early start", full.varied(linear=lambda weight: weight.rechosen(_without_early_start)), True
     elif native.library() is not None:
         with native.switched_off():
             plain = load()
         yield "without compiled kernels", plain, False
 
 
-def _without_early_start(weight: LinearWeight) -> LinearWeight:
-    late = {
-        rows: choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
-        for rows, choice in weight.choices.items()
-    }
-    return replace(weight, choices=late)
+def _without_early_start(choice: LinearChoice) -> LinearChoice:
+    return choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
 
 
 @contextmanager
@@ -244,13 +241,9 @@ def _measure_point(
 
 def _logprobs(runner: Runner, bucket: int, context: int) -> list[float]:
     """Return the log-probability of each row's most likely token: rounding moves it little, whichever token it is."""
-    sequences = LatencyProfiler(runner).sequences(bucket, context, logprobs=0)
-    try:
-        runner.stage_rows(sequences)
-        (step,) = runner.read(runner.launch(sequences, 1))
-    finally:
-        for sequence in sequences:
-            runner.cache.free_sequence(sequence.sequence_id)
+    with rows_at(runner, bucket, context, logprobs=0) as rows:
+        runner.stage(rows)
+        (step,) = runner.read(runner.launch(bucket), logprobs=True)
     return [] if step.logprobs is None else step.logprobs.sampled
 
 
@@ -267,14 +260,15 @@ class _Samples:
 
     def __init__(self, profiler: LatencyProfiler, bucket: int, context: int) -> None:
         self._profiler = profiler
-        self._sequences = profiler.sequences(bucket, context)
+        self._held = ExitStack()
+        self._rows = self._held.enter_context(rows_at(profiler.runner, bucket, context))
         self._is_cuda = profiler.runner.model.device.type == "cuda"
         self.step_ms: list[float] = []
         self.host_us: list[float] = []
         self.eager_ms: list[float] = []
 
     def replay(self) -> None:
-        launch_us, step_ms, token_ms = self._profiler.replayed(self._sequences)
+        launch_us, step_ms, token_ms = self._profiler.replayed(self._rows)
         self.step_ms += step_ms
         if self._is_cuda:
             self.host_us += launch_us
@@ -282,23 +276,20 @@ class _Samples:
             self.host_us += [1000 * (token - step) for token, step in zip(token_ms, step_ms, strict=True)]
 
     def run_eagerly(self) -> None:
-        self.eager_ms += self._profiler.eager(self._sequences, 5)
+        self.eager_ms += self._profiler.eager(self._rows, 5)
 
     def close(self) -> None:
-        for sequence in self._sequences:
-            self._profiler.runner.cache.free_sequence(sequence.sequence_id)
+        self._held.close()
 
 
 def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
     """Return the top kernels and the idle gaps of some steps, from a profiler's trace."""
-    profiler = LatencyProfiler(runner)
-    sequences = profiler.sequences(bucket, context)
-    try:
-        runner.stage_rows(sequences)
+    with rows_at(runner, bucket, context) as rows:
+        runner.stage(rows)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(_TRACED_STEPS):
-                runner.launch(sequences, 1)
+                runner.launch(bucket)
             torch.cuda.synchronize()
         kernels = [
             (event.name, float(event.time_range.start), float(event.time_range.end))
@@ -306,9 +297,6 @@ def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
             if event.device_type == torch.autograd.DeviceType.CUDA
         ]
         return {"bucket": bucket, "context": context} | kernel_summary(kernels, _TRACED_STEPS)
-    finally:
-        for sequence in sequences:
-            runner.cache.free_sequence(sequence.sequence_id)
 
 
 def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:

@@ -1,20 +1,13 @@
-"""Attention over the cache: decode inside a step, prefill, and the FlashInfer surface."""
+"""Attention over the cache: decode inside a step, prefill, appending to pages, and merging partial results."""
 
 from graphdecode.attention.append import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from graphdecode.attention.cached import cached_attention
 from graphdecode.attention.extend import extend_attention
 from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention.paged_decode import PagedDecodeAttention
-from graphdecode.attention.single import single_decode_with_kv_cache
 from graphdecode.attention.token_by_token import TokenByTokenAttention
-from graphdecode.attention.wrappers import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-)
 
 __all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "PagedDecodeAttention",
     "TokenByTokenAttention",
     "append_paged_kv_cache",
@@ -25,5 +18,4 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
-    "single_decode_with_kv_cache",
 ]

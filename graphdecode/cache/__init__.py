@@ -1,20 +1,16 @@
-"""Who owns which page or row of the key-value cache, and how long each sequence is."""
+"""Who owns which page of the key-value cache: the pool, the ledger of sequences over it, and pages found by prefix."""
 
-from .errors import CacheFullError, UnknownSequenceError
-from .inference_params import InferenceParams
-from .manager import KVCacheManager
-from .nonpaged import NonPagedKVCacheManager
-from .paged import PagedKVCacheManager
+from .errors import CacheFullError, UnknownSequenceError, require_positive
+from .ledger import PageLedger
+from .paged_cache import PagedKVCache, copy_page
 from .pool import PagePool
-from .slots import SlotKVCacheManager
 
 __all__ = [
     "CacheFullError",
-    "InferenceParams",
-    "KVCacheManager",
-    "NonPagedKVCacheManager",
+    "PageLedger",
     "PagePool",
-    "PagedKVCacheManager",
-    "SlotKVCacheManager",
+    "PagedKVCache",
     "UnknownSequenceError",
+    "copy_page",
+    "require_positive",
 ]

@@ -1,9 +1,14 @@
-"""The commands, and how an error leaves the program."""
+"""The commands, and how an error leaves the program.
+
+The files of the commands import what is light, and their bodies the rest: help, version and a mistyped option answer
+before torch could be imported.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from importlib import metadata
+import traceback
 from typing import Annotated
 
 import typer
@@ -13,30 +18,44 @@ from graphdecode.cli.generate import generate
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
 from graphdecode.cli.step import check, inspect
+from graphdecode.cli.versions import state, versions
+from graphdecode.errors import GraphdecodeError
+
+_INTERRUPTED = 130  # 128 and the signal's number, as shells count
+_BROKEN_PIPE = 1  # as Python's own
+_REPORT = (
+    "this is a bug in graphdecode: please report it with the command, the lines above and what "
+    "`graphdecode --version --debug` prints"
+)
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="A CUDA-graph-first decode runtime: capture once per bucket, replay every token.",
+    epilog='Example: graphdecode generate --prompt "417+385=" --prompt "sort zebra="',
 )
-app.command()(generate)
+app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
 app.add_typer(buckets, name="buckets")
-app.command()(profile)
-app.command()(check)
-app.command()(inspect)
+app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
+app.command(epilog="Example: graphdecode check mypackage.step:step")(check)
+app.command(epilog="Example: graphdecode inspect --model demo --json")(inspect)
 
 
 def _show_version(is_wanted: bool) -> None:
     if is_wanted:
-        versions = [f"{name} {metadata.version(name)}" for name in ("graphdecode", "torch", "triton")]
-        typer.echo(", ".join(versions))
+        typer.echo(state() if "--debug" in sys.argv else versions())
         raise typer.Exit
 
 
 @app.callback()
 def _root(
-    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback for errors; anywhere in the line.")] = False,
+    debug: Annotated[
+        bool,
+        typer.Option(
+            "--debug", help="Show a traceback for errors; with --version, device and kernels too. Anywhere in the line."
+        ),
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions and exit.")
     ] = False,
@@ -45,13 +64,28 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; an error is one line and exit code 2, with `--debug` a traceback."""
+    """Run the command line.
+
+    What the user can put right (an error of this package, a wrong option, a file or disk that does not serve) is one
+    line and exit code 2, with `--debug` a traceback. Anything else is a bug: a traceback, how to report it, and 1.
+    """
     try:
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
-        sys.exit(app(arguments, standalone_mode=False))  # what `typer.Exit` says, or None
+        status = app(arguments, standalone_mode=False)  # what `typer.Exit` says, or None
+        sys.stdout.flush()
+        sys.exit(status)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(130)
+        sys.exit(_INTERRUPTED)
+    except BrokenPipeError:
+        # who reads standard output has left; Python would say so once more when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_BROKEN_PIPE)
     except Exception as error:
+        is_usage = hasattr(error, "format_message")  # of Typer, whose base class of errors is private
+        if not (is_usage or isinstance(error, (GraphdecodeError, OSError))):
+            traceback.print_exc()
+            print_error(_REPORT)
+            sys.exit(1)
         if "--debug" in sys.argv:
             raise
         message = error.format_message() if hasattr(error, "format_message") else str(error)

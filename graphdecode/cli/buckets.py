@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 
-from graphdecode.cli.options import wide_console
+from graphdecode.cli.options import DeviceOption, DtypeOption, settings_of, wide_console
 from graphdecode.cli.tune import tune
-from graphdecode.config import BucketConfig
-from graphdecode.engine.capacity import free_bytes, plan_capacity
-from graphdecode.engine.loading import resolve_device
-from graphdecode.models import ModelConfig, describe_model, resolve_dtype, weight_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphdecode.config import BucketConfig
+    from graphdecode.models import ModelConfig
 
 
 class _FileByDefault(typer.core.TyperGroup):
@@ -26,26 +27,34 @@ class _FileByDefault(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
 
-buckets = typer.Typer(cls=_FileByDefault, no_args_is_help=True, help="Show a bucket configuration file, or tune one.")
+buckets = typer.Typer(
+    cls=_FileByDefault,
+    no_args_is_help=True,
+    help="Show a configuration file's buckets, or tune them.",
+    epilog="Example: graphdecode buckets my-buckets.toml",
+)
 
 
-@buckets.command()
+@buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
 def show(
-    file: Annotated[Path, typer.Argument(help="A bucket configuration file (TOML).")],
+    file: Annotated[Path, typer.Argument(help="A configuration file (TOML).")],
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
-    config = BucketConfig.load(file)
-    settings, place = describe_model(model), resolve_device(device)
-    chosen = resolve_dtype(dtype, settings.dtype, place)
+    config = settings_of(file, device=device, dtype=dtype)
+    from graphdecode.engine.loading import resolve_device
+    from graphdecode.models import describe_model, resolve_dtype
+
+    described, place = describe_model(model), resolve_device(config.device)
+    chosen = resolve_dtype(config.dtype, described.dtype, place)
     console = wide_console()
-    console.print(_bucket_table(config))
-    batch_size, share = config.ladder.worst_padding()
+    console.print(_bucket_table(config.buckets))
+    batch_size, share = config.buckets.ladder.worst_padding()
     worst = f"worst padding: batch size {batch_size} wastes {100 * share:.0f}% of its bucket's rows"
     console.print(worst if share else "no padding: every batch size has a bucket", highlight=False)
-    console.print(_memory_table(config, model, settings, chosen, place))
+    console.print(_memory_table(config.buckets, model, described, chosen, place))
 
 
 def _bucket_table(config: BucketConfig) -> Table:
@@ -62,6 +71,9 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     config: BucketConfig, model: str, settings: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
+    from graphdecode.engine.capacity import free_bytes, plan_capacity
+    from graphdecode.models import weight_bytes
+
     free, weights = free_bytes(device), weight_bytes(settings, dtype)
     capacity = plan_capacity(config, settings, dtype, device, available_bytes=max(free - weights, 0))
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
@@ -90,4 +102,7 @@ def _memory_table(
     return table
 
 
-buckets.command()(tune)
+buckets.command(
+    epilog="Example: graphdecode buckets tune --record batches.json --profile profile/profile.json --max-graphs 8 "
+    "--out tuned.toml"
+)(tune)

@@ -8,16 +8,23 @@ import textwrap
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
-from graphdecode.cli.options import STDERR, ConfigOption, ModelOption, print_error
-from graphdecode.engine import LLM, RequestOutput, SamplingParams
-from graphdecode.engine.interrupts import DeferredInterrupt
-from graphdecode.engine.summary import RunSummary
-from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+from graphdecode.cli.options import (
+    STDERR,
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    ModelOption,
+    print_error,
+    settings_of,
+)
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode import LLM, RequestOutput, SamplingParams
 
 
 def generate(
@@ -32,8 +39,8 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
@@ -44,20 +51,36 @@ def generate(
 ) -> None:
     """Generate text: answers go to stdout as they come, all else to stderr."""
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+    settings = settings_of(
+        config,
+        device=device,
+        dtype=dtype,
+        seed=seed,
+        quantize=quantize,
+        batch_invariant=batch_invariant or None,
+        prefix_cache=False if no_prefix_cache else None,
     )
+    from graphdecode import LLM, SamplingParams
+    from graphdecode.profiling.batch_record import check_record, record_batch_sizes
+    from graphdecode.text import RunSummary
+
+    try:
+        params = SamplingParams(
+            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
+        )
+    except ValueError as error:
+        raise ArgumentError(str(error)) from error
     if record_batches is not None:
         check_record(record_batches)
     with LLM(
         model,
-        config=config,
-        device=device,
-        dtype=dtype,
-        seed=seed,
-        prefix_cache=not no_prefix_cache,
-        quantize=quantize,
-        batch_invariant=batch_invariant,
+        config=settings.buckets,
+        device=settings.device,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        prefix_cache=settings.prefix_cache,
+        quantize=settings.quantize,
+        batch_invariant=settings.batch_invariant,
         progress=True,
     ) as llm:
         summary = RunSummary(llm)
@@ -77,17 +100,17 @@ def generate(
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:
     unknown = [argument for argument in arguments if argument != "-"]
     if unknown:
-        raise ValueError(f"prompts are given with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
+        raise ArgumentError(f"prompts are given with --prompt, --prompts-file or - (stdin), got {unknown[0]!r}")
     texts = list(options)
     if file is not None:
         try:
             texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--prompts-file {file}: {error}") from error
+            raise ArgumentError(f"--prompts-file {file}: {error}") from error
     if arguments:
         texts += [line for line in _stdin_text().splitlines() if line]
     if not texts:
-        raise ValueError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
+        raise ArgumentError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
 
 
@@ -95,11 +118,13 @@ def _stdin_text() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"stdin: {error}") from error
+        raise ArgumentError(f"stdin: {error}") from error
 
 
 def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
     """Stream the answers in the order of their prompts; all of them are computed side by side."""
+    from tqdm import tqdm
+
     streams = [llm.stream(text, params, refuse="return") for text in texts]
     hidden = len(texts) == 1 or sys.stdout.isatty()
     with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
@@ -115,6 +140,10 @@ def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
 
 def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
     """Print each answer as it is complete, in the order of the prompts; when interrupted, all that are complete."""
+    from tqdm import tqdm
+
+    from graphdecode.engine.interrupts import DeferredInterrupt
+
     streams = [llm.stream(text, params, refuse="return") for text in texts]
     waiting = deque(stream.request for stream in streams)
     try:

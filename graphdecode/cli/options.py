@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from graphdecode.config import EngineConfig
+from graphdecode.errors import ArgumentError
+
 STDERR = Console(stderr=True)
 ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging Face repository id, or demo.")]
-ConfigOption = Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")]
-
+ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
+DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left out: the configuration's.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
+]
 
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
 
@@ -22,14 +28,27 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, _LEAST_WIDTH))
 
 
+def settings_of(config: Path | None, **options: Any) -> EngineConfig:
+    """Return what a configuration file, or the defaults, and the options that were given mean.
+
+    Args:
+        config: the file, or None.
+        options: fields of `EngineConfig`; None means that the option was left out.
+
+    Raises:
+        ConfigError: the file or an option cannot be used.
+    """
+    return EngineConfig.of(config, **{name: value for name, value in options.items() if value is not None})
+
+
 def check_new_file(option: str, path: Path) -> None:
     """Refuse a file that could not be written, before anything is measured.
 
     Raises:
-        ValueError: it is a folder, or in no folder.
+        ArgumentError: it is a folder, or in no folder.
     """
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{option} must be a file in a folder that exists, got {path}")
+        raise ArgumentError(f"{option} must be a file in a folder that exists, got {path}")
 
 
 def numbers(option: str, text: str) -> list[int]:
@@ -40,12 +59,14 @@ def numbers(option: str, text: str) -> list[int]:
         text: what was given.
 
     Raises:
-        ValueError: there is none, or something else.
+        ArgumentError: there is none, or something else.
     """
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"{option} must be whole numbers separated by commas, such as 1,8,64; got {text!r}") from None
+        raise ArgumentError(
+            f"{option} must be whole numbers separated by commas, such as 1,8,64; got {text!r}"
+        ) from None
 
 
 def print_error(message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,13 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, numbers, wide_console
-from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import load_runner
-from graphdecode.profiling.comparison import compare_profiles, read_profile
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
-from graphdecode.profiling.plots import MISSING
-from graphdecode.profiling.report import profile_tables, summary, write_report
+from graphdecode.cli.options import ConfigOption, DeviceOption, DtypeOption, numbers, settings_of, wide_console
+from graphdecode.errors import ArgumentError
 
 
 def profile(
@@ -26,8 +22,8 @@ def profile(
     contexts: Annotated[str, typer.Option(help="Tokens in the cache of each row; separated by commas.")] = "32,128",
     steps: Annotated[int, typer.Option(help="Replays to time at each point.")] = 200,
     out: Annotated[Path, typer.Option(help="A folder for profile.json, pictures and report.html.")] = Path("profile"),
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also write a Chrome trace of ten steps.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
@@ -40,12 +36,28 @@ def profile(
         raise typer.Exit(_print_comparison(console, *compare, tolerance))
     lengths = numbers("--contexts", contexts)
     if steps < 1:
-        raise ValueError(f"--steps must be >= 1, got {steps}")
+        raise ArgumentError(f"--steps must be >= 1, got {steps}")
     if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, or not exist, got {out}")
-    longest = max(*lengths, 1) + STEPS_PER_STAGING  # without a configuration: no larger cache than is used
-    settings = BucketConfig.load(config) if config else BucketConfig(max_sequence_length=longest)
-    runner = load_runner(model, settings, device=device, dtype=dtype, prefix_cache=False, progress=True)
+        raise ArgumentError(f"--out must be a folder, or not exist, got {out}")
+    settings = settings_of(config, device=device, dtype=dtype)
+    from graphdecode.engine.loading import load_runner
+    from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
+    from graphdecode.profiling.plots import MISSING
+    from graphdecode.profiling.report import profile_tables, summary, write_report
+
+    if config is None:  # no larger cache than is used
+        longest = max(*lengths, 1) + STEPS_PER_STAGING
+        settings = replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=longest))
+    runner = load_runner(
+        model,
+        settings.buckets,
+        device=settings.device,
+        dtype=settings.dtype,
+        prefix_cache=False,
+        quantize=settings.quantize,
+        batch_invariant=settings.batch_invariant,
+        progress=True,
+    )
     runner.graphs.capture(progress=True)
     profiler = LatencyProfiler(runner, steps=steps)
     result = profiler.profile(lengths, model=model)
@@ -67,7 +79,9 @@ def profile(
 
 def _print_comparison(console: Console, before: Path, after: Path, tolerance: float) -> int:
     if tolerance < 0:
-        raise ValueError(f"--tolerance must be >= 0, got {tolerance}")
+        raise ArgumentError(f"--tolerance must be >= 0, got {tolerance}")
+    from graphdecode.profiling.comparison import compare_profiles, read_profile
+
     comparison = compare_profiles(read_profile(before), read_profile(after))
     slower, unclear = comparison.slower(tolerance), comparison.unclear(tolerance)
     table = Table(title=f"{before} -> {after}: median step, and that of the quickest round")

@@ -10,18 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.buffers import Batch, StepBuffers
-from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import load_runner
-from graphdecode.graphs import GraphManager
-from graphdecode.graphs import check as find_hazards
+from graphdecode.cli.options import ConfigOption, DeviceOption, settings_of
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode.buffers import Batch, StepBuffers
 
 _REPLAYS = 3  # of each bucket, so that the report has something to count
 
@@ -38,15 +38,17 @@ class _UserStep:
 
 
 def _load(target: str) -> _UserStep:
+    from graphdecode.buffers import StepBuffers
+
     module_name, _, function = target.partition(":")
     sys.path.insert(0, ".")
     module = _imported(module_name)
     step, buffers = getattr(module, function or "step", None), getattr(module, "buffers", None)
     if not callable(step) or not isinstance(buffers, StepBuffers):
-        raise ValueError(f"{target}: the module needs that function, and a StepBuffers named buffers")
+        raise ArgumentError(f"{target}: the module needs that function, and a StepBuffers named buffers")
     between_steps = getattr(module, "between_steps", None)
     if between_steps is not None and not callable(between_steps):
-        raise ValueError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
+        raise ArgumentError(f"{module_name}.between_steps must be a function, got {between_steps!r}")
     return _UserStep(
         step,
         buffers,
@@ -62,7 +64,7 @@ def _imported(module_name: str) -> ModuleType:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if "importlib" in last.filename else f" at {last.filename}:{last.lineno}"
-        raise ValueError(f"{module_name} cannot be imported{place}: {type(error).__name__}: {error}") from error
+        raise ArgumentError(f"{module_name} cannot be imported{place}: {type(error).__name__}: {error}") from error
 
 
 def check(
@@ -73,6 +75,8 @@ def check(
     The module names the step's StepBuffers `buffers`; what the step only reads, if anything, `constants`; and what the
     host does between two steps, if anything, `between_steps`: a function without arguments.
     """
+    from graphdecode.graphs import check as find_hazards
+
     given = _load(target)
     findings = find_hazards(given.step, given.buffers, constants=given.constants, between_steps=given.between_steps)
     console = Console()
@@ -95,8 +99,8 @@ def inspect(
         str | None, typer.Argument(metavar="[MODULE:FUNCTION]", help="A step of your own; none: that of a model.")
     ] = None,
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
-    config: Annotated[Path | None, typer.Option(help="A bucket configuration file (TOML).")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    config: ConfigOption = None,
+    device: DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
     svg: Annotated[
@@ -109,15 +113,26 @@ def inspect(
     buckets, if not all up to the buffers' capacity, `batch_sizes`.
     """
     if sum((as_json, dot is not None, svg is not None)) > 1:
-        raise ValueError("--json, --dot and --svg exclude each other")
+        raise ArgumentError("--json, --dot and --svg exclude each other")
+    settings = settings_of(config, device=device)
+    from graphdecode.engine.loading import load_runner
+    from graphdecode.graphs import GraphManager
+
     if target is not None:
         given = _load(target)
         rows = given.buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
         graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
-        settings = BucketConfig() if config is None else BucketConfig.load(config)
-        graphs = load_runner(model, settings, device=device, progress=True).graphs
+        graphs = load_runner(
+            model,
+            settings.buckets,
+            device=settings.device,
+            dtype=settings.dtype,
+            quantize=settings.quantize,
+            batch_invariant=settings.batch_invariant,
+            progress=True,
+        ).graphs
     try:
         graphs.capture()
         for bucket in graphs.buckets:

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, check_new_file, wide_console
-from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import resolve_device
-from graphdecode.profiling.batch_record import read_batch_sizes
-from graphdecode.profiling.comparison import read_profile
-from graphdecode.profiling.environment import describe_environment
-from graphdecode.profiling.ladder_figures import SCHEMA_VERSION, TODAY, LadderFigures, compare_ladders
-from graphdecode.profiling.ladder_trial import Trial, try_ladders
-from graphdecode.profiling.tuner import GraphCost, StepCost
+from graphdecode.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    check_new_file,
+    settings_of,
+    wide_console,
+)
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode.profiling.ladder_figures import LadderFigures
+    from graphdecode.profiling.ladder_trial import Trial
 
 
 def tune(
@@ -35,8 +39,8 @@ def tune(
     model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
     context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
     rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
-    device: Annotated[str, typer.Option(help="To measure: auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="To measure: auto, float32, bfloat16 or float16.")] = "auto",
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
     report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
 ) -> None:
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
@@ -48,11 +52,21 @@ def tune(
     for option, path in (("--out", out), ("--report", report)):
         if path is not None:
             check_new_file(option, path)
+    settings = settings_of(config)
+    measuring = settings_of(config, device=device, dtype=dtype)
+    from graphdecode.engine.loading import resolve_device
+    from graphdecode.profiling.batch_record import read_batch_sizes
+    from graphdecode.profiling.comparison import read_profile
+    from graphdecode.profiling.environment import describe_environment
+    from graphdecode.profiling.ladder_figures import SCHEMA_VERSION, compare_ladders
+    from graphdecode.profiling.ladder_trial import try_ladders
+    from graphdecode.profiling.tuner import GraphCost, StepCost
+
     counts = read_batch_sizes(record)
-    base = BucketConfig.load(config) if config else BucketConfig()
+    base = settings.buckets
     top, today = base.max_batch_size, base.ladder
     if max(counts) > top:
-        raise ValueError(
+        raise ArgumentError(
             f"{record} has batches of up to {max(counts)} rows, and max_batch_size is {top} in "
             f"{config or 'the default configuration'}: give the one that was in force with --config"
         )
@@ -64,17 +78,26 @@ def tune(
     console = wide_console()
     console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
     tuned = figures[-1]
-    out.write_text(base.with_limits(batch_sizes=list(tuned.sizes)).to_toml(), encoding="utf-8")
+    tuned_settings = replace(settings, buckets=base.with_limits(batch_sizes=list(tuned.sizes)))
+    out.write_text(tuned_settings.to_toml(), encoding="utf-8")
     console.print(f"wrote {out}", soft_wrap=True)
     trial: Trial | None = None
     if measure:
         ladders = {row.name: row.ladder for row in figures}
-        trial = try_ladders(ladders, counts, model=model, device=device, dtype=dtype, context=context, rounds=rounds)
+        trial = try_ladders(
+            ladders,
+            counts,
+            model=model,
+            device=measuring.device,
+            dtype=measuring.dtype,
+            context=context,
+            rounds=rounds,
+        )
         _print_trial(console, trial, figures)
     if report is not None:
         document = {
             "schema": SCHEMA_VERSION,
-            "environment": describe_environment(resolve_device(device)),
+            "environment": describe_environment(resolve_device(measuring.device)),
             "cost": cost.source,
             "max_batch_size": top,
             "max_graphs": base.max_graphs,
@@ -111,6 +134,8 @@ def _percent(gain_ms: float, expected_ms: float) -> str:
 
 
 def _print_trial(console: Console, trial: Trial, figures: list[LadderFigures]) -> None:
+    from graphdecode.profiling.ladder_figures import TODAY
+
     table = Table(
         title=f"measured: {trial.model} {trial.dtype}, context {trial.context}, "
         f"{trial.rounds} rounds of {trial.steps} steps in turn",

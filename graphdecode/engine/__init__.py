@@ -1,16 +1,17 @@
-"""Requests in, scheduled batches through the graphs, tokens out."""
+"""Tokens in, tokens out: requests, scheduled into batches, through captured steps."""
 
-from graphdecode.engine.llm import LLM
-from graphdecode.engine.loop import EngineStats
-from graphdecode.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from graphdecode.engine.engine import Engine
+from graphdecode.engine.metrics import EngineStats, RequestMetrics
+from graphdecode.engine.request import Event, Request, RequestError, TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
 
 __all__ = [
-    "LLM",
-    "CompletionOutput",
+    "Engine",
     "EngineStats",
-    "Logprob",
+    "Event",
+    "Request",
+    "RequestError",
     "RequestMetrics",
-    "RequestOutput",
     "SamplingParams",
+    "TokenLogprobs",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from graphdecode.config import BucketConfig
+from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelConfig
 
 _ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
@@ -64,7 +65,9 @@ def plan_capacity(
         free = free_bytes(device) if available_bytes is None else available_bytes
         affordable = int(free * config.memory_fraction) // page_bytes - 1
         if affordable < 1:
-            raise ValueError(f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes")
+            raise ArgumentError(
+                f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes"
+            )
         total = min(affordable, config.max_batch_size * pages_per_row)
     token_limit = min(max_sequence_length, total * config.page_size)
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)

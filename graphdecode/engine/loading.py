@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
-from graphdecode.cache import PagedKVCacheManager
-from graphdecode.config import BucketConfig
+from graphdecode.cache import PagedKVCache
+from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.runner import Runner
+from graphdecode.engine.steps import DecodeStep, Step, StepSetting
+from graphdecode.errors import ArgumentError
 from graphdecode.models import Decoder, load_model
-
-PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -26,71 +28,82 @@ def resolve_device(device: str | torch.device) -> torch.device:
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}") from error
+        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}") from error
     if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {device!r}")
+        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
     if resolved.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is cuda, but torch finds no CUDA device here")
+        raise ArgumentError("device is cuda, but torch finds no CUDA device here")
     return resolved
 
 
 def load_runner(
     model: str | Path,
-    config: BucketConfig,
+    config: EngineConfig | BucketConfig | str | Path | None = None,
     *,
-    device: str | torch.device = "auto",
-    dtype: str | torch.dtype = "auto",
-    prefix_cache: bool = True,
-    quantize: str | None = None,
-    batch_invariant: bool = False,
     progress: bool = False,
+    **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
 
     Args:
         model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"`.
-        config: capacity, buckets and capture.
-        device: see `resolve_device`.
-        dtype: of weights and cache; `"auto"` takes the checkpoint's where the device can compute in it.
-        prefix_cache: reuse the pages of prompts that begin alike.
-        quantize: `"int8"` for 8-bit weights on a CPU.
-        batch_invariant: give a request the same bits in any company; slower.
+        config: all settings, those of the buckets alone, or the path of a file.
         progress: show a bar on standard error while loading.
+        keywords: settings that override those of `config`; see `EngineConfig`.
 
     Raises:
-        ValueError: something cannot be used; the message says what and why.
+        ArgumentError: something cannot be used; the message says what and why.
     """
-    place = resolve_device(device)
+    settings = EngineConfig.of(config, **keywords)
     decoder = load_model(
         model,
-        device=place,
-        dtype=dtype,
-        max_sequence_length=config.max_sequence_length,
-        batch_sizes=config.ladder.sizes,
-        quantize=quantize,
-        batch_invariant=batch_invariant,
+        device=resolve_device(settings.device),
+        dtype=settings.dtype,
+        max_sequence_length=settings.buckets.max_sequence_length,
+        batch_sizes=settings.buckets.ladder.sizes,
+        quantize=settings.quantize,
+        batch_invariant=settings.batch_invariant,
         progress=progress,
     )
-    return make_runner(decoder, config, prefix_cache=prefix_cache, batch_invariant=batch_invariant)
+    return make_runner(decoder, settings)
 
 
 def make_runner(
-    decoder: Decoder, config: BucketConfig, *, prefix_cache: bool = True, batch_invariant: bool = False
+    decoder: Decoder,
+    config: EngineConfig | BucketConfig,
+    *,
+    step: Callable[[StepSetting], Step] = DecodeStep,
+    **keywords: Unpack[EngineKeywords],
 ) -> Runner:
-    """Size a loaded model's cache and lay out its buffers; see `load_runner`."""
+    """Size a loaded model's cache and lay out its buffers.
+
+    Args:
+        decoder: the model; what the settings say of device, dtype and weights is settled.
+        config: all settings, or those of the buckets alone.
+        step: makes the kind of step that is captured.
+        keywords: settings that override those of `config`.
+    """
+    settings = EngineConfig.of(config, **keywords)
+    buckets = settings.buckets
     device = decoder.device
-    capacity = plan_capacity(config, decoder.config, decoder.dtype, device)
-    cache = PagedKVCacheManager(
-        max_batch_size=config.max_batch_size,
-        max_sequence_length=capacity.pages_per_row * config.page_size,
+    capacity = plan_capacity(buckets, decoder.config, decoder.dtype, device)
+    cache = PagedKVCache(
+        num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
-        page_size=config.page_size,
-        num_heads_kv=decoder.config.num_key_value_heads,
-        head_dim_k=decoder.config.head_dim,
+        page_size=buckets.page_size,
+        max_pages_per_row=capacity.pages_per_row,
+        num_kv_heads=decoder.config.num_key_value_heads,
+        head_dim=decoder.config.head_dim,
         dtype=decoder.dtype,
         device=device,
-        prefix_caching=prefix_cache,
+        prefix_caching=settings.prefix_cache,
     )
     return Runner(
-        decoder, cache, config, capacity, prefill_budget=PREFILL_TOKENS[device.type], batch_invariant=batch_invariant
+        decoder,
+        cache,
+        buckets,
+        capacity,
+        prefill_budget=settings.prefill_tokens(device.type),
+        batch_invariant=settings.batch_invariant,
+        step=step,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 
 _LARGEST = 1e30  # well inside float32, which slots hold
@@ -129,7 +130,7 @@ class SamplingParams:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+            raise ArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     @property
     def uses_penalties(self) -> bool:

@@ -7,7 +7,8 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass
 
-from graphdecode.cache import CacheFullError, PagedKVCacheManager
+from graphdecode.cache import CacheFullError, PagedKVCache
+from graphdecode.engine.prefill import PromptChunk
 from graphdecode.engine.sequence import Sequence
 
 
@@ -18,6 +19,11 @@ class Chunk:
     sequence: Sequence
     start: int
     end: int
+
+    def inputs(self, cache: PagedKVCache) -> PromptChunk:
+        """Return what a prefill is told of it."""
+        sequence = self.sequence
+        return PromptChunk(sequence.token_ids[self.start : self.end], self.start, cache.pages_of(sequence.request_id))
 
 
 class Scheduler:
@@ -32,7 +38,7 @@ class Scheduler:
         prefill_budget: tokens that one engine step prefills at most, so that decoding never waits long.
     """
 
-    def __init__(self, cache: PagedKVCacheManager, *, max_batch_size: int, prefill_budget: int) -> None:
+    def __init__(self, cache: PagedKVCache, *, max_batch_size: int, prefill_budget: int) -> None:
         self.cache = cache
         self.max_batch_size = max_batch_size
         self.prefill_budget = prefill_budget
@@ -86,23 +92,22 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, or leave everything as it was and return False."""
         length = len(sequence.token_ids)
-        cached = self.cache.add(sequence.sequence_id, sequence.token_ids)
+        cached = self.cache.add(sequence.request_id, sequence.token_ids)
         # one page stays free for each running sequence: whoever enters must not push out who is at work
         spare = len(self._admitted)
         try:
-            self.cache.reserve(sequence.sequence_id, length)
+            self.cache.reserve(sequence.request_id, length)
             if self.cache.available_pages < spare and self._admitted:
                 raise CacheFullError("no spare pages")
         except CacheFullError:
-            self.cache.free_sequence(sequence.sequence_id)
+            self.cache.free(sequence.request_id)
             return False
         self._reserve_answer(sequence)
         sequence.cached_length = cached
-        sequence.published_length = cached
-        metrics = sequence.request.metrics
+        metrics = sequence.metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.perf_counter()
-        if not sequence.output.token_ids:
+        if not sequence.num_generated:
             metrics.num_cached_tokens = max(metrics.num_cached_tokens, cached)
         self._admitted.append(sequence)
         self.prefilling.append(sequence)
@@ -116,7 +121,7 @@ class Scheduler:
         """
         length = min(len(sequence.token_ids) + sequence.params.max_tokens, sequence.max_length)
         if self.cache.pool.free - length // self.cache.page_size > self.cache.pool.total // 2:
-            self.cache.reserve(sequence.sequence_id, length)
+            self.cache.reserve(sequence.request_id, length)
 
     def prefilled(self, chunks: list[Chunk]) -> bool:
         """Take note that chunks were computed; return True if sequences joined `decoding`."""
@@ -131,9 +136,7 @@ class Scheduler:
 
     def publish(self, sequence: Sequence) -> None:
         """Tell the cache how far a sequence is; its full pages become prefixes that others can find."""
-        length = sequence.cached_length
-        self.cache.commit(sequence.sequence_id, length, sequence.token_ids[:length])
-        sequence.published_length = length
+        self.cache.publish(sequence.request_id, sequence.cached_length, sequence.token_ids)
 
     def reserve(self, tokens_ahead: int) -> bool:
         """Make sure that each decoding sequence has pages for the tokens that it will cache in the next steps.
@@ -164,7 +167,7 @@ class Scheduler:
         """
         for sequence in self.decoding:
             self.publish(sequence)
-            self.cache.truncate(sequence.sequence_id, sequence.cached_length)
+            self.cache.truncate(sequence.request_id, sequence.cached_length)
         while not (fitting := self._fitting(tokens_ahead)):
             self._preempt_youngest()
         self.reserve(fitting)
@@ -178,21 +181,21 @@ class Scheduler:
         missing = 0
         for sequence in self.decoding:
             wanted = -(-self._length_ahead(sequence, tokens_ahead) // self.cache.page_size)
-            missing += max(wanted - len(self.cache.pages_of(sequence.sequence_id)), 0)
+            missing += max(wanted - len(self.cache.pages_of(sequence.request_id)), 0)
         return missing
 
     def _length_ahead(self, sequence: Sequence, tokens_ahead: int) -> int:
         return min(sequence.cached_length + tokens_ahead, sequence.max_length)
 
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
-        return self.cache.reserve(sequence.sequence_id, self._length_ahead(sequence, tokens_ahead))
+        return self.cache.reserve(sequence.request_id, self._length_ahead(sequence, tokens_ahead))
 
     def _preempt_youngest(self) -> None:
         """Take the pages of the sequence that was admitted last; it waits, first in line, to be recomputed."""
         youngest = self._admitted[-1]
         self._release(youngest)
         youngest.cached_length = 0
-        youngest.request.metrics.num_preemptions += 1
+        youngest.metrics.num_preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(youngest)
 
@@ -203,10 +206,17 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
+    def reset(self) -> list[Sequence]:
+        """Forget every sequence and all that the cache holds, in whatever state both are; return who was there."""
+        present = list(dict.fromkeys([*self._admitted, *self.prefilling, *self.decoding, *self.waiting]))
+        self.waiting.clear()
+        self.prefilling, self.decoding, self._admitted = [], [], []
+        self.cache.reset()
+        return present
+
     def _release(self, sequence: Sequence) -> None:
-        if sequence.cached_length > sequence.published_length:
-            self.publish(sequence)
-        self.cache.free_sequence(sequence.sequence_id)
+        self.publish(sequence)
+        self.cache.free(sequence.request_id)
         self._admitted.remove(sequence)
         if sequence in self.decoding:
             self.decoding.remove(sequence)

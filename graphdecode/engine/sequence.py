@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
-from graphdecode.engine.detokenizer import Detokenizer
-from graphdecode.engine.outputs import CompletionOutput, RequestOutput
+from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.engine.steps import RowInputs, RowSampling
 
 
 @dataclass(eq=False)
@@ -20,77 +19,65 @@ class Sequence:
     token is sampled in one place only, and a sequence that was preempted goes on exactly where it was.
 
     Attributes:
-        sequence_id: names it in the cache.
+        request_id: names it, in the engine and in the cache.
         token_ids: prompt and answer.
+        params: what was asked for.
         prompt_length: tokens of the prompt.
         max_length: tokens that prompt and answer may have together.
-        cached_length: tokens whose keys and values are in the cache.
-        seed: of its sampling.
-        eos_token_ids: tokens that end it.
-        output: where its answer goes.
-        request: the prompt's output that the answer is part of.
+        stop_ids: tokens that end it.
+        eos_token_ids: those of them that are the model's.
+        sampling: what the step is told of it.
+        metrics: times and counts.
+        cached_length: tokens whose keys and values are in the cache; the one book of it.
+        finish_reason: "stop", "length" or "error" once it has ended; None before.
+        stop_reason: the request's stop token that ended it.
     """
 
-    sequence_id: int
+    request_id: int
     token_ids: list[int]
     params: SamplingParams
-    detokenizer: Detokenizer
-    seed: int
+    prompt_length: int
     max_length: int
+    stop_ids: tuple[int, ...]
     eos_token_ids: tuple[int, ...]
-    output: CompletionOutput
-    request: RequestOutput
+    sampling: RowSampling
+    metrics: RequestMetrics
     cached_length: int = 0
-    published_length: int = 0
-    pieces: deque[str] = field(default_factory=deque)
-
-    def __post_init__(self) -> None:
-        self.prompt_length = len(self.token_ids)
-        own = self.params.stop_token_ids or ()
-        eos = () if self.params.ignore_eos else self.eos_token_ids
-        self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(itertools.chain(own, eos)))
+    finish_reason: str | None = None
+    stop_reason: int | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the answer is complete."""
-        return self.output.finish_reason is not None
+        """Whether it has ended."""
+        return self.finish_reason is not None
 
     @property
     def prefilled(self) -> bool:
         """Whether only the last token waits to be fed, so that decode steps can take over."""
         return self.cached_length >= len(self.token_ids) - 1
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.token_ids) - self.prompt_length
+
     def accept(self, token_id: int) -> None:
-        """Take a sampled token: the step that sampled it has also cached the token before it."""
+        """Take a sampled token, and decide whether it ends the answer.
+
+        The step that sampled it has also cached the token before it.
+        """
+        self.cached_length = len(self.token_ids)
         self.token_ids.append(token_id)
-        self.output.token_ids.append(token_id)
-        self.cached_length = len(self.token_ids) - 1
-        generated = len(self.output.token_ids)
-        if token_id in self.stop_ids and generated > self.params.min_tokens:
-            self._finish("stop", None if token_id in self.eos_token_ids else token_id)
-        elif (stop := self.detokenizer.push(token_id)) is not None:
-            self._finish("stop", stop)
+        if token_id in self.stop_ids and self.num_generated > self.params.min_tokens:
+            self.finish_reason = "stop"
+            self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif len(self.token_ids) >= self.max_length:
-            self._finish("length", None)
-        self.show()
+            self.finish_reason = "length"
 
-    def show(self) -> None:
-        """Bring the visible text up to date, for readers of the output and of the stream."""
-        piece = self.detokenizer.take(final=self.finished)
-        if piece:
-            self.output.text += piece
-            self.pieces.append(piece)
+    def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
+        """Return what a step is told of it.
 
-    def abort(self) -> None:
-        """End the answer where it is."""
-        if not self.finished:
-            self._finish("abort", None)
-            self.show()
-
-    def _finish(self, reason: str, stop_reason: str | int | None) -> None:
-        if reason != "stop" or not isinstance(stop_reason, str):
-            late_stop = self.detokenizer.finish()
-            if late_stop is not None:
-                reason, stop_reason = "stop", late_stop
-        self.output.finish_reason = reason
-        self.output.stop_reason = stop_reason
+        Args:
+            pages: of the cache that it owns.
+        """
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.step_graph import StepGraph
 
 
-class StalePointerError(RuntimeError):
+class StalePointerError(GraphdecodeError, RuntimeError):
     """A graph would read or write memory whose owner has left it."""
 
 

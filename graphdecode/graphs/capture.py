@@ -156,11 +156,11 @@ class CudaCapture:
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
         index = torch.cuda.current_device()
-        try:
-            torch._C._cuda_endAllocateToPool(index, self.pool)
-        except RuntimeError:
-            return  # a newer torch has ended it
-        torch._C._cuda_releasePool(index, self.pool)
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            try:
+                getattr(torch._C, name, lambda *_: None)(index, self.pool)
+            except RuntimeError:
+                return  # a newer torch has ended it
 
     def close(self) -> None:
         """Release the graphs whose capture failed."""

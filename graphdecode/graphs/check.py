@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.capture import Step, slots_restored
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
+from graphdecode.graphs.nested import mapped
 from graphdecode.graphs.observer import StepObserver, observed
 from graphdecode.graphs.owners import Owners, storage_key
 
@@ -119,7 +119,7 @@ class _Tracer(StepObserver):
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep what the operator was given and what it gave."""
-        values = tree_map(self._describe, (args, kwargs, result))
+        values = mapped(self._describe, (args, kwargs, result))
         self.trace.append(_Call(str(func), values, *caller()))
 
     def _describe(self, value: Any) -> Any:
@@ -131,7 +131,7 @@ class _Tracer(StepObserver):
         if key is None:
             return f"opaque {list(value.shape)}"
         if key in self.literals:
-            with torch._C.DisableTorchFunction():
+            with self.working():
                 return repr(self.literals[key].item())
         place = self.owner_of(value) or self._places.setdefault(key, f"intermediate {len(self._places)}")
         return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"

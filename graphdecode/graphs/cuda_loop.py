@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.capture import CudaStepGraph
 from graphdecode.graphs.loop import LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.loop_condition import NAME, compile_condition
@@ -24,7 +25,7 @@ _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for
 _COUNT_BYTES = 4
 
 
-class LoopRefusedError(RuntimeError):
+class LoopRefusedError(GraphdecodeError, RuntimeError):
     """This kind of loop cannot be had here; the message says why."""
 
 

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from graphdecode.errors import GraphdecodeError
+
 
 def _folders_of(package: str) -> Iterator[str]:
     """Yield where a package lies, also by the name that a link in its path points at."""
@@ -73,7 +75,7 @@ HAZARDS = {
 }
 
 
-class CaptureError(RuntimeError):
+class CaptureError(GraphdecodeError, RuntimeError):
     """A step does what no graph can replay.
 
     Args:

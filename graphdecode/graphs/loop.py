@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers
+from graphdecode.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,14 @@ class Loop:
                 staged where the loop's own writes would be overwritten.
         """
         if self.max_steps < 1:
-            raise ValueError(f"max_steps of a loop must be >= 1, got {self.max_steps}")
+            raise ArgumentError(f"max_steps of a loop must be >= 1, got {self.max_steps}")
         names = (self.running, self.limit, self.count)
         if len(set(names)) < len(names):
-            raise ValueError(f"running, limit and count of a loop must be three slots, got {names}")
+            raise ArgumentError(f"running, limit and count of a loop must be three slots, got {names}")
         for name in names:
             slot = buffers.slots.get(name)
             if slot is None or slot.dtype != torch.int32 or tuple(slot.shape) != (1,) or slot.staged is not None:
-                raise ValueError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
+                raise ArgumentError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
 
 
 class LoopControl:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.buffers import FrozenError, StepBuffers
+from graphdecode.errors import ArgumentError
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
@@ -69,13 +70,13 @@ class GraphManager:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
         if ladder.max_batch_size > buffers.max_batch_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"the ladder goes up to {ladder.max_batch_size} rows, the buffers hold {buffers.max_batch_size}"
             )
         if warmup_steps < 1:
-            raise ValueError(f"warmup_steps must be >= 1, got {warmup_steps}")
+            raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
         if capture_when not in CAPTURE_TIMES:
-            raise ValueError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
+            raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
         if loop is not None:
             loop.check(buffers)
         self.backend = backend_for(backend, buffers.device)
@@ -203,7 +204,7 @@ class GraphManager:
         if self._control is None:
             raise RuntimeError("launch() needs a manager that was made with loop=")
         if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
-            raise ValueError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {num_steps!r}")
+            raise ArgumentError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {num_steps!r}")
         return self._start(batch_size, num_steps)
 
     def _start(self, batch_size: int, num_steps: int | None) -> int:
@@ -321,7 +322,7 @@ class GraphManager:
             ValueError: the bucket has no graph.
         """
         if type(bucket) is not int or bucket not in self.graphs:
-            raise ValueError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
+            raise ArgumentError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
         return to_dot(f"bucket {bucket}", self.graphs[bucket].nodes)
 
     def svg(self, bucket: int) -> str:
@@ -375,8 +376,8 @@ def backend_for(backend: str, device: torch.device) -> str:
         ValueError: it is unknown, or does not work there.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     native = "cuda" if device.type == "cuda" else "recorded"
     if backend in ("cuda", "recorded") and backend != native:
-        raise ValueError(f"backend {backend!r} does not work on {device.type}; there it is {native!r}")
+        raise ArgumentError(f"backend {backend!r} does not work on {device.type}; there it is {native!r}")
     return native if backend == "auto" else backend

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from graphdecode.buffers import Batch
+from graphdecode.graphs.dispatch import TorchDispatchMode
 from graphdecode.graphs.errors import CaptureError, Refuse, caller
 from graphdecode.graphs.launches import launches_watched
+from graphdecode.graphs.nested import leaves
 from graphdecode.graphs.owners import Owners, storage_address, storage_key
 
 # Tensor methods that read on the host without any operator that a dispatch mode could see
@@ -51,7 +51,7 @@ class StepObserver(TorchDispatchMode):
             free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
         last_operator: the operator that ran last.
-        depth: how many operators are running, one in the other.
+        depth: how many operators are running, one in the other; what happens inside of one is its own affair.
         in_setitem: whether Python code is writing into a tensor by index.
         slot_views: ids of the tensors that the step's batch holds.
     """
@@ -80,14 +80,10 @@ class StepObserver(TorchDispatchMode):
         if not is_literal:
             self._check_operator(func, args, kwargs)
         written = self._check_inputs(func, args, kwargs)
-        self.depth += 1
-        try:
-            with torch._C.DisableTorchFunction():
-                result = func(*args, **kwargs)
-        finally:
-            self.depth -= 1
+        with self.working():
+            result = func(*args, **kwargs)
         self._check_outputs(func, args, result, written)
-        for tensor in tree_leaves(result):
+        for tensor in leaves(result):
             if isinstance(tensor, Tensor):
                 key = storage_key(tensor)
                 if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
@@ -99,6 +95,15 @@ class StepObserver(TorchDispatchMode):
                     self.made_new(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let what runs inside pass unseen: the inside of an operator, and this observer's own reading."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
 
     def made_new(self, key: int, tensor: Tensor) -> None:
         """Take note of a storage that the step made; a recorder keeps it alive."""
@@ -132,7 +137,7 @@ class StepObserver(TorchDispatchMode):
         written = []
         for argument, value in named_arguments(func, args, kwargs):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in tree_leaves(value):
+            for tensor in leaves(value):
                 if not isinstance(tensor, Tensor):
                     continue
                 if is_written:
@@ -156,12 +161,12 @@ class StepObserver(TorchDispatchMode):
                 owner = self.owner_of(tensor) or "its output"
                 detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
                 self.refuse(CaptureError("moved", str(func), detail))
-        leaves = tree_leaves(result)
-        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in leaves):
+        made = leaves(result)
+        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in made):
             self.refuse(CaptureError("host-read", str(func), "it returns a number"))
-        has_inputs = any(isinstance(leaf, Tensor) for leaf in tree_leaves(args))
+        has_inputs = any(isinstance(leaf, Tensor) for leaf in leaves(args))
         if self._device_type != "cpu" and not has_inputs:
-            for leaf in leaves:
+            for leaf in made:
                 if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
                     self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
 
@@ -191,6 +196,8 @@ class MethodGuard(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._observer.depth:
+            return func(*args, **kwargs)
         if func is Tensor.__setitem__:
             return self._set_item(func, args, kwargs)
         for kind, methods in (

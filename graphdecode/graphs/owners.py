@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.buffers import FrozenError, StepBuffers
+from graphdecode.errors import ArgumentError
 
 Constant = torch.nn.Module | Tensor
 
@@ -138,4 +139,6 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
         for key, member in value.items():
             yield from _named_tensors(member, f"{name}[{key!r}]")
     else:
-        raise ValueError(f"{name} must be a tensor, a module, or a list or dict of these, got {type(value).__name__}")
+        raise ArgumentError(
+            f"{name} must be a tensor, a module, or a list or dict of these, got {type(value).__name__}"
+        )

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller
+from graphdecode.graphs.nested import leaves, mapped
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
@@ -66,11 +66,10 @@ class Recorder(StepObserver):
         schema = func._schema
         if schema.name in _UNINITIALISED or reshapes_in_place(func):
             return
-        args, kwargs, result = tree_map(_alias, (args, kwargs, result))
-        given = {storage_key(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
+        args, kwargs, result = mapped(_alias, (args, kwargs, result))
+        given = {storage_key(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
         outputs = [
-            leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None
-            for leaf in tree_leaves(result)
+            leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None for leaf in leaves(result)
         ]
         makes = any(output is not None for output in outputs)
         if not makes and not schema.is_mutable:
@@ -88,7 +87,7 @@ class Recorder(StepObserver):
         found = [
             (argument.name, leaf, argument.alias_info is not None and argument.alias_info.is_write)
             for argument, value in named_arguments(func, args, kwargs)
-            for leaf in tree_leaves(value)
+            for leaf in leaves(value)
             if isinstance(leaf, Tensor)
         ]
         found += [("result", output, True) for output in outputs if output is not None]
@@ -112,7 +111,7 @@ def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | N
 
 
 def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> None:
-    for target, source in zip(outputs, tree_leaves(operator(*args, **kwargs)), strict=True):
+    for target, source in zip(outputs, leaves(operator(*args, **kwargs)), strict=True):
         if target is not None:
             target.copy_(source)
 

@@ -1,20 +1,27 @@
 """Decoders written as a step over fixed memory, and the loading of checkpoints."""
 
-from graphdecode.models.checkpoint import CheckpointError
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
+from graphdecode.models.family import Family, config_of, register_family
 from graphdecode.models.load import describe_model, load_model, resolve_dtype, weight_bytes
-from graphdecode.models.source import ModelSourceError, load_tokenizer, resolve_model_path
+from graphdecode.models.source import ModelSourceError, resolve_model_path
+from graphdecode.models.sources import register_source
+from graphdecode.models.tokenizer import load_tokenizer
+from graphdecode.models.weight_map import CheckpointError
 
 __all__ = [
     "CheckpointError",
     "Decoder",
+    "Family",
     "ModelConfig",
     "ModelSourceError",
     "UnsupportedModelError",
+    "config_of",
     "describe_model",
     "load_model",
     "load_tokenizer",
+    "register_family",
+    "register_source",
     "resolve_dtype",
     "resolve_model_path",
     "weight_bytes",

@@ -13,6 +13,8 @@ import random
 import re
 import string
 
+from graphdecode.errors import ArgumentError
+
 TASKS: tuple[str, ...] = ("add", "rev", "sort")
 
 MAX_NUMBER = 999
@@ -42,7 +44,7 @@ def solve(prompt: str) -> str:
     """
     match = _PROMPT.fullmatch(prompt)
     if match is None:
-        raise ValueError(f"prompt must look like '12+30=', 'rev word=' or 'sort word=', got {prompt!r}")
+        raise ArgumentError(f"prompt must look like '12+30=', 'rev word=' or 'sort word=', got {prompt!r}")
     if match["verb"] is None:
         return str(int(match["a"]) + int(match["b"]))
     return match["word"][::-1] if match["verb"] == "rev" else "".join(sorted(match["word"]))
@@ -54,7 +56,7 @@ def sample(task: str, rng: random.Random) -> tuple[str, str]:
     Raises `ValueError` if `task` is not in `TASKS`.
     """
     if task not in TASKS:
-        raise ValueError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
+        raise ArgumentError(f"task must be one of {', '.join(TASKS)}, got {task!r}")
     prompt = f"{_number(rng)}+{_number(rng)}=" if task == "add" else f"{task} {_word(rng)}="
     return prompt, solve(prompt)
 

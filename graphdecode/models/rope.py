@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdecode.errors import GraphdecodeError
+
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-class UnsupportedRopeError(ValueError):
+class UnsupportedRopeError(GraphdecodeError, ValueError):
     """A rotary embedding that this runtime does not know, or that lacks a field; the message says what there may be."""
 
 

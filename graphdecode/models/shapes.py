@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
+from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
+from graphdecode.models.families import Llama, Qwen3
+from graphdecode.models.family import config_of, family_of
+from graphdecode.models.weight_map import parts
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072}
+_LLAMA = {"architectures": [Llama.architecture], "max_position_embeddings": 131072}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -51,7 +59,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
     },
     "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
+        "architectures": [Qwen3.architecture],
         "vocab_size": 151936,
         "hidden_size": 1024,
         "intermediate_size": 3072,
@@ -76,33 +84,51 @@ def shape_config(name: str) -> ModelConfig:
     """
     shape = _SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
-        raise ValueError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
-    return ModelConfig.from_dict({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
+        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
+    return config_of({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
 
 
 class RandomWeights:
-    """Stands in for a checkpoint: any tensor that is asked for, drawn from a normal distribution on the device.
+    """Any tensor that a shape's model has, drawn from a normal distribution where it goes; gains of norms are 1.
 
     Args:
-        device: where the tensors are made.
-        dtype: of the tensors.
+        model: the name of a shape.
         seed: of the draws.
+
+    Raises:
+        ValueError: the shape is unknown.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
-        self._device, self._dtype = device, dtype
-        self._generator = torch.Generator(device).manual_seed(seed)
-        self._shapes: dict[str, tuple[int, ...]] = {}
+    def __init__(self, model: str | Path, seed: int = 0) -> None:
+        self.name = str(model)
+        self._config = shape_config(self.name)
+        self._seed = seed
+        self._generator: torch.Generator | None = None
 
-    def check(self, expected: dict[str, tuple[int, ...]], optional: set[str]) -> None:
-        """Remember the shapes; whatever a model has is there."""
-        self._shapes = dict(expected)
+    @classmethod
+    def opens(cls, model: str | Path) -> bool:
+        """Whether a model's name is that of a shape."""
+        return str(model).startswith(PREFIX)
 
-    def read(self, *names: str) -> Tensor:
-        """Return one tensor, or several fused along their first dimension."""
-        shapes = [self._shapes[name] for name in names]
-        sizes = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-        tensor = torch.empty(sizes, dtype=self._dtype, device=self._device)
-        if names[0].endswith("norm.weight"):
-            return tensor.fill_(1.0)
-        return tensor.normal_(0.0, _STANDARD_DEVIATION, generator=self._generator)
+    def config(self) -> ModelConfig:
+        """Return the configuration of the shape."""
+        return self._config
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """What the map of the family's weights names."""
+        weight_map = family_of(self._config.architecture).weights(self._config)
+        return {part.name: Stored(part.shape, "BF16") for part in parts(weight_map)}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Draw one tensor into `out`; a part of it is cut from the whole, so that all shards are of one model."""
+        if name.endswith("norm.weight"):
+            out.fill_(1.0)
+            return
+        if self._generator is None:
+            self._generator = torch.Generator(out.device).manual_seed(self._seed)
+        shape = self.tensors[name].shape
+        whole = out if shard is None else out.new_empty(shape)
+        whole.normal_(0.0, _STANDARD_DEVIATION, generator=self._generator)
+        if shard is not None:
+            out.copy_(whole[shard.slices(shape)])

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
-from transformers import AutoTokenizer
+from graphdecode.errors import GraphdecodeError
 
 _DEMO = Path(__file__).parent / "demo"
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(GraphdecodeError, ValueError):
     """No model can be had under the name that was given."""
 
 
@@ -44,6 +35,20 @@ def resolve_model_path(model: str | Path) -> Path:
         return path
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
+    return _fetched(name)
+
+
+def _fetched(name: str) -> Path:
+    # imported here, for it takes a second, and a model in a folder needs none of it
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
     except HFValidationError as error:
@@ -59,18 +64,3 @@ def resolve_model_path(model: str | Path) -> Path:
         raise ModelSourceError(
             f"model {name!r} is no folder, and it could not be fetched from the hub: is there a network? ({reason})"
         ) from error
-
-
-def load_tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer.
-
-    Raises:
-        ModelSourceError: there is none, or it is not one that transformers can read.
-    """
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelSourceError(f"{folder} holds no tokenizer that can be read: {error}") from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
-    return tokenizer

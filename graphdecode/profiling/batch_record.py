@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+from graphdecode.errors import ArgumentError
+
 
 def read_batch_sizes(path: Path) -> Counter[int]:
     """Read a histogram of batch sizes: batch size -> decode steps.
@@ -17,7 +19,7 @@ def read_batch_sizes(path: Path) -> Counter[int]:
     """
     counts = _read(path)
     if not counts.total():
-        raise ValueError(f"{path} counts no decode step")
+        raise ArgumentError(f"{path} counts no decode step")
     return counts
 
 
@@ -37,7 +39,7 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ValueError(f"{path} cannot be written: {error}") from error
+        raise ArgumentError(f"{path} cannot be written: {error}") from error
 
 
 def check_record(path: Path) -> None:
@@ -47,9 +49,9 @@ def check_record(path: Path) -> None:
         ValueError: `path` is in no folder, is a folder, or holds something else than a record.
     """
     if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{path} must be a file in a folder that exists")
+        raise ArgumentError(f"{path} must be a file in a folder that exists")
     if not os.access(path.parent, os.W_OK):
-        raise ValueError(f"{path} cannot be written: its folder is read-only")
+        raise ArgumentError(f"{path} cannot be written: its folder is read-only")
     if path.exists():
         _read(path)
 
@@ -59,10 +61,10 @@ def _read(path: Path) -> Counter[int]:
         counts = json.loads(path.read_text(encoding="utf-8"))["batch_sizes"]
         found = {int(size): steps for size, steps in counts.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no record of batch sizes: {error!r}") from error
+        raise ArgumentError(f"{path} is no record of batch sizes: {error!r}") from error
     for size, steps in found.items():
         if size < 1 or type(steps) is not int or steps < 0:
-            raise ValueError(
+            raise ArgumentError(
                 f"{path} is no record of batch sizes: sizes must be integers >= 1 and their counts integers >= 0, "
                 f"got {size}: {steps!r}"
             )

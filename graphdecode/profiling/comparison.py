@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.latency import SCHEMA_VERSION
 
 _SAME = ("model", "dtype", "backend")
@@ -94,10 +95,10 @@ def read_profile(path: Path) -> dict:
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is no profile: {error}") from error
+        raise ArgumentError(f"{path} is no profile: {error}") from error
     schema = profile.get("schema") if isinstance(profile, dict) else None
     if schema != SCHEMA_VERSION:
-        raise ValueError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
+        raise ArgumentError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")
     try:
         for row in profile["rows"]:
             _ = row["bucket"], row["context"], row["step_ms"]["p50"], row["noise"], min(row["round_ms"])
@@ -105,9 +106,9 @@ def read_profile(path: Path) -> dict:
             _ = bucket["bucket"], bucket["state"], bucket["capture_ms"], bucket["pool_bytes"]
         _ = profile["environment"]["device_name"], *(profile[key] for key in _SAME)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no profile: {error!r}") from error
+        raise ArgumentError(f"{path} is no profile: {error!r}") from error
     if not profile["rows"]:
-        raise ValueError(f"{path} is no profile: it has no rows")
+        raise ArgumentError(f"{path} is no profile: it has no rows")
     return profile
 
 
@@ -121,7 +122,7 @@ def compare_profiles(before: dict, after: dict) -> Comparison:
     new = {(row["bucket"], row["context"]): row for row in after["rows"]}
     common = [point for point in new if point in old]
     if not common:
-        raise ValueError("the two profiles have no bucket and context in common")
+        raise ArgumentError("the two profiles have no bucket and context in common")
     changes = [
         Change(
             *point,

@@ -17,9 +17,9 @@ from graphdecode.buckets import BucketLadder
 from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.sequence import Sequence
+from graphdecode.errors import ArgumentError
 from graphdecode.models import Decoder, load_model
-from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
+from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def try_ladders(
         ValueError: the model or the device cannot be used, or a number is out of range.
     """
     if min(context, steps, rounds) < 1:
-        raise ValueError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
+        raise ArgumentError(f"context, steps and rounds must be >= 1, got {context}, {steps} and {rounds}")
     place = resolve_device(device)
     largest = max(ladder.max_batch_size for ladder in ladders.values())
     length = context + STEPS_PER_STAGING
@@ -156,7 +156,7 @@ def try_ladders(
     )
     longest = decoder.config.max_position_embeddings - STEPS_PER_STAGING
     if context > longest:
-        raise ValueError(
+        raise ArgumentError(
             f"context must be in 1..{longest} (what {model} was trained for, less some steps), got {context}"
         )
     trace = trace_of(counts, steps)
@@ -185,7 +185,9 @@ class _Turns:
     def __init__(self, decoder: Decoder, config: BucketConfig, context: int) -> None:
         self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
         self._captured = self._runner.graphs.capture(progress=False)
-        self._sequences: list[Sequence] = LatencyProfiler(self._runner).sequences(config.max_batch_size, context)
+        self._held = ExitStack()
+        self._held.callback(self._runner.close)
+        self._rows = self._held.enter_context(rows_at(self._runner, config.max_batch_size, context))
         self._rounds_ms: list[float] = []
 
     @property
@@ -196,7 +198,7 @@ class _Turns:
         """Time the whole trace, less the staging that sets the rows back before they outgrow their pages."""
         runner, seconds = self._runner, 0.0
         for begin in range(0, len(trace), STEPS_PER_STAGING):
-            runner.stage_rows(self._sequences)
+            runner.stage(self._rows)
             self._synchronize()
             began = time.perf_counter()
             for batch_size in trace[begin : begin + STEPS_PER_STAGING]:
@@ -217,9 +219,7 @@ class _Turns:
         )
 
     def close(self) -> None:
-        for sequence in self._sequences:
-            self._runner.cache.free_sequence(sequence.sequence_id)
-        self._runner.close()
+        self._held.close()
 
     def _synchronize(self) -> None:
         if self._runner.model.device.type == "cuda":

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from graphdecode.engine.detokenizer import Detokenizer
-from graphdecode.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.device_time import back_to_back_ms
 from graphdecode.profiling.environment import describe_environment
@@ -42,6 +41,34 @@ def step_bytes(runner: Runner, bucket: int, context: int) -> int:
     return runner.model.weight_bytes + bucket * (context + 1) * runner.capacity.token_bytes
 
 
+@contextmanager
+def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Iterator[list[RowInputs]]:
+    """Give rows that have `context - 1` tokens in the cache and are about to feed the next one; their pages are theirs.
+
+    Args:
+        runner: whose cache it is.
+        count: rows.
+        context: tokens of each.
+        logprobs: how many log-probabilities a step is to give besides the token's own; -1: none.
+
+    Raises:
+        ValueError: there are not enough pages.
+    """
+    cache, length = runner.cache, context + STEPS_PER_STAGING
+    names = [object() for _ in range(count)]
+    entered: list[object] = []
+    try:
+        for name in names:
+            cache.add(name, ())
+            entered.append(name)
+            cache.reserve(name, length)
+        sampling = RowSampling(last_position=length - 1, num_logprobs=logprobs)
+        yield [RowInputs([1] * context, context, cache.pages_of(name), sampling) for name in names]
+    finally:
+        for name in entered:
+            cache.free(name)
+
+
 class LatencyProfiler:
     """Measures the captured decode step of a runner.
 
@@ -55,13 +82,12 @@ class LatencyProfiler:
 
     def __init__(self, runner: Runner, *, steps: int = 200) -> None:
         if steps < 1:
-            raise ValueError(f"steps must be >= 1, got {steps}")
+            raise ArgumentError(f"steps must be >= 1, got {steps}")
         self.runner = runner
         self._steps = steps
         self._is_cuda = runner.model.device.type == "cuda"
-        self._ids = itertools.count()
 
-    def profile(self, contexts: SequenceOf[int], *, model: str, progress: bool = True) -> dict:
+    def profile(self, contexts: Sequence[int], *, model: str, progress: bool = True) -> dict:
         """Measure every bucket at every context, and return what `profile.json` holds.
 
         The points take turns, and so does the probe of the read bandwidth.
@@ -75,10 +101,10 @@ class LatencyProfiler:
             ValueError: a context is less than 1, or does not fit the capacity.
         """
         runner, device = self.runner, self.runner.model.device
-        longest = runner.cache.max_sequence_length - STEPS_PER_STAGING
+        longest = runner.cache.max_pages_per_row * runner.cache.page_size - STEPS_PER_STAGING
         for context in contexts:
             if not 1 <= context <= longest:
-                raise ValueError(
+                raise ArgumentError(
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
         environment = describe_environment(device)  # before this run is part of the load
@@ -113,9 +139,9 @@ class LatencyProfiler:
 
     def write_trace(self, path: Path, context: int) -> Path:
         """Write a Chrome trace of ten steps of the largest bucket, to be opened in Perfetto."""
-        sequences = self.sequences(self.runner.graphs.buckets[-1], context)
-        try:
-            self.runner.stage_rows(sequences)
+        count = self.runner.graphs.buckets[-1]
+        with rows_at(self.runner, count, context) as rows:
+            self.runner.stage(rows)
             activities = [torch.profiler.ProfilerActivity.CPU]
             if self._is_cuda:
                 activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -123,62 +149,28 @@ class LatencyProfiler:
                 for _ in range(TRACED_STEPS):
                     with torch.profiler.record_function("decode step"):
                         with torch.profiler.record_function("launch"):
-                            launch = self.runner.launch(sequences, 1)
+                            launch = self.runner.launch(count)
                         with torch.profiler.record_function("read tokens"):
                             self.runner.read(launch)
             profiler.export_chrome_trace(str(path))
-        finally:
-            for sequence in sequences:
-                self.runner.cache.free_sequence(sequence.sequence_id)
         return path
-
-    def sequences(self, count: int, context: int, logprobs: int | None = None) -> list[Sequence]:
-        """Make rows that have `context - 1` tokens in the cache and are about to feed the next one.
-
-        Args:
-            count: rows.
-            context: tokens of each.
-            logprobs: how many log-probabilities a step is to give besides the token's own; None: none.
-        """
-        cache = self.runner.cache
-        params = SamplingParams(temperature=0.0, max_tokens=STEPS_PER_STAGING, ignore_eos=True, logprobs=logprobs)
-        sequences: list[Sequence] = []
-        try:
-            for _ in range(count):
-                ids = [1] * context
-                output = CompletionOutput(0)
-                request = RequestOutput(0, None, ids, [output], RequestMetrics(0.0))
-                length = context + STEPS_PER_STAGING
-                sequence = Sequence(next(self._ids), ids, params, Detokenizer(None), 0, length, (), output, request)
-                cache.add(sequence.sequence_id)
-                sequences.append(sequence)
-                cache.reserve(sequence.sequence_id, length)
-        except ValueError:
-            for sequence in sequences:
-                cache.free_sequence(sequence.sequence_id)
-            raise
-        return sequences
 
     def _visit(self, samples: Samples, bucket: int, context: int, steps: int) -> None:
         """Time one point's steps of one round, replayed and eager."""
-        sequences = self.sequences(bucket, context)
-        try:
-            launch_us, step_ms, token_ms = self.replayed(sequences, steps)
-            eager_ms = self.eager(sequences, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
-        finally:
-            for sequence in sequences:
-                self.runner.cache.free_sequence(sequence.sequence_id)
+        with rows_at(self.runner, bucket, context) as rows:
+            launch_us, step_ms, token_ms = self.replayed(rows, steps)
+            eager_ms = self.eager(rows, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
         samples.add_round(launch_us, step_ms, token_ms, eager_ms)
 
     def replayed(
-        self, sequences: list[Sequence], steps: int | None = None
+        self, rows: Sequence[RowInputs], steps: int | None = None
     ) -> tuple[list[float], list[float], list[float]]:
         """Return the times of replayed steps: host launch in us, step in ms, launch to token in ms.
 
         On a GPU the steps are timed once more, back to back, so that no launch is part of a step's time.
 
         Args:
-            sequences: the rows.
+            rows: from `rows_at`.
             steps: to time, after some that are not counted; None: as many as the profiler was made for.
         """
         steps = self._steps if steps is None else steps
@@ -187,10 +179,9 @@ class LatencyProfiler:
         warm_up = min(STEPS_PER_STAGING, steps)
         for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
-                self.runner.stage_rows(sequences)
-                self._synchronize()
+                self._stage(rows)
             began = time.perf_counter()
-            launch = self.runner.launch(sequences, 1)
+            launch = self.runner.launch(len(rows))
             launched = time.perf_counter()
             self.runner.read(launch)
             done = time.perf_counter()
@@ -201,20 +192,17 @@ class LatencyProfiler:
             return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
         step_ms: list[float] = []
         while len(step_ms) < steps:
-            self.runner.stage_rows(sequences)
-            self._synchronize()
+            self._stage(rows)
             count = min(STEPS_PER_STAGING, steps - len(step_ms))
-            step_ms += back_to_back_ms(lambda: self.runner.launch(sequences, 1), count)
+            step_ms += back_to_back_ms(lambda: self.runner.launch(len(rows)), count)
         return launch_us, step_ms, token_ms
 
-    def eager(self, sequences: list[Sequence], count: int) -> list[float]:
+    def eager(self, rows: Sequence[RowInputs], count: int) -> list[float]:
         """Return the times of eager steps in ms, after two that are not counted; the host's part is in them."""
         step_ms: list[float] = []
         while len(step_ms) < count + 2:
-            self.runner.stage_rows(sequences)
-            self._synchronize()
-            steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
-            step_ms += self._eager_ms(len(sequences), steps)
+            self._stage(rows)
+            step_ms += self._eager_ms(len(rows), min(STEPS_PER_STAGING, count + 2 - len(step_ms)))
         return step_ms[2:]
 
     def _eager_ms(self, rows: int, steps: int) -> list[float]:
@@ -225,8 +213,9 @@ class LatencyProfiler:
         for _ in range(steps):
             run()
             times.append(time.perf_counter())
-        return [1000 * (end - begin) for begin, end in itertools.pairwise(times)]
+        return [1000 * (end - begin) for begin, end in pairwise(times)]
 
-    def _synchronize(self) -> None:
+    def _stage(self, rows: Sequence[RowInputs]) -> None:
+        self.runner.stage(rows)
         if self._is_cuda:
             torch.cuda.synchronize()

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from graphdecode.errors import ArgumentError
+
 _LARGEST_SIGMA = 10  # e^10 is 22026 times the median
 
 
@@ -47,10 +49,12 @@ class Lengths:
                 low, _, rest = text.partition("-")
                 lengths = cls(int(low), int(rest or low))
         except ValueError:
-            raise ValueError(f"{option} must be N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST, got {text!r}") from None
+            raise ArgumentError(
+                f"{option} must be N, LOW-HIGH or lognormal:MEDIAN:SIGMA:LONGEST, got {text!r}"
+            ) from None
         median_fits = lengths.median is None or 1 <= lengths.median <= lengths.high
         if not (1 <= lengths.low <= lengths.high and median_fits and 0 <= lengths.sigma <= _LARGEST_SIGMA):
-            raise ValueError(
+            raise ArgumentError(
                 f"{option} must be lengths >= 1 in ascending order, and sigma in 0..{_LARGEST_SIGMA}, got {text!r}"
             )
         return lengths
@@ -89,7 +93,9 @@ def poisson_arrivals(
         ValueError: a number that no load can have.
     """
     if not 0 < rate < math.inf or count < 1 or burst < 1:
-        raise ValueError(f"rate must be > 0, the number of requests and a burst >= 1, got {rate}, {count} and {burst}")
+        raise ArgumentError(
+            f"rate must be > 0, the number of requests and a burst >= 1, got {rate}, {count} and {burst}"
+        )
     rng = random.Random(seed)
     now, arrivals = 0.0, []
     for index in range(count):
@@ -108,10 +114,10 @@ def read_trace(path: Path) -> list[Arrival]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no trace of arrivals: {error}") from error
+        raise ArgumentError(f"{path} is no trace of arrivals: {error}") from error
     arrivals = [_arrival(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:
-        raise ValueError(f"{path} is no trace of arrivals: it is empty")
+        raise ArgumentError(f"{path} is no trace of arrivals: it is empty")
     return sorted(arrivals, key=lambda arrival: arrival.at)
 
 
@@ -120,12 +126,12 @@ def _arrival(where: str, line: str) -> Arrival:
         record = json.loads(line)
         at, prompt_tokens, answer_tokens = (record[key] for key in ("at", "prompt_tokens", "answer_tokens"))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{where} is no arrival: {error!r}") from error
+        raise ArgumentError(f"{where} is no arrival: {error!r}") from error
     if type(at) not in (int, float) or not 0 <= at < math.inf:
-        raise ValueError(f"{where}: at must be seconds >= 0, got {at!r}")
+        raise ArgumentError(f"{where}: at must be seconds >= 0, got {at!r}")
     for name, tokens in (("prompt_tokens", prompt_tokens), ("answer_tokens", answer_tokens)):
         if type(tokens) is not int or tokens < 1:
-            raise ValueError(f"{where}: {name} must be an integer >= 1, got {tokens!r}")
+            raise ArgumentError(f"{where}: {name} must be an integer >= 1, got {tokens!r}")
     return Arrival(float(at), prompt_tokens, answer_tokens)
 
 
@@ -143,8 +149,8 @@ def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """
     offered = offered_rate(arrivals)
     if offered is None:
-        raise ValueError("a trace whose requests all arrive at one time has no rate that could be changed")
+        raise ArgumentError("a trace whose requests all arrive at one time has no rate that could be changed")
     if not 0 < rate < math.inf:
-        raise ValueError(f"rate must be > 0, got {rate}")
+        raise ArgumentError(f"rate must be > 0, got {rate}")
     first = arrivals[0].at
     return [replace(arrival, at=(arrival.at - first) * offered / rate) for arrival in arrivals]

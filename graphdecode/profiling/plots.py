@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from graphdecode.errors import ArgumentError
+
 MISSING = "plots need matplotlib: pip install 'graphdecode[plot]'"
 _TICKED_BUCKETS = 12
 _LINEAR_SPAN = 16  # where the largest value is further from the least, linear axes show only the largest
@@ -46,7 +48,7 @@ def new_figure(inches: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ValueError(MISSING) from error
+        raise ArgumentError(MISSING) from error
     return Figure(figsize=inches, dpi=110, layout="constrained")
 
 

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 
 from tqdm import tqdm
 
-from graphdecode.engine import LLM, SamplingParams
-from graphdecode.engine.stream import Stream
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.load import Arrival, offered_rate
 from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.text import LLM, SamplingParams, Stream
 
 SCHEMA_VERSION = 1  # of the file that holds these figures
 _IDLE_SECONDS = 0.0005  # how long to sleep when nothing runs and nobody has arrived
@@ -46,7 +46,7 @@ def check_fits(llm: LLM, arrivals: Sequence[Arrival]) -> None:
     limit = llm.capacity.token_limit
     for arrival in arrivals:
         if arrival.prompt_tokens + arrival.answer_tokens > limit:
-            raise ValueError(
+            raise ArgumentError(
                 f"a request of {arrival.prompt_tokens} + {arrival.answer_tokens} tokens does not fit: prompt and "
                 f"answer can have {limit} (max_sequence_length {llm.capacity.max_sequence_length}, "
                 f"{llm.capacity.total_num_pages} pages of {llm.config.page_size} tokens)"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.plots import new_figure
 
 _FIRST_TOKEN = (
@@ -36,7 +37,7 @@ def plot_serving(rows: Sequence[dict], title: str) -> bytes:
         ValueError: matplotlib is not installed, or there are no rows.
     """
     if not rows:
-        raise ValueError("there is no load to draw")
+        raise ArgumentError("there is no load to draw")
     ordered = sorted(rows, key=lambda row: row["offered_per_second"] or 0.0)
     figure = new_figure((13, 5))
     first, following, batches = figure.subplots(1, 3)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphdecode.buckets import BucketLadder
+from graphdecode.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,11 @@ def best_ladders(counts: Mapping[int, int], cost: StepCost, max_batch_size: int,
     """
     outside = [size for size in counts if not 1 <= size <= max_batch_size]
     if outside or sum(counts.values()) <= 0:
-        raise ValueError(
+        raise ArgumentError(
             f"batch sizes must be in 1..max_batch_size={max_batch_size} and occur, got {outside or dict(counts)}"
         )
     if max_graphs < 1:
-        raise ValueError(f"max_graphs must be >= 1, got {max_graphs}")
+        raise ArgumentError(f"max_graphs must be >= 1, got {max_graphs}")
     buckets = _worthwhile_buckets(sorted(size for size, steps in counts.items() if steps), cost, max_batch_size)
     served = np.array([0, *(sum(steps for size, steps in counts.items() if size <= bucket) for bucket in buckets)])
     step_ms = np.array([0.0, *cost.step_ms[buckets]])

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+from .flash_attention import flash_attention
+
 _FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
 _WIDENED_VALUES = 1 << 19  # of keys, and as many of values, that are widened at a time: 2 MiB each
 _SCORE_BLOCK = 1 << 22  # most scores that the general path holds at once

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default._op
+from .flash_attention import flash_attention
+
+_FLASH = getattr(flash_attention, "_op", flash_attention)  # without the checks of the Python around it
 _COPIED_ROWS = 4
 _COPIED_BYTES = 1 << 17  # keys and values of a row up to which a copy costs less than a call of its own
 

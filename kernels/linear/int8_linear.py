@@ -8,12 +8,13 @@ from ..native.registration import operator
 # torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
 # weight is faster. It is vectorised for bf16 alone.
 _INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3}
+_INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
 
 
 def int8_linear_torch(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
     """Multiply with an int8 weight; see `int8_linear`."""
-    if x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
-        out.copy_(torch._weight_int8pack_mm(x.contiguous(), qweight, scales))
+    if _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
+        out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
     else:
         torch.mm(x, qweight.to(x.dtype).t(), out=out)
         out.mul_(scales)

@@ -6,6 +6,7 @@ product's overhead shows.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,22 +14,24 @@ from torch import Tensor
 from ..native.registration import operator
 
 _PACKED_ROWS = 8  # oneDNN's layout for so many rows is as good for one, and a third better than that for one at eight
-_PACKED_PRODUCT = torch.ops.mkldnn._linear_pointwise.default._op
+_PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_PACKED_PRODUCT: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN packs this weight: fp32 or bf16, on a CPU that it supports."""
-    return weight.is_cpu and torch.backends.mkldnn.is_available() and weight.dtype in (torch.float32, torch.bfloat16)
+    """Whether oneDNN packs this weight: fp32 or bf16, on a CPU that it supports, in a torch that says how."""
+    is_there = _PACK is not None and _PACKED_PRODUCT is not None and torch.backends.mkldnn.is_available()
+    return is_there and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 def pack(weight: Tensor) -> Tensor:
     """Return [out_features, in_features] as oneDNN reads it fastest: an opaque tensor."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_ROWS)
+    return _PACK(weight, _PACKED_ROWS)
 
 
 def bind_packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
     """Return the product of fixed tensors with a weight packed by oneDNN; see `packed_linear`."""
-    product = functools.partial(_PACKED_PRODUCT, x, packed, bias, "none", [], "")
+    product = functools.partial(_PACKED_PRODUCT.default._op, x, packed, bias, "none", [], "")
     return lambda: out.copy_(product())
 
 

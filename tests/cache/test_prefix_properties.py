@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from random_lives import STEPS, machine_settings, taken
 
-from graphdecode.cache import CacheFullError, PagedKVCacheManager
+from graphdecode.cache import CacheFullError, PagedKVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_BATCH, MAX_LENGTH, LAYER = 4, 22, 3
+MAX_LENGTH = 22
 
 
 class PrefixMachine(RuleBasedStateMachine):
@@ -25,19 +25,25 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @initialize(page_size=st.sampled_from([1, 2, 3]), pages=st.sampled_from([1, 6, 10, 20, 40]))
     def build(self, page_size, pages):
-        self.manager = PagedKVCacheManager(
-            MAX_BATCH, MAX_LENGTH, pages, page_size, 1, 1, torch.float32, device=DEVICE, prefix_caching=True
+        self.cache = PagedKVCache(
+            num_layers=1,
+            total_num_pages=pages,
+            page_size=page_size,
+            max_pages_per_row=-(-MAX_LENGTH // page_size),
+            num_kv_heads=1,
+            head_dim=1,
+            dtype=torch.float32,
+            device=DEVICE,
+            prefix_caching=True,
         )
-        self.manager.allocate_memory(LAYER)
         self.contents = {}  # (page, place) -> tokens up to and with the one there
         self.live = {}  # id -> all its tokens; those cached so far
         self.reserved = {}
 
     def snapshot(self):
-        manager, pool = self.manager, self.manager.pool
+        cache, pool = self.cache, self.cache.pool
         return (
-            dict(manager.sequences),
-            {i: manager.pages_of(i) for i in manager.sequences},
+            {i: cache.pages_of(i) for i in cache.ledger.pages},
             [pool.count(page) for page in range(pool.total)],
             (pool.free, pool.used, pool.shared, pool.parked),
         )
@@ -53,12 +59,12 @@ class PrefixMachine(RuleBasedStateMachine):
         tokens = [0] * zeros + tail
         i = data.draw(st.sampled_from(self.ids), label="id")
         if i in self.live:
-            self.refuses(self.manager.add, i, tokens)
+            self.refuses(self.cache.add, i, tokens)
             return
-        cached = self.manager.add(i, tokens)
-        assert cached % self.manager.page_size == 0
+        cached = self.cache.add(i, tokens)
+        assert cached % self.cache.page_size == 0
         assert cached <= len(tokens) - 1
-        assert self.manager.sequences[i] == cached
+        assert len(self.cache.pages_of(i)) * self.cache.page_size == cached
         self.live[i] = tokens[:cached], tokens
 
     @precondition(lambda self: self.live)
@@ -70,24 +76,25 @@ class PrefixMachine(RuleBasedStateMachine):
         tokens = wanted[: len(cached) + more]
         fill = data.draw(st.integers(0, 1), label="fill")
         tokens = tokens + [fill] * min(len(cached) + more - len(tokens), MAX_LENGTH - len(tokens))
-        needed = -(-len(tokens) // self.manager.page_size) - len(self.manager.pages_of(i))
-        if needed > self.manager.available_pages:
-            self.refuses(self.manager.reserve, i, len(tokens))
+        needed = -(-len(tokens) // self.cache.page_size) - len(self.cache.pages_of(i))
+        if needed > self.cache.available_pages:
+            self.refuses(self.cache.reserve, i, len(tokens))
             return
-        assert self.manager.reserve(i, len(tokens)) == (needed > 0)
-        pages, size = self.manager.pages_of(i), self.manager.page_size
+        assert self.cache.reserve(i, len(tokens)) == (needed > 0)
+        pages, size = self.cache.pages_of(i), self.cache.page_size
         for position in range(len(cached), len(tokens)):
             page = pages[position // size]
-            assert self.manager.pool.count(page) == 1, "a shared page would be overwritten"
+            assert self.cache.pool.count(page) == 1, "a shared page would be overwritten"
             self.contents[page, position % size] = tuple(tokens[: position + 1])
-        self.manager.commit(i, len(tokens), tokens if publish else None)
+        if publish:
+            self.cache.publish(i, len(tokens), tokens)
         self.live[i] = tokens, max(tokens, wanted, key=len)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def finish(self, data):
         i = data.draw(st.sampled_from(list(self.live)), label="id")
-        self.manager.free_sequence(i)
+        self.cache.free(i)
         del self.live[i]
 
     @precondition(lambda self: self.live)
@@ -99,15 +106,15 @@ class PrefixMachine(RuleBasedStateMachine):
 
     def cut(self, i, length):
         cached, _ = self.live[i]
-        old = self.manager.pages_of(i)
+        old = self.cache.pages_of(i)
         try:
-            self.manager.truncate(i, length)
+            self.cache.truncate(i, length)
         except CacheFullError:
-            assert self.manager.available_pages == 0
-            assert self.manager.pool.count(old[length // self.manager.page_size]) > 1
-            assert self.manager.pages_of(i) == old
+            assert self.cache.available_pages == 0
+            assert self.cache.pool.count(old[length // self.cache.page_size]) > 1
+            assert self.cache.pages_of(i) == old
             return
-        pages, size = self.manager.pages_of(i), self.manager.page_size
+        pages, size = self.cache.pages_of(i), self.cache.page_size
         assert len(pages) == -(-length // size)
         if pages and pages[-1] != old[len(pages) - 1]:  # copied
             for place in range(length % size):
@@ -120,13 +127,15 @@ class PrefixMachine(RuleBasedStateMachine):
         parent = data.draw(st.sampled_from(list(self.live)), label="parent")
         child = data.draw(st.sampled_from(self.ids), label="child")
         cached, wanted = self.live[parent]
-        size = self.manager.page_size
-        full = len(self.manager.pages_of(parent)) and len(cached) % size and not self.manager.available_pages
-        if child in self.live or full:
-            self.refuses(self.manager.fork, parent, child)
+        size = self.cache.page_size
+        full = len(self.cache.pages_of(parent)) and len(cached) % size and not self.cache.available_pages
+        if child in self.live:
             return
-        self.manager.fork(parent, child)
-        pages, old = self.manager.pages_of(child), self.manager.pages_of(parent)
+        if full:
+            self.refuses(self.cache.ledger.fork, parent, child, len(cached))
+            return
+        self.cache.ledger.fork(parent, child, len(cached))
+        pages, old = self.cache.pages_of(child), self.cache.pages_of(parent)
         for place in range(len(cached) % size):
             self.contents[pages[-1], place] = self.contents[old[len(pages) - 1], place]
         self.live[child] = list(cached), wanted
@@ -137,35 +146,39 @@ class PrefixMachine(RuleBasedStateMachine):
     def bad_calls(self, data):
         i = data.draw(st.sampled_from(self.ids), label="id")
         if i not in self.live:
-            for call in (self.manager.reserve, self.manager.commit, self.manager.truncate):
+            for call in (self.cache.reserve, self.cache.truncate):
                 self.refuses(call, i, 1)
-            self.refuses(self.manager.free_sequence, i)
+            self.refuses(self.cache.publish, i, 1, [0])
+            self.refuses(self.cache.free, i)
             return
         cached, _ = self.live[i]
-        self.refuses(self.manager.reserve, i, MAX_LENGTH + 1)
-        self.refuses(self.manager.commit, i, len(cached) - 1)
-        self.refuses(self.manager.commit, i, len(self.manager.pages_of(i)) * self.manager.page_size + 1)
+        held = len(self.cache.pages_of(i)) * self.cache.page_size
+        self.refuses(self.cache.reserve, i, self.cache.max_pages_per_row * self.cache.page_size + 1)
+        self.refuses(self.cache.publish, i, -1, cached)
+        self.refuses(self.cache.publish, i, held + 1, [0] * (held + 1))
+        self.refuses(self.cache.truncate, i, held + 1)
+        self.refuses(self.cache.truncate, i, -1)
         if cached:
-            self.refuses(self.manager.commit, i, len(cached), cached[:-1])
+            self.refuses(self.cache.publish, i, len(cached), cached[:-1])
 
     @rule(really=st.integers(0, 15))
     def reset(self, really):
         if not really:
-            self.manager.reset()
+            self.cache.reset()
             self.live.clear()
             self.contents.clear()
-            assert self.manager.pool.free == self.manager.pool.total
+            assert self.cache.pool.free == self.cache.pool.total
 
     @invariant()
     def every_sequence_finds_its_own_tokens(self):
         taken[type(self).__name__] += 1
-        if not hasattr(self, "manager"):
+        if not hasattr(self, "cache"):
             return
-        size, pool = self.manager.page_size, self.manager.pool
+        size, pool = self.cache.page_size, self.cache.pool
         owners = Counter()
-        assert self.manager.sequences == {i: len(cached) for i, (cached, _) in self.live.items()}
+        assert list(self.cache.ledger.pages) == list(self.live)
         for i, (cached, _) in self.live.items():
-            pages = self.manager.pages_of(i)
+            pages = self.cache.pages_of(i)
             owners.update(pages)
             for position in range(len(cached)):
                 assert self.contents[pages[position // size], position % size] == tuple(cached[: position + 1])
@@ -173,7 +186,7 @@ class PrefixMachine(RuleBasedStateMachine):
         assert pool.used == len(owners)
         assert pool.shared == sum(n > 1 for n in owners.values())
         assert pool.free + pool.parked + pool.used == pool.total
-        assert self.manager.available_pages == pool.free + pool.parked
+        assert self.cache.available_pages == pool.free + pool.parked
 
 
 TestPrefixes = PrefixMachine.TestCase

@@ -9,7 +9,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.engine import loading
 from graphdecode.kernels.native import library as native
 from graphdecode.models import resolve_model_path
 
@@ -50,9 +49,9 @@ def answers(llm: LLM, given: list[tuple[list[int], SamplingParams]]) -> list[Ans
     ]
 
 
-def make(model: str | Path, dtype: str, quantize: str | None = None, **config: Any) -> LLM:
+def make(model: str | Path, dtype: str, quantize: str | None = None, budget: int = 512, **config: Any) -> LLM:
     settings = BucketConfig(**{"max_batch_size": 1, "max_sequence_length": 160, "page_size": 16, **config})
-    return LLM(model, config=settings, dtype=dtype, quantize=quantize, batch_invariant=True)
+    return LLM(model, config=settings, dtype=dtype, quantize=quantize, batch_invariant=True, max_prefill_tokens=budget)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +79,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @needs_kernels
 @pytest.mark.parametrize(("model", "dtype"), [("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")])
-def test_a_request_has_the_same_bits_alone_and_in_any_company(
-    folder_of: Any, monkeypatch: pytest.MonkeyPatch, model: str, dtype: str
-) -> None:
+def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, model: str, dtype: str) -> None:
     folder, given = folder_of(model), requests()
     with make(folder, dtype) as llm:
         expected = [answers(llm, [request])[0] for request in given]
@@ -94,9 +91,7 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(
         (33, {"max_batch_size": 8, "page_size": 4, "total_num_pages": 45}),
         (512, {"max_batch_size": 4, "steps_per_launch": 3}),
     ):
-        monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", budget)
-        monkeypatch.setitem(loading.PREFILL_TOKENS, "cuda", budget)
-        with make(folder, dtype, **config) as llm:
+        with make(folder, dtype, budget=budget, **config) as llm:
             found = answers(llm, [given[index] for index in order])
             for index, answer in zip(order, found, strict=True):
                 assert answer == expected[index], (config, index)
@@ -108,12 +103,11 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(
 
 @pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="int8 weights work on a CPU alone")
-def test_int8_weights_give_the_same_bits_in_any_company(folder_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_int8_weights_give_the_same_bits_in_any_company(folder_of: Any) -> None:
     folder, given = folder_of("llama"), requests()
     with make(folder, "bfloat16", "int8") as llm:
         expected = [answers(llm, [request])[0] for request in given]
-    monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", 7)
-    with make(folder, "bfloat16", "int8", max_batch_size=5, batch_sizes=[3], steps_per_launch=2) as llm:
+    with make(folder, "bfloat16", "int8", 7, max_batch_size=5, batch_sizes=[3], steps_per_launch=2) as llm:
         assert answers(llm, given) == expected
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.engine.outputs import CompletionOutput
-from graphdecode.engine.sequence import Sequence
 from graphdecode.graphs import cuda_loop
+from graphdecode.text.outputs import CompletionOutput
 
 MakeLLM = Callable[..., LLM]
 LENGTHS = [1, 2, 3, 8, 64]
@@ -64,12 +63,12 @@ def assert_same(given: list[CompletionOutput], expected: list[CompletionOutput],
 
 def assert_nothing_held(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
-    assert not llm.cache.sequences
+    assert not llm.cache.ledger.pages
 
 
 def looping(llm: LLM, lookahead: int) -> LLM:
     """Let a launch be read while the next is under way, as on a GPU, or at once, as on a CPU."""
-    llm._loop._lookahead = lookahead
+    llm.engine.lookahead = lookahead
     return llm
 
 
@@ -83,7 +82,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
 
         def noting(batch_size: int, num_steps: int) -> int:
             bucket = launch(batch_size, num_steps)
-            seen.append((num_steps, int(llm._runner.buffers.loop_count)))
+            seen.append((num_steps, int(llm.engine.runner.buffers.loop_count)))
             return bucket
 
         monkeypatch.setattr(llm.graphs, "launch", noting)
@@ -161,16 +160,16 @@ def test_a_row_that_ends_on_a_stop_id_ends_the_loop(make_llm: MakeLLM, launched)
 
 def test_later_launches_find_their_tokens_behind_those_that_ended_early(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=8)
-    buffers = llm._runner.buffers
+    buffers = llm.engine.runner.buffers
     steps = []
     for max_tokens in (3, 8, 1, 11, 20, 7):
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
         assert len(llm.generate([[97]], params)[0].outputs[0].token_ids) == max_tokens
         steps.append(int(buffers.step_index))
-        assert llm._runner._steps_launched == steps[-1]
+        assert llm.engine.runner.steps_launched == steps[-1]
     assert steps == [8, 16, 24, 40, 64, 72]
     if not torch.cuda.is_available():
-        tokens = llm._runner._host_rings.tokens[:, 0]
+        tokens = llm.engine.runner.step.host_rings.tokens[:, 0]
         last = [int(tokens[step % len(tokens)]) for step in range(64, 72)]
         assert [token >= 0 for token in last] == [True] * 7 + [False], "older launches left their tokens there"
 
@@ -191,13 +190,13 @@ def test_where_pages_for_fewer_steps_are_left_fewer_are_run_and_nobody_gives_way
 
 def test_a_launch_runs_as_many_steps_as_the_scheduler_has_pages_for(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=64, page_size=4, total_num_pages=8, max_batch_size=2, prefix_cache=False)
-    scheduler = llm._loop.scheduler
+    scheduler = llm.engine.scheduler
     streams = [llm.stream([97] * 5, GREEDY), llm.stream([98] * 3, GREEDY)]
     scheduler.prefilled(chunks := scheduler.next_chunks())
     assert [chunk.end for chunk in chunks] == [4, 2]
     # 4 and 2 tokens are cached; 8 pages hold 16 tokens of each, or 20 and 12
     assert scheduler.make_room(64) == 12
-    assert sum(len(llm.cache.pages_of(s.sequence_id)) for s in scheduler.decoding) == 8
+    assert sum(len(llm.cache.pages_of(s.request_id)) for s in scheduler.decoding) == 8
     assert scheduler.make_room(3) == 3
     assert llm.num_preemptions == 0
     for stream in streams:
@@ -207,24 +206,23 @@ def test_a_launch_runs_as_many_steps_as_the_scheduler_has_pages_for(make_llm: Ma
 @pytest.mark.parametrize("steps_per_launch", [2, 8, 64])
 def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_per_launch: int) -> None:
     llm = make_llm(steps_per_launch=steps_per_launch, page_size=4, total_num_pages=64, prefix_cache=False)
-    runner = llm._runner
+    runner = llm.engine.runner
     streams = [llm.stream([97 + i] * (3 + 2 * i), GREEDY) for i in range(4)]
-    scheduler = llm._loop.scheduler
+    scheduler = llm.engine.scheduler
     chunks = scheduler.next_chunks()
-    runner.prefill(chunks)
+    runner.prefill([chunk.inputs(llm.cache) for chunk in chunks])
     scheduler.prefilled(chunks)
-    rows: list[Sequence] = list(scheduler.decoding)
+    rows = list(scheduler.decoding)
     for sequence in rows:  # what a launch of one step needs, and no more
-        llm.cache.commit(sequence.sequence_id, sequence.cached_length)
-        llm.cache.truncate(sequence.sequence_id, sequence.cached_length)
-        llm.cache.reserve(sequence.sequence_id, len(sequence.token_ids))
-    runner.stage_rows(rows)
-    owned = {page for sequence in rows for page in llm.cache.pages_of(sequence.sequence_id)}
+        llm.cache.truncate(sequence.request_id, sequence.cached_length)
+        llm.cache.reserve(sequence.request_id, len(sequence.token_ids))
+    runner.stage([sequence.row_inputs(llm.cache.pages_of(sequence.request_id)) for sequence in rows])
+    owned = {page for sequence in rows for page in llm.cache.pages_of(sequence.request_id)}
     others = [page for page in range(64) if page not in owned]
-    caches = [cache for pair in runner._caches for cache in pair]
+    caches = [cache for pair in llm.cache.layers for cache in pair]
     for cache in caches:
         cache[others] = 7.5
-    runner.read(runner.launch(rows, steps_per_launch))
+    runner.read(runner.launch(len(rows), steps_per_launch))
     assert int(runner.buffers.loop_count) == min(steps_per_launch, GREEDY.max_tokens)
     for cache in caches:
         assert (cache[others] == 7.5).all()
@@ -252,7 +250,7 @@ def test_requests_that_come_and_go_between_launches_change_no_other_answer(
                     streams[leaver].close()
             for leaver in leavers:
                 streams[leaver].close()
-            while llm._loop.has_work:
+            while llm.engine.has_work:
                 llm.step()
         for index, stream in enumerate(streams):
             given, alone = stream.request.outputs[0], expected(seed)[index]
@@ -307,7 +305,7 @@ def test_a_cuda_loop_ends_with_its_last_row(make_llm: MakeLLM) -> None:
     llm = make_llm(steps_per_launch=64)
     llm.generate([[97]], SamplingParams(temperature=0.0, max_tokens=11, ignore_eos=True))
     torch.cuda.synchronize()
-    assert int(llm._runner.buffers.loop_count) == 11
+    assert int(llm.engine.runner.buffers.loop_count) == 11
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def tokens(outputs: list) -> list[list[int]]:
 
 def assert_nothing_held(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
-    assert not llm.cache.sequences
+    assert not llm.cache.ledger.pages
 
 
 def test_the_demo_model_answers(llm: LLM) -> None:
@@ -191,7 +191,7 @@ def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_llm(steps_per_launch=4, backend="eager")
-    decode, calls = llm._runner.model.decode, []
+    decode, calls = llm.model.decode, []
 
     def failing(*arguments: object) -> object:
         calls.append(arguments)
@@ -199,7 +199,7 @@ def test_an_error_in_the_middle_of_a_launch_leaves_later_answers_right(
             raise RuntimeError("in the middle")
         return decode(*arguments)
 
-    monkeypatch.setattr(llm._runner.model, "decode", failing)
+    monkeypatch.setattr(llm.model, "decode", failing)
     with pytest.raises(RuntimeError, match="in the middle"):
         llm.generate("rev abc=", GREEDY)
     assert_nothing_held(llm)

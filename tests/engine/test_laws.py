@@ -23,20 +23,21 @@ class Rows:
 
     def __init__(self, llm: LLM, count: int) -> None:
         self.llm = llm
-        self.runner = llm._runner
+        self.runner = llm.engine.runner
         prompts = [[97 + (i * 7 + j) % 26 for j in range(3 + 5 * i % 23)] for i in range(count)]
         self.streams = [llm.stream(prompt, MIXED[i % len(MIXED)]) for i, prompt in enumerate(prompts)]
         for _ in range(3):
             llm.step()
-        self.sequences: list[Sequence] = list(llm._loop.scheduler.decoding)
+        self.sequences: list[Sequence] = list(llm.engine.scheduler.decoding)
         assert len(self.sequences) == count
         self.restage()
         self.saved = {name: tensor.clone() for name, tensor in self.runner.buffers.tensors.items()}
 
     def restage(self) -> None:
         for sequence in self.sequences:
-            self.llm.cache.reserve(sequence.sequence_id, len(sequence.token_ids) + 8)
-        self.runner.stage_rows(self.sequences)
+            self.llm.cache.reserve(sequence.request_id, len(sequence.token_ids) + 8)
+        pages = self.llm.cache.pages_of
+        self.runner.stage([sequence.row_inputs(pages(sequence.request_id)) for sequence in self.sequences])
 
     def restore(self) -> None:
         for name, tensor in self.runner.buffers.tensors.items():
@@ -118,10 +119,10 @@ def test_law_2_joining_leaving_and_moving_rows_never_capture_again(make_llm: Mak
 
 def test_law_1_every_tensor_stays_where_it_was_allocated(make_llm: MakeLLM) -> None:
     llm = make_llm(max_batch_size=4)
-    before = {name: tensor.data_ptr() for name, tensor in llm._runner.buffers.tensors.items()}
+    before = {name: tensor.data_ptr() for name, tensor in llm.engine.runner.buffers.tensors.items()}
     llm.generate([[97 + i] * 9 for i in range(9)], GREEDY)
-    assert {name: tensor.data_ptr() for name, tensor in llm._runner.buffers.tensors.items()} == before
-    llm._runner.buffers.verify_addresses()
+    assert {name: tensor.data_ptr() for name, tensor in llm.engine.runner.buffers.tensors.items()} == before
+    llm.engine.runner.buffers.verify_addresses()
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 5])

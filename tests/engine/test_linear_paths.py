@@ -8,10 +8,11 @@ import torch
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.linear.small_linear import small_linear_triton
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
-from graphdecode.linear import linear_weight
+from graphdecode.linear import forms, plain
+from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.linear_weight import LinearWeight
-from graphdecode.models import load
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 SPLIT = SmallLinearConfig("dot", 32, 64, 2, 4, 2)
 PROMPTS = ["12+30=", "rev abc=", "417+385="]
@@ -39,18 +40,25 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
     monkeypatch: pytest.MonkeyPatch, is_fixed: bool
 ) -> None:
     """What a GPU's choice makes of the model, with the torch version in the kernel's place where there is no GPU."""
-    with make_llm() as plain:
-        expected = [output.outputs[0].text for output in plain.generate(PROMPTS, GREEDY)]
-        device = plain.device
+    with make_llm() as llm:
+        expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
+        device = llm.device
     counters = torch.zeros(4096, dtype=torch.int32, device=device)
 
-    def prepare(weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> LinearWeight:
-        held = LinearWeight("plain", *weight.shape, weight, bias=bias, counters=counters)
-        if is_fixed:
-            return dataclasses.replace(held, path="fixed", config=SPLIT)
-        return dataclasses.replace(held, choices={2: LinearChoice("small", SPLIT, us=1.0, gb_per_s=2.0)})
+    class Split(Fixed if is_fixed else Plain):
+        @classmethod
+        def why_not(cls, options: FormOptions) -> str:
+            return ""
 
-    monkeypatch.setattr(load, "prepare_linear", prepare)
+        @classmethod
+        def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, options: FormOptions) -> WeightForm:
+            held = super().of(weight, bias, options)
+            if is_fixed:
+                return dataclasses.replace(held, counters=counters, config=SPLIT)
+            choices = {2: LinearChoice("small", SPLIT, us=1.0, gb_per_s=2.0)}
+            return dataclasses.replace(held, counters=counters, choices=choices)
+
+    monkeypatch.setattr(forms, "FORMS", [Split])
     with make_llm() as llm:
         assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected
         report = llm.graphs.report()
@@ -81,15 +89,17 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
         fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
         small_linear_triton(out, x, weight, bias, partial, counters, *fields, False)
 
-    def prepare(weight: torch.Tensor, bias: torch.Tensor | None, **options: object) -> LinearWeight:
-        choices = {rows: LinearChoice("small", config) for rows in (1, 2, 4)}
-        return LinearWeight("plain", *weight.shape, weight, bias=bias, counters=counters, choices=choices)
+    class Interpreted(Plain):
+        @classmethod
+        def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, options: FormOptions) -> WeightForm:
+            choices = {rows: LinearChoice("small", config) for rows in (1, 2, 4)}
+            return dataclasses.replace(super().of(weight, bias, options), counters=counters, choices=choices)
 
-    with make_llm() as plain:
-        expected = [output.outputs[0].text for output in plain.generate(PROMPTS, GREEDY)]
+    with make_llm() as llm:
+        expected = [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)]
     counters = torch.zeros(4096, dtype=torch.int32)
-    monkeypatch.setattr(load, "prepare_linear", prepare)
-    monkeypatch.setattr(linear_weight, "small_linear", product)
+    monkeypatch.setattr(forms, "FORMS", [Interpreted])
+    monkeypatch.setattr(plain, "small_linear", product)
     buckets = BucketConfig(max_batch_size=4, max_sequence_length=64, batch_sizes=[1, 2, 4], backend="eager")
     with LLM("demo", config=buckets) as llm:
         assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected

@@ -94,15 +94,16 @@ def test_the_demo_decoder_has_no_findings(options: dict) -> None:
     with LLM("demo", config=BucketConfig(max_batch_size=2, max_sequence_length=64)) as llm:
         streams = [llm.stream([n, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True, **options)) for n in (5, 8)]
         llm.step()
-        runner = llm._runner
-        rows = list(llm._loop.scheduler.decoding)
+        runner = llm.engine.runner
+        decoding = llm.engine.scheduler.decoding
+        rows = [sequence.row_inputs(llm.cache.pages_of(sequence.request_id)) for sequence in decoding]
         assert len(rows) == 2
-        runner.stage_rows(rows)
+        runner.stage(rows)
         assert not check(
-            runner._step,
+            runner.step,
             runner.buffers,
             constants=runner.model.constants,
-            between_steps=lambda: runner.stage_rows(rows[::-1]),
+            between_steps=lambda: runner.stage(rows[::-1]),
         )
         for stream in streams:
             stream.close()

@@ -7,11 +7,14 @@ from graphdecode.kernels.linear.int8_linear import int8_linear, quantise_int8
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.packed_linear import packed_linear
 from graphdecode.kernels.native import library as native
+from graphdecode.linear.forms import linear_of
+from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.linear_weight import prepare_linear
+from graphdecode.linear.weight_form import FormOptions
 
 ROWS = [1, 2, 3, 8, 17, 200, 512]
 cpu_only = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+compiled = pytest.mark.skipif(native.library() is None or torch.cuda.is_available(), reason="needs compiled kernels")
 
 
 def inputs(rows, dtype, with_bias, out_features=96, in_features=80):
@@ -20,6 +23,10 @@ def inputs(rows, dtype, with_bias, out_features=96, in_features=80):
     weight = (torch.randn(out_features, in_features, generator=generator) / 9).to(dtype)
     bias = torch.randn(out_features, generator=generator).to(dtype) if with_bias else None
     return x, weight, bias
+
+
+def prepare(weight, bias=None, tuner=None, **options):
+    return linear_of(weight, bias, FormOptions(weight.device, weight.dtype, tuner or LinearTuner(), **options))
 
 
 def check(out, x, weight, bias):
@@ -96,7 +103,7 @@ def test_a_hostile_row_changes_no_other(rows, dtype):
 
 @pytest.fixture
 def no_compiled_kernels(monkeypatch):
-    monkeypatch.setattr("graphdecode.linear.linear_weight.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
 
 
 class FixedTuner(LinearTuner):
@@ -112,17 +119,14 @@ class FixedTuner(LinearTuner):
 
 @cpu_only
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(
-    ("path", "quantize", "keep_plain"),
-    [("plain", None, False), ("packed", None, False), ("packed", None, True)],
-)
-def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_bias, no_compiled_kernels):
+@pytest.mark.parametrize("path", ["plain", "packed"])
+def test_the_form_that_won_is_kept_alone(path, with_bias, no_compiled_kernels):
     x, weight, bias = inputs(5, torch.float32, with_bias)
-    prepared = prepare_linear(weight, bias, tuner=FixedTuner(path), quantize=quantize, keep_plain=keep_plain)
+    prepared = prepare(weight, bias, FixedTuner(path))
     assert prepared.path == path
-    assert (prepared.weight is None) == (path != "plain" and not keep_plain)
+    assert (getattr(prepared, "weight", None) is None) == (path != "plain")
     assert prepared.nbytes == 96 * 80 * 4 + (96 * 4 if with_bias else 0)
-    assert len(prepared.tensors) == 1 + with_bias + keep_plain
+    assert len(prepared.tensors) == 1 + with_bias
     out = torch.zeros(5, 96)
     prepared.apply(out, x)
     check(out, x, weight, bias)
@@ -130,29 +134,36 @@ def test_prepare_keeps_the_form_that_won_alone(path, quantize, keep_plain, with_
 
 @cpu_only
 @pytest.mark.skipif(native.library() is None, reason="there are no compiled kernels")
-@pytest.mark.parametrize("keep_plain", [False, True])
-def test_prepare_takes_compiled_kernels_where_there_are_some(keep_plain):
+def test_compiled_kernels_are_taken_where_there_are_some():
     x, weight, bias = inputs(5, torch.float32, True)
-    prepared = prepare_linear(weight, bias, tuner=LinearTuner(), keep_plain=keep_plain)
+    prepared = prepare(weight, bias)
     assert prepared.path == "native"
-    assert (prepared.weight is None) == (not keep_plain)
     assert prepared.nbytes == 96 * 80 * 4 + 96 * 4
     out = torch.zeros(5, 96)
     prepared.apply(out, x)
     check(out, x, weight, bias)
 
 
+@pytest.mark.parametrize("form", [Int8, pytest.param(Int8Panels, marks=compiled)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_prepare_quantises_where_asked(with_bias, device):
+def test_int8_answers_nearly_like_the_full_weight(with_bias, form, device):
     x, weight, bias = inputs(5, torch.float32, with_bias)
     there = [None if t is None else t.to(device) for t in (x, weight, bias)]
-    prepared = prepare_linear(there[1], there[2], tuner=LinearTuner(), quantize="int8")
-    assert (prepared.path, prepared.weight) == ("int8", None)
+    prepared = form.of(there[1], there[2], FormOptions(there[1].device, torch.float32, LinearTuner()))
+    assert prepared.path == "int8"
     assert prepared.nbytes == 96 * 80 + 96 * 4 * (1 + with_bias)
     out = torch.zeros(5, 96, device=device)
     prepared.apply(out, there[0])
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert (out.cpu().double() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=compiled)])
+def test_a_weight_is_quantised_where_that_is_asked_for(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
+    _, weight, _ = inputs(5, torch.float32, False)
+    assert type(prepare(weight, quantize="int8")) is (Int8Panels if compiled else Int8)
 
 
 @cpu_only
@@ -163,10 +174,10 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch, no_compiled
     measured = []
     monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: measured.append(product) or 2.0 ** len(measured))
     for _ in range(3):
-        prepare_linear(weight, tuner=tuner, batch_sizes=(1, 4))
+        prepare(weight, tuner=tuner, batch_sizes=(1, 4))
     first = len(measured)
     assert first == 2 * 2  # each path at each batch size
-    prepare_linear(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
+    prepare(weight.bfloat16(), tuner=tuner, batch_sizes=(1, 4))
     assert len(measured) == 2 * first
     chosen = {choice.path for choices in tuner.choices.values() for choice in choices.values()}
     assert chosen == {"packed"}  # the first timed is faster
@@ -185,14 +196,14 @@ def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch, no_compil
     _, weight, _ = inputs(1, torch.float32, False)
     tuner = LinearTuner()
     monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: seconds[product.__self__.path])
-    assert prepare_linear(weight, tuner=tuner).path == winner
+    assert prepare(weight, tuner=tuner).path == winner
 
 
 @cpu_only
 def test_a_real_measurement_gives_a_right_layer(no_compiled_kernels):
     x, weight, bias = inputs(3, torch.float32, True)
     tuner = LinearTuner(model_bytes=2**30)
-    prepared = prepare_linear(weight, bias, tuner=tuner)
+    prepared = prepare(weight, bias, tuner=tuner)
     (choices,) = tuner.choices.values()
     assert prepared.path == choices[1].path == choices[8].path
     assert prepared.choice(8).us > 0
@@ -206,14 +217,14 @@ def test_a_real_measurement_gives_a_right_layer(no_compiled_kernels):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantize": "int3"}, "quantize is 'int3'"),
+        ({"quantize": "int3"}, "quantize must be None or 'int8', got 'int3'"),
         ({"batch_sizes": ()}, "batch_sizes is ()"),
         ({"batch_sizes": (0, 8)}, "batch_sizes is (0, 8)"),
     ],
 )
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared literally
-        prepare_linear(torch.zeros(2, 2), tuner=LinearTuner(), **options)
+        prepare(torch.zeros(2, 2), **options)
     assert message in str(caught.value)
 
 

@@ -12,8 +12,11 @@ import torch
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
 from graphdecode.linear import choice_cache, linear_choice
 from graphdecode.linear.choice_cache import ChoiceCache, cache_folder
+from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.linear_weight import LinearWeight, prepare_linear
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.weight_form import FormOptions
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -27,7 +30,7 @@ def weight_of(out_features=96, in_features=80, dtype=torch.float32):
 @pytest.fixture
 def timings(monkeypatch):
     """The products that any tuner times where there are no compiled kernels, in order; the later ones are slower."""
-    monkeypatch.setattr("graphdecode.linear.linear_weight.can_panel", lambda weight: False)
+    monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
     timed = []
     monkeypatch.setattr(
         LinearTuner, "_best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
@@ -35,11 +38,13 @@ def timings(monkeypatch):
     return timed
 
 
+def prepare(weight, tuner, bias=None, **options):
+    return linear_of(weight, bias, FormOptions(weight.device, weight.dtype, tuner, **options))
+
+
 def start(folder, weight=None, **options):
     """What a process does at its start: a tuner of its own, over the cache that all share."""
-    return prepare_linear(
-        weight_of() if weight is None else weight, tuner=LinearTuner(cache=ChoiceCache(folder)), **options
-    )
+    return prepare(weight_of() if weight is None else weight, LinearTuner(cache=ChoiceCache(folder)), **options)
 
 
 @cpu_only
@@ -91,7 +96,7 @@ def test_another_machine_or_version_is_timed_anew(tmp_path, timings, monkeypatch
         monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
     else:
         model_bytes = 1 << 40
-    prepare_linear(weight_of(), tuner=LinearTuner(model_bytes, ChoiceCache(tmp_path)))
+    prepare(weight_of(), LinearTuner(model_bytes, ChoiceCache(tmp_path)))
     assert len(timings) == 2 * TIMINGS
 
 
@@ -165,9 +170,10 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
         assert [choices[rows].path for rows in (1, 2, 16)] == ["small", "plain", "small"]
         assert choices.keys() == {1, 2, 16}
     assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
-    held = LinearWeight("plain", 1024, 512, weight, choices=choices, counters=torch.zeros(64, dtype=torch.int32))
+    counters = torch.zeros(64, dtype=torch.int32)
+    held = Plain((1024, 512), None, weight, counters, choices=choices)
     taken = []
-    monkeypatch.setattr("graphdecode.linear.linear_weight.small_linear", lambda *given: taken.append(given[-1]))
+    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given: taken.append(given[-1]))
     for rows in (1, 2, 3, 16, 17):
         held.apply(torch.zeros(rows, 1024), torch.zeros(rows, 512))
     assert taken == [CONFIG, CONFIG]
@@ -187,7 +193,8 @@ def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_pat
 
 def test_the_fixed_product_has_one_configuration_for_any_number_of_rows():
     weight, config = weight_of(), fixed_config(96, 80, 4)
-    held = LinearWeight("fixed", 96, 80, weight, config=config, counters=torch.zeros(4096, dtype=torch.int32))
+    options = FormOptions(weight.device, weight.dtype, LinearTuner(), batch_invariant=True)
+    held = Fixed.of(weight, None, options)
     for rows in (1, 16, 17, 700):
         assert held.choice(rows).config == config
         x, out = torch.randn(rows, 80), torch.full((rows, 96), torch.nan)
@@ -220,7 +227,7 @@ def test_a_process_finds_what_another_measured(tmp_path):
 @pytest.mark.gpu
 def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path):
     weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
-    held = prepare_linear(weight, tuner=LinearTuner(cache=ChoiceCache(tmp_path)), batch_sizes=(1, 16, 64))
+    held = prepare(weight, LinearTuner(cache=ChoiceCache(tmp_path)), batch_sizes=(1, 16, 64))
     assert held.choice(1).us > 0
     assert held.choice(16).us > 0
     assert held.choice(64).us is None

@@ -9,7 +9,6 @@ import torch
 from family_checkpoints import FAMILIES
 from transformers import AutoModelForCausalLM
 
-import graphdecode.engine.loading as loading
 from graphdecode import LLM, BucketConfig, SamplingParams
 
 NEAR_TIE = 1e-3
@@ -34,13 +33,13 @@ def assert_greedy(model: torch.nn.Module, prompt: list[int], answer: list[int]) 
 @pytest.mark.parametrize(("rows", "pages"), [(3, 40), (8, "auto"), (8, 26)])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(
-    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, rows: int, pages: int | str
+    checkpoint: Callable[[str], Path], name: str, rows: int, pages: int | str
 ) -> None:
-    monkeypatch.setitem(loading.PREFILL_TOKENS, "cpu", 32)  # so that prompts take several chunks
     model = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
     config = BucketConfig(max_batch_size=rows, max_sequence_length=160, page_size=8, total_num_pages=pages)
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    with LLM(checkpoint(name), config=config, dtype="float32") as llm:
+    # so few that prompts take several chunks
+    with LLM(checkpoint(name), config=config, dtype="float32", max_prefill_tokens=32) as llm:
         outputs = llm.generate(prompts(), params)
         assert (llm.num_preemptions > 0) == (pages == 26)
     for output in outputs:

@@ -67,7 +67,9 @@ def test_replay_is_eager_and_padding_inert_in_every_bucket(driven: DrivenDecoder
 def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenDecoder) -> None:
     model = driven.model
     declared = {id(tensor) for tensor in model.constants}
-    linears = [linear for layer in model._layers for linear in layer.linears] + [model._lm_head]
-    norms = [norm for layer in model._layers for norm in layer.norms] + [model._final_norm]
+    linears = [linear for block in model.blocks for linear in block.linears.values()]
+    norms = [value for block in model.blocks for name, value in block.parts() if name == "weight"]
+    assert len(linears) == 4 * model.num_layers + 1
+    assert len(norms) == (4 if "Qwen3" in model.config.architecture else 2) * model.num_layers + 1
     assert declared >= {id(tensor) for linear in linears for tensor in linear.tensors} | {id(norm) for norm in norms}
     assert model.weight_bytes == sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphdecode.models import ModelConfig
-from graphdecode.models.load import _expected_shapes
+from graphdecode.models import config_of
+from graphdecode.models.family import family_of
+from graphdecode.models.weight_map import parts
 
 SETTINGS = {
     "architectures": ["LlamaForCausalLM"],
@@ -29,13 +30,14 @@ EVICTION_BYTES = 64 * MIB  # what the choice of paths overwrites to find weights
 SCRIPT = r"""
 import re, sys, torch
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
-from graphdecode.linear.linear_weight import prepare_linear
+from graphdecode.linear.forms import linear_of
+from graphdecode.linear.weight_form import FormOptions
 from graphdecode.models import load_model
 torch.set_num_threads(1)
 dtype = getattr(torch, sys.argv[2])
 warm = LinearTuner()
 for rows in (1, 8):
-    prepare_linear(torch.zeros(64, 64, dtype=dtype), tuner=warm, batch_sizes=(1, 8)).apply(
+    linear_of(torch.zeros(64, 64, dtype=dtype), None, FormOptions(torch.device("cpu"), dtype, warm)).apply(
         torch.empty(rows, 64, dtype=dtype), torch.zeros(rows, 64, dtype=dtype))
 memory = lambda name: 1024 * int(re.search(name + r":\s+(\d+)", open("/proc/self/status").read())[1])
 before = memory("VmRSS")
@@ -50,10 +52,10 @@ print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.elem
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wide")
     (folder / "config.json").write_text(json.dumps(SETTINGS))
-    shapes = _expected_shapes(ModelConfig.from_dict(SETTINGS))
-    save_file(
-        {name: torch.ones(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, folder / "model.safetensors"
-    )
+    config = config_of(SETTINGS)
+    tensors = parts(family_of(config.architecture).weights(config))
+    ones = {part.name: torch.ones(part.shape, dtype=torch.bfloat16) for part in tensors}
+    save_file(ones, folder / "model.safetensors")
     return folder
 
 

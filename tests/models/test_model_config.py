@@ -10,8 +10,9 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
-from graphdecode.models import ModelConfig, UnsupportedModelError
-from graphdecode.models.load import _expected_shapes
+from graphdecode.models import UnsupportedModelError, config_of
+from graphdecode.models.family import family_of
+from graphdecode.models.weight_map import parts
 
 CLASSES = {
     "LlamaForCausalLM": (LlamaConfig, LlamaForCausalLM),
@@ -37,12 +38,13 @@ def test_a_model_has_the_tensors_that_it_has_in_transformers(architecture: str, 
     with torch.device("meta"):
         model = model_class(config_class.from_dict(dict(settings)))
     tensors = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    assert _expected_shapes(ModelConfig.from_dict({"architectures": [architecture], **settings})) == tensors
+    config = config_of({"architectures": [architecture], **settings})
+    assert {part.name: part.shape for part in parts(family_of(architecture).weights(config))} == tensors
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
 def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture: str) -> None:
-    ours = ModelConfig.from_dict({"architectures": [architecture], **NEEDED})
+    ours = config_of({"architectures": [architecture], **NEEDED})
     theirs = CLASSES[architecture][0].from_dict(dict(NEEDED))
     assert ours.num_key_value_heads == theirs.num_key_value_heads
     assert ours.max_position_embeddings == theirs.max_position_embeddings
@@ -68,7 +70,7 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture
     ],
 )
 def test_qwen_windows_only_the_layers_that_transformers_windows(architecture: str, changes: dict[str, Any]) -> None:
-    ours = ModelConfig.from_dict({"architectures": [architecture], **NEEDED, **changes})
+    ours = config_of({"architectures": [architecture], **NEEDED, **changes})
     theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
     windowed = [kind == "sliding_attention" and theirs.sliding_window is not None for kind in theirs.layer_types]
     assert ours.windows == tuple(theirs.sliding_window - 1 if windows else -1 for windows in windowed)
@@ -76,7 +78,7 @@ def test_qwen_windows_only_the_layers_that_transformers_windows(architecture: st
 
 @pytest.mark.parametrize(("window", "expected"), [(None, -1), (1, 0), (4096, 4095)])
 def test_mistral_windows_every_layer(window: int | None, expected: int) -> None:
-    config = ModelConfig.from_dict({"architectures": ["MistralForCausalLM"], **NEEDED, "sliding_window": window})
+    config = config_of({"architectures": ["MistralForCausalLM"], **NEEDED, "sliding_window": window})
     assert config.windows == (expected,) * 4
 
 
@@ -84,14 +86,14 @@ def test_mistral_windows_every_layer(window: int | None, expected: int) -> None:
     ("field", "value", "expected"), [("dtype", "bfloat16", torch.bfloat16), ("torch_dtype", "float16", torch.float16)]
 )
 def test_the_dtype_has_an_old_and_a_new_name(field: str, value: str, expected: torch.dtype) -> None:
-    assert ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], **NEEDED, field: value}).dtype == expected
+    assert config_of({"architectures": ["LlamaForCausalLM"], **NEEDED, field: value}).dtype == expected
 
 
 @pytest.mark.parametrize(
     ("eos", "expected"), [(None, ()), (2, (2,)), ([128001, 128008, 128009], (128001, 128008, 128009))]
 )
 def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...]) -> None:
-    config = ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], **NEEDED, "eos_token_id": eos})
+    config = config_of({"architectures": ["LlamaForCausalLM"], **NEEDED, "eos_token_id": eos})
     assert config.eos_token_ids == expected
 
 
@@ -117,4 +119,4 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
 )
 def test_a_value_that_makes_no_sense_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        ModelConfig.from_dict({"architectures": ["LlamaForCausalLM"], **NEEDED, **changes})
+        config_of({"architectures": ["LlamaForCausalLM"], **NEEDED, **changes})

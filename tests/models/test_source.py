@@ -5,11 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
-import graphdecode.models.source as source
 from graphdecode.models import ModelSourceError, resolve_model_path
 
 REPOSITORY = [
@@ -70,7 +70,7 @@ def test_only_what_is_needed_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_pat
         fetched.extend(filter_repo_objects(REPOSITORY + NOT_FETCHED, **options))
         return str(tmp_path)
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert resolve_model_path("meta-llama/Llama-3.2-1B") == tmp_path
     assert fetched == REPOSITORY
 
@@ -86,7 +86,7 @@ def test_what_the_hub_refuses_says_why(monkeypatch: pytest.MonkeyPatch, error: t
     def snapshot_download(name: str, **_: object) -> str:
         raise error.__new__(error, name)  # its constructor takes a response of the HTTP library's own
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(ModelSourceError, match=message):
         resolve_model_path("meta-llama/Llama-3.2-1B")
 

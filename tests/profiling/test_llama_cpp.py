@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from graphdecode.models.config import ModelConfig
+from graphdecode.models import describe_model
 from peers import PEERS, Workload
 from peers.gguf_file import interleaved, why_not_gguf
 from peers.greedy import Reference
@@ -46,14 +46,14 @@ def test_rotary_pairs_become_neighbours() -> None:
     ],
 )
 def test_models_that_are_not_written_are_named(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
-    found = why_not_gguf(ModelConfig.load(checkpoint(tmp_path, **changes)))
+    found = why_not_gguf(describe_model(checkpoint(tmp_path, **changes)))
     assert reason in found
     assert bool(reason) == bool(found)
 
 
 def test_other_families_are_not_written(tmp_path: Path) -> None:
     Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)).save_pretrained(tmp_path)
-    assert "this is Qwen3ForCausalLM" in why_not_gguf(ModelConfig.load(tmp_path))
+    assert "this is Qwen3ForCausalLM" in why_not_gguf(describe_model(tmp_path))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphdecode.linear.weight_form import read_fused
+from graphdecode.models import describe_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
+from graphdecode.models.families import Llama
 
 _LAYER_TENSORS = {
     "self_attn.q_proj": "attn_q",
@@ -29,7 +32,7 @@ _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 def why_not_gguf(config: ModelConfig) -> str:
     """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
-    if config.architecture != "LlamaForCausalLM":
+    if config.architecture != Llama.architecture:
         return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
     if config.rope.rope_type != "default":
         return f"only the default rope is written as GGUF here, this is {config.rope.rope_type}"
@@ -57,7 +60,7 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     """
     import gguf
 
-    config = ModelConfig.load(folder)
+    config = describe_model(folder)
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_vocab_size(config.vocab_size)
@@ -73,7 +76,7 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("no_vocab")
-    for name, tensor in _tensors(config, Checkpoint(folder, torch.device("cpu"), getattr(torch, dtype))):
+    for name, tensor in _tensors(config, Checkpoint(folder), getattr(torch, dtype)):
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor.float().numpy())
         else:
@@ -84,15 +87,18 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     writer.close()
 
 
-def _tensors(config: ModelConfig, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    yield "token_embd.weight", checkpoint.read("model.embed_tokens.weight")
-    yield "output_norm.weight", checkpoint.read("model.norm.weight")
+def _tensors(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def read(name: str) -> Tensor:
+        return read_fused(checkpoint, (name,), None, dtype, torch.device("cpu"))
+
+    yield "token_embd.weight", read("model.embed_tokens.weight")
+    yield "output_norm.weight", read("model.norm.weight")
     if not config.tie_word_embeddings:
-        yield "output.weight", checkpoint.read("lm_head.weight")
+        yield "output.weight", read("lm_head.weight")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for layer in range(config.num_hidden_layers):
         for theirs, ours in _LAYER_TENSORS.items():
-            tensor = checkpoint.read(f"model.layers.{layer}.{theirs}.weight")
+            tensor = read(f"model.layers.{layer}.{theirs}.weight")
             yield f"blk.{layer}.{ours}.weight", interleaved(tensor, heads[ours]) if ours in heads else tensor
 
 

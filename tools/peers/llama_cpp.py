@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from graphdecode.models.config import ModelConfig
+from graphdecode.models import describe_model
 from peers.gguf_file import gguf_type, why_not_gguf, write_gguf
 from peers.peer import Peer, Tokens, Workload
 
@@ -25,7 +25,7 @@ class LlamaCpp(Peer):
 
     def why_not(self, folder: Path, workload: Workload) -> str:
         """Return why not; the checkpoint may be one that is not written as GGUF."""
-        return super().why_not(folder, workload) or why_not_gguf(ModelConfig.load(folder))
+        return super().why_not(folder, workload) or why_not_gguf(describe_model(folder))
 
     def open(self, folder: Path, workload: Workload) -> None:
         """Write the checkpoint as GGUF, load it, and make a context for each batch size."""
@@ -43,7 +43,7 @@ class LlamaCpp(Peer):
         self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         if not self._model:
             raise RuntimeError("llama.cpp does not load the GGUF file that was written from the checkpoint")
-        vocab_size = ModelConfig.load(folder).vocab_size
+        vocab_size = describe_model(folder).vocab_size
         self._contexts = {
             size: _Context(llama_cpp, self._model, size, vocab_size, workload) for size in workload.batch_sizes
         }

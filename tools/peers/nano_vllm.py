@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar
 
-from graphdecode.models.config import ModelConfig
+from graphdecode.models import describe_model
+from graphdecode.models.families import Qwen3
 from peers.peer import GPU_SHARE, Peer, Tokens, Workload
 
 _NEARLY_GREEDY = 1e-5  # it refuses a temperature of 0; at this one only ties within a few ten-thousandths are drawn
@@ -22,8 +23,8 @@ class NanoVllm(Peer):
 
     def why_not(self, folder: Path, workload: Workload) -> str:
         """Return why not; the checkpoint may be of a family that it does not know."""
-        architecture = ModelConfig.load(folder).architecture
-        known = "" if architecture == "Qwen3ForCausalLM" else f"knows Qwen3 only, this is {architecture}"
+        architecture = describe_model(folder).architecture
+        known = "" if architecture == Qwen3.architecture else f"knows Qwen3 only, this is {architecture}"
         return super().why_not(folder, workload) or known
 
     def open(self, folder: Path, workload: Workload) -> None:

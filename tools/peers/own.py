@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphdecode.config import BucketConfig
-from graphdecode.engine import LLM, SamplingParams
+from graphdecode.text import LLM, SamplingParams
 from peers.peer import Peer, Tokens, Workload
 
 

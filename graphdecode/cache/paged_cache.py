@@ -1,0 +1,201 @@
+"""The paged cache: keys and values of all layers in pages, and which sequence owns which."""
+
+from collections.abc import Hashable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import UnknownSequenceError, require_positive
+from .ledger import PageLedger
+from .pool import PagePool
+
+
+class PagedKVCache:
+    """Keys and values of all layers in pages, and which sequence owns which.
+
+    Plain tensors and host bookkeeping: it stages nothing for the device and keeps no lengths; whoever drives it says
+    how many tokens a sequence has computed. Every verb that raises has changed nothing.
+
+    Args:
+        num_layers: layers, each with keys and values.
+        total_num_pages: pages that sequences can own, >= 1; the trash page is one more.
+        page_size: tokens in a page.
+        max_pages_per_row: pages of one sequence at most; the width of a page table's row.
+        num_kv_heads: key and value heads.
+        head_dim: size of a head.
+        dtype: of keys and values.
+        device: where the tensors are.
+        prefix_caching: whether `add` finds the pages of prefixes that were published.
+
+    Attributes:
+        layers: (keys, values) of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zero-filled.
+        ledger: who owns which page.
+        trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
+
+    Raises:
+        ValueError: a size is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        total_num_pages: int,
+        page_size: int,
+        max_pages_per_row: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        prefix_caching: bool = False,
+    ) -> None:
+        require_positive(
+            num_layers=num_layers,
+            total_num_pages=total_num_pages,
+            page_size=page_size,
+            max_pages_per_row=max_pages_per_row,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+        self.page_size = page_size
+        self.total_num_pages = total_num_pages
+        self.trash_page = total_num_pages
+        self.max_pages_per_row = max_pages_per_row
+        self.prefix_caching = prefix_caching
+        self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
+        shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
+        self.layers: list[tuple[Tensor, Tensor]] = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(num_layers)
+        ]
+
+    @property
+    def pool(self) -> PagePool:
+        """The pages' owners: ask it for `free`, `used`, `shared` and `parked`."""
+        return self.ledger.pool
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that can be had: free ones, and those of prefixes that nobody uses now."""
+        return self.ledger.available
+
+    def add(self, sequence_id: Hashable, token_ids: Sequence[int]) -> int:
+        """Enter a sequence, and return how many of its tokens are in the cache already.
+
+        With prefix caching these are the full pages of its longest known prefix, which are shared from now on; never
+        the whole prompt, at most all tokens but one.
+
+        Raises:
+            ValueError: the sequence exists.
+        """
+        if sequence_id in self.ledger.pages:
+            raise ValueError(f"sequence {sequence_id!r} is in the cache already")
+        return self.ledger.open(sequence_id, token_ids)
+
+    def reserve(self, sequence_id: Hashable, length: int) -> bool:
+        """Make sure that a sequence has pages for `length` tokens, and return whether it got new ones.
+
+        Raises:
+            CacheFullError: there are not enough pages.
+            UnknownSequenceError: there is no such sequence.
+            ValueError: `length` is not in 0..max_pages_per_row * page_size.
+        """
+        self._pages(sequence_id)
+        self._check_length(sequence_id, length, self.max_pages_per_row)
+        return self.ledger.grow(sequence_id, length)
+
+    def publish(self, sequence_id: Hashable, length: int, token_ids: Sequence[int]) -> None:
+        """Make the full pages of a sequence's first `length` tokens findable: their keys and values are computed.
+
+        Does nothing without prefix caching, or where no page has become full since the last call.
+
+        Args:
+            sequence_id: of the sequence.
+            length: tokens whose keys and values are in the cache.
+            token_ids: at least the first `length` tokens.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+            ValueError: `length` goes past the sequence's pages, or there are fewer token ids.
+        """
+        self._check_length(sequence_id, length, len(self._pages(sequence_id)))
+        if len(token_ids) < length:
+            raise ValueError(f"token_ids must hold the first {length} tokens, got {len(token_ids)}")
+        self.ledger.publish(sequence_id, length, token_ids)
+
+    def truncate(self, sequence_id: Hashable, length: int) -> None:
+        """Give back a sequence's pages past `length` tokens.
+
+        A last page that becomes partial is copied if it is shared, and else no longer findable: it will be written to.
+
+        Raises:
+            CacheFullError: the new last page is shared, and there is no page for a copy of it.
+            UnknownSequenceError: there is no such sequence.
+            ValueError: `length` goes past the sequence's pages.
+        """
+        self._check_length(sequence_id, length, len(self._pages(sequence_id)))
+        copy_page(self.layers, self.ledger.truncate(sequence_id, length))
+
+    def free(self, sequence_id: Hashable) -> None:
+        """Give back a sequence's pages. Those of published prefixes stay findable until they are evicted.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+        self._pages(sequence_id)
+        self.ledger.close(sequence_id)
+
+    def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
+        """Return the pages of a sequence, in order.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+        return tuple(self._pages(sequence_id))
+
+    def fill_page_row(self, sequence_id: Hashable, out: np.ndarray) -> None:
+        """Write a sequence's pages into `out`, int32 [max_pages_per_row], and the trash page behind them.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+        pages = self._pages(sequence_id)
+        out[: len(pages)] = pages
+        out[len(pages) :] = self.trash_page
+
+    def reset(self) -> None:
+        """Forget all sequences and prefixes; the tensors stay as they are."""
+        self.ledger.clear()
+
+    def _pages(self, sequence_id: Hashable) -> list[int]:
+        pages = self.ledger.pages.get(sequence_id)
+        if pages is None:
+            raise UnknownSequenceError(f"no sequence {sequence_id!r} is in the cache")
+        return pages
+
+    def _check_length(self, sequence_id: Hashable, length: int, pages: int) -> None:
+        limit = pages * self.page_size
+        if not 0 <= length <= limit:
+            raise ValueError(
+                f"length of {sequence_id!r} must be in 0..{limit} ({pages} pages of {self.page_size} tokens), "
+                f"got {length!r}"
+            )
+
+    def __repr__(self) -> str:
+        keys = self.layers[0][0]
+        size = sum(k.nbytes + v.nbytes for k, v in self.layers) / 2**20
+        prefixes = ", prefix caching" if self.prefix_caching else ""
+        return (
+            f"PagedKVCache({len(self.ledger.pages)} sequences, {self.pool}, {len(self.layers)} layers of "
+            f"{list(keys.shape)} {str(keys.dtype).removeprefix('torch.')}, {size:.1f} MiB in all, on {keys.device}"
+            f"{prefixes})"
+        )
+
+
+def copy_page(layers: Iterable[tuple[Tensor, Tensor]], move: tuple[int, int] | None) -> None:
+    """Copy a page of each layer's keys and values, (source, destination); None: nothing is to be copied."""
+    if move is not None:
+        source, destination = move
+        for tensor in (tensor for layer in layers for tensor in layer):
+            tensor[destination].copy_(tensor[source])

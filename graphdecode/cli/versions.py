@@ -1,0 +1,42 @@
+"""What runs here: versions, and with `--debug` the device and the compiled kernels."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import graphdecode
+
+_PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
+
+
+def versions() -> str:
+    """Return the versions that say most, in one line."""
+    return ", ".join(
+        [f"graphdecode {graphdecode.__version__}", *(f"{name} {_of(name)}" for name in ("torch", "triton"))]
+    )
+
+
+def state() -> str:
+    """Return all that a report of a bug should tell, one fact a line."""
+    from graphdecode.engine.loading import resolve_device
+    from graphdecode.profiling.environment import describe_environment
+
+    facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
+    facts |= {name: _of(name) for name in _PACKAGES}
+    facts |= describe_environment(resolve_device("auto"))
+    facts["compiled_kernels"] = _compiled_kernels()
+    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+
+
+def _of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _compiled_kernels() -> str:
+    from graphdecode.kernels.native import library
+
+    return "none: " + reason if (reason := library.why_not()) else "there"

@@ -1,0 +1,141 @@
+"""One key of a configuration: its section in the file, what it takes, what it means.
+
+A configuration is a frozen dataclass whose fields are made by `key`: the field is all there is to know of the key. The
+reader and the writer of files, the checks and the reference are made from these fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from graphdecode.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a key takes.
+
+    Attributes:
+        expected: in words, as in "must be ...".
+        accepts: whether a value is one of these.
+        example: one of them, in TOML, for keys whose default is to be left out.
+    """
+
+    expected: str
+    accepts: Callable[[Any], bool]
+    example: str = ""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        section: of the file.
+        name: in the file.
+        field: of the dataclass.
+        default: None means that the key is left out.
+        values: what it takes.
+        meaning: one sentence or two, for the reference.
+    """
+
+    section: str
+    name: str
+    field: str
+    default: Any
+    values: Values
+    meaning: str
+
+    def check(self, value: Any, where: str | None = None) -> None:
+        """Refuse a value that the key does not take.
+
+        Raises:
+            ConfigError: naming the key, or `where` it stands, the value and what it must be.
+        """
+        if not self.values.accepts(value):
+            raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {value!r}")
+
+
+def key(section: str, default: Any, values: Values, meaning: str, *, name: str | None = None) -> Any:
+    """Return a dataclass field that is a key.
+
+    Args:
+        section: of the file.
+        default: of the field.
+        values: what the key takes.
+        meaning: for the reference.
+        name: in the file, where it differs from the field's.
+    """
+    told = {"section": section, "name": name, "values": values, "meaning": meaning}
+    return dataclasses.field(default=default, metadata=told)
+
+
+def keys_of(config: Any) -> tuple[Key, ...]:
+    """Return the keys of a configuration (class or instance), in the order of its fields."""
+    return tuple(
+        Key(told["section"], told["name"] or field.name, field.name, field.default, told["values"], told["meaning"])
+        for field in dataclasses.fields(config)
+        if (told := field.metadata)
+    )
+
+
+def integer(low: int, high: int = 2**31 - 1) -> Values:
+    """Return the integers of a range; a bool is none."""
+    return Values(f"an integer in {low}..{high}", lambda value: _is_integer(value) and low <= value <= high)
+
+
+def long_integer() -> Values:
+    """Return the integers of 64 bits; a bool is none."""
+    return Values("an integer in -2^63..2^63-1", integer(-(2**63), 2**63 - 1).accepts)
+
+
+def fraction() -> Values:
+    """Return the numbers above 0 and up to 1."""
+    return Values(
+        "a number above 0 and at most 1",
+        lambda value: (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and 0 < value <= 1,
+    )
+
+
+def boolean() -> Values:
+    """Return True and False."""
+    return Values("true or false", lambda value: isinstance(value, bool))
+
+
+def one_of(*choices: str) -> Values:
+    """Return some words."""
+    expected = ("one of " if len(choices) > 1 else "") + ", ".join(map(repr, choices))
+    return Values(expected, lambda value: isinstance(value, str) and value in choices)
+
+
+def none_or(values: Values, example: str) -> Values:
+    """Return None, which in a file is a key left out, and some other values."""
+    return Values(f"None or {values.expected}", lambda value: value is None or values.accepts(value), example)
+
+
+def auto_or(values: Values) -> Values:
+    """Return "auto" and some other values."""
+    expected = f"'auto' or {values.expected}"
+    return Values(expected, lambda value: (isinstance(value, str) and value == "auto") or values.accepts(value))
+
+
+def matching(pattern: str, expected: str) -> Values:
+    """Return the words that a pattern matches whole."""
+    return Values(expected, lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None)
+
+
+def integers() -> Values:
+    """Return the lists of at least one integer >= 1."""
+    return Values(
+        "a list of at least one integer >= 1",
+        lambda value: isinstance(value, (list, tuple)) and bool(value) and all(map(integer(1).accepts, value)),
+    )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

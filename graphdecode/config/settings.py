@@ -1,0 +1,236 @@
+"""The configurations of a runtime: `BucketConfig` for its graphs and cache, `EngineConfig` for all of it.
+
+A file in TOML can hold either (`docs/configuration.md`, made from the fields below, names the keys).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypedDict, Unpack
+
+from graphdecode.buckets import BucketLadder
+from graphdecode.config.key import (
+    auto_or,
+    boolean,
+    fraction,
+    integer,
+    integers,
+    key,
+    keys_of,
+    long_integer,
+    matching,
+    none_or,
+    one_of,
+)
+from graphdecode.config.toml_file import ConfigFile, written
+from graphdecode.errors import ArgumentError, ConfigError
+
+_AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
+
+
+@dataclass(frozen=True)
+class BucketConfig:
+    """Capacity and buckets of a runtime: the sections [capacity], [buckets], [capture] and [loop] of a file.
+
+    Raises:
+        ConfigError: a value that no runtime could work with.
+    """
+
+    max_batch_size: int = key("capacity", 64, integer(1, 65536), "Rows: sequences that are decoded at the same time.")
+    max_sequence_length: int = key(
+        "capacity",
+        4096,
+        integer(1),
+        "Prompt plus generated tokens of one sequence; the smaller of this and what the model was trained for counts.",
+    )
+    page_size: int = key("capacity", 16, integer(1, 65536), "Tokens of one page of the key-value cache.")
+    total_num_pages: int | str = key(
+        "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of what is free."
+    )
+    memory_fraction: float = key("capacity", 0.9, fraction(), "See total_num_pages.")
+    batch_sizes: tuple[int, ...] | list[int] | str = key(
+        "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
+    )
+    max_graphs: int = key("buckets", 16, integer(1, 65536), "How many buckets auto may choose.")
+    capture_when: str = key(
+        "capture", "startup", one_of("startup", "first-use"), "When a bucket's graph is captured.", name="when"
+    )
+    backend: str = key(
+        "capture",
+        "auto",
+        one_of("auto", "cuda", "recorded", "eager"),
+        "What a graph is: a CUDA graph, a recorded step (CPU), or none. auto takes what the device has.",
+    )
+    warmup_steps: int = key("capture", 2, integer(1, 1000), "Eager steps before a capture.")
+    steps_per_launch: int = key(
+        "loop",
+        1,
+        integer(1, 4096),
+        "Decode steps for each time that the host looks at the tokens. With more than one, the steps of a launch are "
+        "a loop on the device, which ends when all rows are finished; requests join and leave between launches only.",
+    )
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if not isinstance(self.batch_sizes, str):
+            object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+            too_large = [size for size in self.batch_sizes if size > self.max_batch_size]
+            if too_large:
+                raise ConfigError(f"batch_sizes must be at most max_batch_size={self.max_batch_size}, got {too_large}")
+
+    @cached_property
+    def ladder(self) -> BucketLadder:
+        """The buckets that these settings give."""
+        if isinstance(self.batch_sizes, str):
+            return BucketLadder.auto(self.max_batch_size, self.max_graphs)
+        return BucketLadder(self.batch_sizes, self.max_batch_size)
+
+    @classmethod
+    def load(cls, path: str | Path) -> BucketConfig:
+        """Read these settings from a file, which may hold those of an `EngineConfig` too; all of it is checked.
+
+        Raises:
+            ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
+        """
+        return EngineConfig.load(path).buckets
+
+    def to_toml(self) -> str:
+        """Return the file that `load` reads back to the same configuration."""
+        return written(self, keys_of(self))
+
+    def with_limits(self, **changes: Any) -> BucketConfig:
+        """Return a copy with some fields changed, checked like any other configuration."""
+        return replace(self, **changes)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The fields of `EngineConfig` that a call can override; torch's own objects are fine."""
+
+    max_prefill_tokens: int | Literal["auto"]
+    device: Any  # a name or a torch.device
+    dtype: Any  # a name or a torch.dtype
+    seed: int
+    quantize: str | None
+    batch_invariant: bool
+    prefix_cache: bool
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """All settings of an engine: its buckets, and the sections [scheduling] and [model] of a file.
+
+    A `torch.dtype` and a `torch.device` are kept by their names.
+
+    Raises:
+        ConfigError: a value that no engine could work with.
+    """
+
+    buckets: BucketConfig = field(default_factory=BucketConfig)
+    max_prefill_tokens: int | str = key(
+        "scheduling",
+        "auto",
+        auto_or(integer(1)),
+        f"Prompt tokens of one engine step; auto is {_AUTO_PREFILL_TOKENS['cuda']} on a GPU and "
+        f"{_AUTO_PREFILL_TOKENS['cpu']} on a CPU.",
+    )
+    device: str = key(
+        "model",
+        "auto",
+        matching(r"auto|(cpu|cuda)(:\d+)?", "auto, cpu or cuda (one of several: cuda:1)"),
+        "Where the model runs; auto is a GPU where there is one.",
+    )
+    dtype: str = key(
+        "model",
+        "auto",
+        matching("auto|float32|bfloat16|float16", "auto, float32, bfloat16 or float16"),
+        "Of weights and cache; auto is the checkpoint's where the device can compute in it.",
+    )
+    seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
+    quantize: str | None = key("model", None, none_or(one_of("int8"), '"int8"'), "Weights in 8 bits, on a CPU.")
+    batch_invariant: bool = key(
+        "model",
+        False,
+        boolean(),
+        "A request's tokens and log-probabilities have the same bits alone and in any company, bucket and row, however "
+        "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
+    )
+    prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.buckets, BucketConfig):
+            raise ConfigError(f"buckets must be a BucketConfig, got {self.buckets!r:.80}")
+        torch = sys.modules.get("torch")  # who has no torch has none of its objects
+        if torch is not None:
+            if isinstance(self.dtype, torch.dtype):
+                object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
+            if isinstance(self.device, torch.device):
+                object.__setattr__(self, "device", str(self.device))
+        _check(self)
+
+    @classmethod
+    def load(cls, path: str | Path) -> EngineConfig:
+        """Read a configuration file; keys that it leaves out keep their defaults.
+
+        Raises:
+            ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
+        """
+        file = ConfigFile(path, [*keys_of(BucketConfig), *keys_of(EngineConfig)])
+        given = {name: value for section in file.values.values() for name, value in section.items()}
+        of_buckets = {field.name for field in fields(BucketConfig)}
+        try:
+            buckets = BucketConfig(**{name: value for name, value in given.items() if name in of_buckets})
+            return cls(buckets=buckets, **{name: value for name, value in given.items() if name not in of_buckets})
+        except ConfigError as error:
+            raise file.blamed(error) from error
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig | BucketConfig | str | Path | None, **keywords: Unpack[EngineKeywords]
+    ) -> EngineConfig:
+        """Return the configuration that a caller means: what is given, or its defaults, with some fields overridden.
+
+        Args:
+            config: a configuration, the path of a file, or None for the defaults.
+            keywords: fields to override; those that a caller left out must be left out here too.
+
+        Raises:
+            ConfigError: a value cannot be used, or the file cannot.
+            ArgumentError: `config` is something else.
+            TypeError: there is no such field.
+        """
+        unknown = sorted(keywords.keys() - {field.name for field in keys_of(EngineConfig)})
+        if unknown:
+            known = ", ".join(EngineKeywords.__annotations__)
+            raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
+        if config is None:
+            config = cls()
+        elif isinstance(config, (str, Path)):
+            config = cls.load(config)
+        elif isinstance(config, BucketConfig):
+            config = cls(buckets=config)
+        elif not isinstance(config, EngineConfig):
+            expected = "an EngineConfig, a BucketConfig, the path of a configuration file, or None"
+            raise ArgumentError(f"config must be {expected}, got {config!r:.80}")
+        return replace(config, **keywords)
+
+    def to_toml(self) -> str:
+        """Return the file that `load` reads back to the same configuration.
+
+        The buckets are written in full; of [scheduling] and [model] what differs from the defaults.
+        """
+        changed = [each for each in keys_of(self) if getattr(self, each.field) != each.default]
+        return "\n".join([self.buckets.to_toml(), *([written(self, changed)] if changed else [])])
+
+    def prefill_tokens(self, device_type: str) -> int:
+        """Return how many prompt tokens one engine step takes on a device of this type, `"cuda"` or `"cpu"`."""
+        if isinstance(self.max_prefill_tokens, str):
+            return _AUTO_PREFILL_TOKENS[device_type]
+        return self.max_prefill_tokens
+
+
+def _check(config: BucketConfig | EngineConfig) -> None:
+    for each in keys_of(config):
+        each.check(getattr(config, each.field))

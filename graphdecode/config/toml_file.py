@@ -1,0 +1,102 @@
+"""Configurations in TOML: read with the line of what is wrong, and written."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from graphdecode.config.key import Key
+from graphdecode.errors import ConfigError
+
+
+class ConfigFile:
+    """What a file says, checked key by key.
+
+    Args:
+        path: the file.
+        keys: those that it may hold.
+
+    Attributes:
+        values: section -> field of the configuration -> value, for what the file holds.
+
+    Raises:
+        ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
+    """
+
+    def __init__(self, path: str | Path, keys: Iterable[Key]) -> None:
+        self._path = path
+        try:
+            self._text = Path(path).read_text(encoding="utf-8")
+            document = tomllib.loads(self._text)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        sections: dict[str, dict[str, Key]] = {}
+        for key in keys:
+            sections.setdefault(key.section, {})[key.name] = key
+        self.values: dict[str, dict[str, Any]] = {name: {} for name in sections}
+        for section, entries in document.items():
+            self._read_section(section, entries, sections)
+
+    def _read_section(self, section: str, entries: Any, sections: dict[str, dict[str, Key]]) -> None:
+        if section not in sections or not isinstance(entries, dict):
+            known = ", ".join(f"[{name}]" for name in sections)
+            raise ConfigError(f"{self._place(section)}: unknown section or key {section!r}; known: {known}")
+        for name, value in entries.items():
+            where = f"{self._place(section, name)}: [{section}] {name}"
+            if name not in sections[section]:
+                raise ConfigError(f"{where}: unknown key; known: {', '.join(sections[section])}")
+            key = sections[section][name]
+            key.check(value, where)
+            self.values[section][key.field] = value
+
+    def blamed(self, error: ConfigError) -> ConfigError:
+        """Return an error about keys that are each right, but do not go together, with its place in the file."""
+        name = str(error).partition(" ")[0]
+        section = next((section for section, values in self.values.items() if name in values), "")
+        return ConfigError(f"{self._place(section, name)}: {error}")
+
+    def _place(self, section: str, name: str | None = None) -> str:
+        return f"{self._path}{_line_of(self._text, section, name)}"
+
+
+def written(config: Any, keys: Iterable[Key]) -> str:
+    """Return the lines of a file for some of a configuration's keys; those that are None are left out."""
+    lines: list[str] = []
+    section = None
+    for key in keys:
+        if key.section != section:
+            lines += [""] * (section is not None) + [f"[{key.section}]"]
+            section = key.section
+        value = getattr(config, key.field)
+        if value is not None:
+            lines.append(f"{key.name} = {toml_value(value)}")
+    return "\n".join([*lines, ""])
+
+
+def toml_value(value: Any) -> str:
+    """Return a value in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f'"{value}"'
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return str(value)
+
+
+def _line_of(text: str, section: str, name: str | None) -> str:
+    """Return `:line` of a section or of a key in it, or nothing where it was written in another form."""
+    target = re.compile(rf"\s*\"?{re.escape(section if name is None else name)}\"?\s*[.=]")
+    current = None
+    for number, line in enumerate(text.splitlines(), 1):
+        header = re.match(r"\s*\[\s*([\w.-]+)\s*\]", line)
+        if header:
+            current = header.group(1)
+            if name is None and current == section:
+                return f":{number}"
+        elif current == (section if name is not None else None) and target.match(line):
+            return f":{number}"
+    return ""

@@ -1,0 +1,252 @@
+"""The engine's public face: requests of tokens in, events of tokens out, from any thread."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from graphdecode.cache import PagedKVCache
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.metrics import EngineStats, RequestMetrics
+from graphdecode.engine.request import Event, Request, RequestError
+from graphdecode.engine.runner import Runner
+from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.sequence import Sequence
+from graphdecode.engine.steps import RowSampling
+from graphdecode.errors import ClosedError
+from graphdecode.graphs import GraphManager
+from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
+
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
+
+
+class Engine:
+    """Generates tokens for many requests at once. It knows no text, and starts no thread.
+
+    All methods may be called from any thread. Whoever calls `step` does the work of all; `add`, `finish` and `abort`
+    never wait for a step: what they ask for is done before the next one.
+
+    Args:
+        runner: the model, its cache and its graphs.
+        seed: of the requests that bring none.
+    """
+
+    def __init__(self, runner: Runner, *, seed: int = 0) -> None:
+        self.runner = runner
+        self.scheduler = Scheduler(
+            runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget
+        )
+        self.seed = seed
+        self._loop = EngineLoop(self.scheduler, runner)
+        self._sequences: dict[int, Sequence] = {}
+        self._request_ids = itertools.count()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stepping = threading.Lock()
+        self._ended: list[int] = []  # known until the next step, for text that ends an answer earlier
+        self._torn: str | None = None  # why a step did not come to its end
+        self._closed = False
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        return self._loop.stats
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The key-value cache, whose pool can be asked for free and used pages."""
+        return self.runner.cache
+
+    @property
+    def capacity(self) -> Capacity:
+        """What fits."""
+        return self.runner.capacity
+
+    @property
+    def graphs(self) -> GraphManager:
+        """The captured graphs of the step, one a bucket."""
+        return self.runner.graphs
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self.runner.model.config.vocab_size
+
+    @property
+    def lookahead(self) -> int:
+        """Launches that may be under way while an earlier one is read."""
+        return self._loop.lookahead
+
+    @lookahead.setter
+    def lookahead(self, launches: int) -> None:
+        self._loop.lookahead = launches
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no row yet."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._inbox) or self._torn is not None or self._loop.has_work
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served; nothing changes.
+
+        Raises:
+            RequestError: says what does not fit, and the range.
+        """
+        params, vocab_size = request.sampling_params, self.vocab_size
+        tokens = request.prompt_token_ids
+        if params.n != 1:
+            raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
+        if params.stop_strings:
+            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {params.stop!r}")
+        if not len(tokens):
+            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
+        wrong = [token for token in tokens if not 0 <= token < vocab_size]
+        if wrong:
+            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
+        capacity = self.capacity
+        if len(tokens) >= capacity.token_limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with one token to generate, at most "
+                f"{capacity.token_limit - 1} fit (max_sequence_length {capacity.max_sequence_length}, "
+                f"{capacity.total_num_pages} pages of {self.cache.page_size} tokens)"
+            )
+        stop_ids = self._stop_ids(request)
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise RequestError(
+                f"at most {MAX_STOP_IDS} tokens can end an answer, the model's and stop_token_ids are {len(stop_ids)}"
+            )
+        named = {"stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
+        for name, ids in named.items():
+            beyond = [token for token in ids if token >= vocab_size]
+            if beyond:
+                raise RequestError(f"{name} names {beyond}, the vocabulary ends at {vocab_size - 1}")
+
+    def _stop_ids(self, request: Request) -> tuple[int, ...]:
+        params = request.sampling_params
+        eos = () if params.ignore_eos else self.runner.model.config.eos_token_ids
+        return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
+
+    def add(self, request: Request) -> int:
+        """Hand in a request, and return what names it in `step`'s events.
+
+        Raises:
+            RequestError: it can never be served; nothing has changed.
+            ClosedError: the engine was closed.
+        """
+        if self._closed:
+            raise ClosedError("this engine was closed")
+        self.check(request)
+        request_id = next(self._request_ids)
+        params = request.sampling_params
+        tokens = [int(token) for token in request.prompt_token_ids]
+        stop_ids = self._stop_ids(request)
+        max_length = min(len(tokens) + params.max_tokens, self.capacity.token_limit)
+        seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
+        sequence = Sequence(
+            request_id,
+            tokens,
+            params,
+            prompt_length=len(tokens),
+            max_length=max_length,
+            stop_ids=stop_ids,
+            eos_token_ids=self.runner.model.config.eos_token_ids,
+            sampling=RowSampling.of(
+                params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
+            ),
+            metrics=RequestMetrics(time.perf_counter()),
+        )
+        self._sequences[request_id] = sequence
+        self._inbox.append(lambda: self._loop.add(sequence))
+        self._settle()
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """Give up a request: its row and pages are free before the next step, and no event names it any more.
+
+        One that has ended, or is not known, is left alone.
+        """
+        self._end(request_id, None)
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """End a request whose answer is complete, though its tokens do not say so: its text contains a stop text.
+
+        Like `abort`, but it counts as answered.
+
+        Args:
+            request_id: what `add` returned.
+            num_tokens: tokens of the answer; those that were generated beyond them are not counted.
+        """
+        self._end(request_id, num_tokens)
+
+    def _end(self, request_id: int, num_tokens: int | None) -> None:
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self._inbox.append(lambda: self._remove(sequence, num_tokens))
+            self._settle()
+
+    def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
+        was_there = self._loop.remove(sequence)
+        if num_tokens is not None:
+            self.stats.generated_tokens -= sequence.num_generated - num_tokens
+            self.stats.finished_answers += was_there
+
+    def _settle(self) -> None:
+        """Do now what was asked for, unless a step is running: whoever runs it looks again when it is done."""
+        while self._inbox and self._stepping.acquire(blocking=False):
+            try:
+                self._take_inbox()
+            finally:
+                self._stepping.release()
+
+    def _take_inbox(self) -> None:
+        if self._torn is not None:
+            self._loop.reset(self._torn)
+            self._torn = None
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def step(self) -> list[Event]:
+        """Do one round for all requests: at most one prefill and one launch; return what became of whom.
+
+        A step that fails gives up every request, whose owners are told by the next step; later requests are served.
+        """
+        with self._stepping:
+            self._take_inbox()
+            while self._ended:
+                self._sequences.pop(self._ended.pop(), None)
+            self._torn = "the engine's step was interrupted"  # until it has come to its end
+            try:
+                events = self._loop.step()
+            except Exception as error:
+                self._torn = f"the engine's step failed: {type(error).__name__}: {error}"
+                raise
+            self._torn = None
+            known = [event for event in events if event.request_id in self._sequences]
+            self._ended += [event.request_id for event in known if event.finish_reason is not None]
+        self._settle()
+        return known
+
+    def close(self) -> None:
+        """Give up what runs or waits, and release graphs and buffers; the engine cannot be used afterwards."""
+        with self._stepping:
+            if self._closed:
+                return
+            self._closed = True
+            self._inbox.clear()
+            self._loop.reset("the engine was closed")
+            self._sequences.clear()
+            self.runner.close()
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """Derive a seed from another, as a signed 64-bit integer: a Weyl step of SplitMix64 (Steele et al., 2014)."""
+    mixed = (seed + (index + 1) * _GOLDEN_GAMMA) % 2**64
+    return mixed - 2**64 if mixed >= 2**63 else mixed

@@ -1,0 +1,65 @@
+"""What is counted and timed: of one request, and of an engine."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+_STEP_TIMES_KEPT = 100_000
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened, in seconds of `time.perf_counter`, and what it took.
+
+    Attributes:
+        arrival_time: the request was handed in.
+        first_scheduled_time: it first got a row and pages; None before.
+        first_token_time: its first token was known to the host; None before.
+        finished_time: its last answer was finished; None before.
+        num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache.
+        num_preemptions: how often the request gave its pages back and was recomputed.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """Seconds from arrival to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made.
+
+    Attributes:
+        generated_tokens: sampled tokens that were kept.
+        finished_answers: answers that came to their end.
+        prefilled_tokens: tokens whose keys and values were computed by prefill.
+        prefill_seconds: host time of prefills.
+        batch_sizes: live rows of a decode step -> how many steps had so many.
+        bucket_steps: bucket -> how often it was replayed.
+        step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
+            is later, to the tokens.
+    """
+
+    generated_tokens: int = 0
+    finished_answers: int = 0
+    prefilled_tokens: int = 0
+    prefill_seconds: float = 0.0
+    batch_sizes: Counter[int] = field(default_factory=Counter)
+    bucket_steps: Counter[int] = field(default_factory=Counter)
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT))
+
+    @property
+    def padding_share(self) -> float:
+        """The share of computed rows that were padding."""
+        computed = sum(bucket * steps for bucket, steps in self.bucket_steps.items())
+        live = sum(size * steps for size, steps in self.batch_sizes.items())
+        return 1.0 - live / computed if computed else 0.0

@@ -1,0 +1,101 @@
+"""Prompts, chunk by chunk: many tokens of some rows in one eager pass, into the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from graphdecode.attention import TokenByTokenAttention
+from graphdecode.buffers import Slot, StepBuffers
+from graphdecode.engine.steps.decode import decode_attention_of
+from graphdecode.engine.steps.step import StepSetting
+
+_CHUNKS = "chunks"  # the staging block
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Some tokens of one sequence, to be computed.
+
+    Attributes:
+        token_ids: of the chunk.
+        start: tokens of the sequence that are in the cache already.
+        pages: of the cache, in order, with room for these.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+class Prefill:
+    """Computes keys and values of prompts; no logits, for a prompt's last token is fed to a decode step.
+
+    Args:
+        setting: model, caches and capacity.
+        max_tokens: of all chunks of a pass together.
+    """
+
+    def __init__(self, setting: StepSetting, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._model = setting.model
+        self._caches = setting.caches
+        self._trash_page = setting.trash_page
+        rows = setting.config.max_batch_size
+        self._buffers = StepBuffers(
+            [
+                Slot("tokens", (max_tokens,), torch.int64, staged=_CHUNKS),
+                Slot("rows", (max_tokens,), torch.int32, staged=_CHUNKS),
+                Slot("positions", (max_tokens,), torch.int32, staged=_CHUNKS),
+                Slot("live_tokens", (1,), torch.int32, staged=_CHUNKS),
+                Slot("cu_seqlens_q", ("batch+1",), torch.int32, staged=_CHUNKS),
+                Slot("cu_seqlens_kv", ("batch+1",), torch.int32, staged=_CHUNKS),
+                Slot(
+                    "page_table",
+                    ("batch", setting.max_pages_per_row),
+                    torch.int32,
+                    pad=self._trash_page,
+                    staged=_CHUNKS,
+                ),
+            ],
+            max_batch_size=min(rows, max_tokens),
+            device=self._model.device,
+        )
+        self._attention = None
+        if setting.batch_invariant:
+            # a CPU's attention has no workspace that grows with the rows
+            at_once = rows if self._model.device.type == "cuda" else max_tokens
+            self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
+
+    def run(self, chunks: Sequence[PromptChunk]) -> None:
+        """Compute the keys and values of some chunks in one pass."""
+        staged = self._buffers.staging(_CHUNKS)
+        end = 0
+        for row, chunk in enumerate(chunks):
+            length = len(chunk.token_ids)
+            span, cached = slice(end, end + length), chunk.start + length
+            staged["tokens"][span] = chunk.token_ids
+            staged["rows"][span] = row
+            staged["positions"][span] = np.arange(chunk.start, cached, dtype=np.int32)
+            end += length
+            staged["cu_seqlens_q"][row + 1] = end
+            staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
+            staged["page_table"][row, : len(chunk.pages)] = chunk.pages
+            staged["page_table"][row, len(chunk.pages) :] = self._trash_page
+        staged["live_tokens"][0] = end
+        self._buffers.upload(_CHUNKS, len(chunks))
+        batch = self._buffers.narrow(len(chunks))
+        self._model.prefill(
+            batch.tokens[:end],
+            batch.rows[:end],
+            batch.positions[:end],
+            batch.live_tokens,
+            batch.cu_seqlens_q,
+            batch.cu_seqlens_kv,
+            batch.page_table,
+            self._caches,
+            self._attention,
+        )

@@ -1,0 +1,66 @@
+"""What goes into the engine and what comes out of it: tokens, and no text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from graphdecode.engine.metrics import RequestMetrics
+from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.errors import ArgumentError
+
+
+class RequestError(ArgumentError):
+    """A request that the engine can never serve; it was refused before anything changed."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to be generated.
+
+    Args:
+        prompt_token_ids: at least one token, each in the model's vocabulary.
+        sampling_params: with `n` 1 and no stop texts, which are resolved above the engine; without a seed, one is
+            derived from the engine's and the request's number.
+    """
+
+    prompt_token_ids: Sequence[int]
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities, natural logarithm, at the place of one generated token.
+
+    Attributes:
+        sampled: of the token.
+        rank: its place among the most likely ones, from 1; None where it is not among those that are known.
+        top: the most likely tokens with their log-probabilities, most likely first, as many as were asked for.
+    """
+
+    sampled: float
+    rank: int | None
+    top: tuple[tuple[int, float], ...]
+
+
+class Event(NamedTuple):
+    """What became of one request in one step of the engine.
+
+    Attributes:
+        request_id: what `Engine.add` returned.
+        token_ids: the new tokens, the one that ended the answer included.
+        logprobs: one entry for each of them; None where they were not asked for.
+        finish_reason: "stop" or "length" with the last tokens; "error" where the request had to be given up; None
+            before.
+        stop_reason: the token of `stop_token_ids` that ended the answer; None for end-of-sequence.
+        metrics: times and counts of the request so far.
+        error: why it was given up.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | None
+    metrics: RequestMetrics
+    error: str | None = None

@@ -1,0 +1,18 @@
+"""The steps that the engine can run, and what they are told of their rows."""
+
+from graphdecode.engine.steps.decode import DecodeStep
+from graphdecode.engine.steps.row_inputs import RowInputs, RowSampling, StepLogprobs, StepTokens
+from graphdecode.engine.steps.step import Step, StepSetting
+
+STEPS = {"decode": DecodeStep}
+
+__all__ = [
+    "STEPS",
+    "DecodeStep",
+    "RowInputs",
+    "RowSampling",
+    "Step",
+    "StepLogprobs",
+    "StepSetting",
+    "StepTokens",
+]

@@ -1,0 +1,186 @@
+"""Plain decoding: each row feeds one token and gets the next one, on the device, step after step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from graphdecode.attention import PagedDecodeAttention
+from graphdecode.buffers import Batch, Slot, StepBuffers
+from graphdecode.engine.steps.rings import Rings
+from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
+from graphdecode.engine.steps.step import StepSetting
+from graphdecode.graphs import Loop
+from graphdecode.kernels.model.advance import AdvanceState, advance
+from graphdecode.kernels.model.skip_steps import skip_steps
+from graphdecode.kernels.sampling.sample import sample
+from graphdecode.kernels.sampling.sampling_slots import (
+    MAX_LOGPROBS,
+    PROMPT_BIT,
+    SAMPLING_SLOTS,
+    LogprobOutputs,
+    SamplingSlots,
+)
+
+_ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
+_PAGES = "pages"  # staging block: the page table
+
+
+class DecodeStep:
+    """Feed each row's token, sample its successor, and make the row ready for the next step; see `Step`.
+
+    Args:
+        setting: model, caches and capacity.
+    """
+
+    def __init__(self, setting: StepSetting) -> None:
+        config, model = setting.config, setting.model
+        rows = config.max_batch_size
+        self._model = model
+        self._caches = setting.caches
+        self._trash_page = setting.trash_page
+        self._is_cuda = model.device.type == "cuda"
+        self._is_looped = config.steps_per_launch > 1
+        self._attention = decode_attention_of(setting, rows, batch_invariant=setting.batch_invariant)
+        self._rings = Rings.allocate(setting.ring_length, rows, model.device)
+        # on a GPU each launch ends with a copy of the rings into pinned memory: the host only ever reads its own
+        self.host_rings = (
+            Rings.allocate(setting.ring_length, rows, "cpu", pin_memory=True) if self._is_cuda else self._rings
+        )
+        self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
+        self._adopt_tensors()
+        self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if self._is_looped else None
+
+    def _slots(self, setting: StepSetting) -> list[Slot]:
+        vocab_size, pages = self._model.config.vocab_size, setting.max_pages_per_row
+        slots = [
+            Slot("tokens", ("batch",), torch.int64, pad=1, staged=_ROWS),
+            Slot("pre_step_seqlens", ("batch",), torch.int32, staged=_ROWS),
+            Slot("finished", ("batch",), torch.int32, staged=_ROWS),
+            Slot("rows", ("batch",), torch.int32, staged=_ROWS),
+            Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
+            Slot("sampled", ("batch",), torch.int64, pad=1),
+            Slot("token_counts", ("batch", vocab_size), torch.int32),
+            Slot("sampled_logprob", ("batch",), torch.float32),
+            Slot("top_logprobs", ("batch", MAX_LOGPROBS), torch.float32),
+            Slot("top_ids", ("batch", MAX_LOGPROBS), torch.int32),
+            Slot("step_index", (1,), torch.int64),
+            Slot("running", (1,), torch.int32),
+            Slot("loop_limit", (1,), torch.int32),
+            Slot("loop_count", (1,), torch.int32),
+        ]
+        for spec in SAMPLING_SLOTS:
+            shape: tuple[int | str, ...] = ("batch", spec.width) if spec.width else ("batch",)
+            slots.append(Slot(spec.name, shape, spec.dtype, pad=spec.neutral, staged=_ROWS))
+        return slots
+
+    def _adopt_tensors(self) -> None:
+        for layer, (keys, values) in enumerate(self._caches):
+            self.buffers.adopt(f"k_cache_{layer}", keys)
+            self.buffers.adopt(f"v_cache_{layer}", values)
+        for name, ring in self._rings._asdict().items():
+            self.buffers.adopt(f"ring_{name}", ring)
+        for index, tensor in enumerate(self._attention.workspace):
+            self.buffers.adopt(f"attention_workspace_{index}", tensor)
+        for index, tensor in enumerate(self._model.workspace):
+            self.buffers.adopt(f"linear_workspace_{index}", tensor)
+        if self._is_cuda:
+            self.buffers.adopt("host_rings", self.host_rings.memory)
+
+    def __call__(self, batch: Batch) -> None:
+        """Run one decode step of a bucket's rows."""
+        logits = self._model.decode(batch, self._caches, self._attention)
+        slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
+        logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
+        sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, batch.token_counts, logprobs)
+        state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
+        advance(state, batch.sampled, batch.live_rows, slots, logprobs)
+        if not self._is_looped:
+            self._copy_rings(batch)
+
+    def _end_launch(self, batch: Batch) -> None:
+        """What follows the steps of a launch: the next one's begin where the host expects them."""
+        skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
+        self._copy_rings(batch)
+
+    def _copy_rings(self, batch: Batch) -> None:
+        if self._is_cuda:
+            batch.host_rings.copy_(batch.ring_memory, non_blocking=True)
+
+    def stage(self, rows: Sequence[RowInputs]) -> None:
+        """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
+        staged = self.buffers.staging(_ROWS)
+        for row, inputs in enumerate(rows):
+            staged["tokens"][row] = inputs.token_ids[-1]
+            staged["pre_step_seqlens"][row] = len(inputs.token_ids) - 1
+            for spec in SAMPLING_SLOTS:
+                value = getattr(inputs.sampling, spec.name)
+                if spec.width:
+                    staged[spec.name][row] = spec.neutral
+                    staged[spec.name][row, : len(value)] = value
+                else:
+                    staged[spec.name][row] = value
+        count = len(rows)
+        staged["finished"][:count] = 0
+        staged["rows"][:count] = np.arange(count, dtype=np.int32)
+        self.buffers.upload(_ROWS, count)
+        for row, inputs in enumerate(rows):
+            if inputs.sampling.uses_penalties:
+                self._count_tokens(row, inputs)
+        self.stage_pages([inputs.pages for inputs in rows])
+
+    def _count_tokens(self, row: int, inputs: RowInputs) -> None:
+        generated = inputs.token_ids[inputs.prompt_length :]
+        vocab_size = self._model.config.vocab_size
+        counts = np.bincount(np.asarray(generated, dtype=np.int64), minlength=vocab_size).astype(np.int32)
+        counts[inputs.token_ids[: inputs.prompt_length]] |= PROMPT_BIT
+        self.buffers.token_counts[row].copy_(torch.from_numpy(counts))
+
+    def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
+        """Write the page table."""
+        table = self.buffers.staging(_PAGES)["page_table"]
+        for row, owned in enumerate(pages):
+            table[row, : len(owned)] = owned
+            table[row, len(owned) :] = self._trash_page
+        self.buffers.upload(_PAGES, len(pages))
+
+    def rewind(self, step_index: int) -> None:
+        """Go on counting steps from here."""
+        self.buffers.step_index.fill_(step_index)
+
+    def read(self, steps: range, num_rows: int, *, logprobs: bool) -> list[StepTokens]:
+        """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
+        read: list[StepTokens] = []
+        for step in steps:
+            place = step % self.host_rings.tokens.shape[0]
+            tokens = self.host_rings.tokens[place, :num_rows].tolist()
+            read.append(StepTokens(tokens, self._read_logprobs(place, num_rows) if logprobs else None))
+        return read
+
+    def _read_logprobs(self, place: int, num_rows: int) -> StepLogprobs:
+        rings = (self.host_rings.logprob, self.host_rings.top_logprobs, self.host_rings.top_ids)
+        return StepLogprobs(*(ring[place, :num_rows].tolist() for ring in rings))
+
+
+def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:
+    """Return decode attention over a setting's caches.
+
+    Args:
+        setting: model, caches and capacity.
+        rows: queries at once, at most.
+        batch_invariant: a query's bits do not depend on the others.
+    """
+    config = setting.model.config
+    return PagedDecodeAttention(
+        max_batch_size=rows,
+        num_qo_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        page_size=setting.page_size,
+        max_pages_per_row=setting.max_pages_per_row,
+        dtype=setting.model.dtype,
+        batch_invariant=batch_invariant,
+        device=setting.model.device,
+    )

@@ -1,0 +1,134 @@
+"""What a step is told of a row, and what it tells: plain data, frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.kernels.sampling.sampling_slots import sampling_flags
+
+_LEAST_TEMPERATURE = 1e-5
+_NO_LIMIT = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """How a row's tokens are chosen, and what ends it; the fields are named as the slots of `SamplingSlots`.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        min_p: 0 is off.
+        seed: of the random numbers.
+        repetition_penalty: 1 is off.
+        presence_penalty: 0 is off.
+        frequency_penalty: 0 is off.
+        bias_ids: distinct token ids.
+        bias_values: what is added to their logits.
+        stop_ids: tokens that end the row.
+        min_position: below it the stop ids are neither sampled nor obeyed.
+        last_position: the row is finished by the token at this position.
+        num_logprobs: most likely tokens to report; -1: not even the sampled one.
+        sampling_flags: what of all this the kernels have to look at.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    min_position: int = 0
+    last_position: int = _NO_LIMIT
+    num_logprobs: int = -1
+    sampling_flags: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        flags = sampling_flags(
+            temperature=self.temperature,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            num_biases=len(self.bias_ids),
+            masks_stops=bool(self.stop_ids) and self.min_position > 0,
+            num_logprobs=self.num_logprobs,
+        )
+        object.__setattr__(self, "sampling_flags", flags)
+
+    @classmethod
+    def of(
+        cls, params: SamplingParams, *, seed: int, stop_ids: tuple[int, ...], prompt_length: int, max_length: int
+    ) -> RowSampling:
+        """Return what a request's parameters mean for its row.
+
+        Args:
+            params: of the request.
+            seed: of its random numbers.
+            stop_ids: the tokens that end it, the model's included.
+            prompt_length: tokens of the prompt.
+            max_length: tokens that prompt and answer may have together.
+        """
+        bias: Mapping[int, float] = params.logit_bias or {}
+        return cls(
+            # below, a division by it leaves the range of float32: what is left is the most likely token
+            temperature=params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=seed,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bias_ids=tuple(bias),
+            bias_values=tuple(bias.values()),
+            stop_ids=stop_ids,
+            min_position=min(prompt_length + params.min_tokens, max_length) if params.min_tokens else 0,
+            last_position=max_length - 1,
+            num_logprobs=-1 if params.logprobs is None else params.logprobs,
+        )
+
+    @property
+    def uses_penalties(self) -> bool:
+        """Whether the counts of the row's tokens matter."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+@dataclass(frozen=True)
+class RowInputs:
+    """One row of a batch, as it stands before the next step.
+
+    Attributes:
+        token_ids: prompt and answer so far; the last one is fed, the keys and values of the others are in the cache.
+        prompt_length: how many of them are the prompt.
+        pages: of the cache, in order, for the tokens so far and those to come.
+        sampling: how the next tokens are chosen.
+    """
+
+    token_ids: Sequence[int]
+    prompt_length: int
+    pages: Sequence[int]
+    sampling: RowSampling
+
+
+@dataclass(frozen=True)
+class StepLogprobs:
+    """Log-probabilities of one step, in row order: of the sampled tokens, and the most likely ones."""
+
+    sampled: list[float]
+    top: list[list[float]]
+    top_ids: list[list[int]]
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """What one step gave its rows, in row order: tokens, -1 where a row had finished before."""
+
+    tokens: list[int]
+    logprobs: StepLogprobs | None = None

@@ -1,0 +1,88 @@
+"""What a step is: the contract between the Runner and whatever it captures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.config import BucketConfig
+from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
+from graphdecode.graphs import Loop
+from graphdecode.models import Decoder
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """What a step is built on; nothing in it changes while the step lives.
+
+    Attributes:
+        model: the decoder.
+        caches: keys and values of each layer, [pages + 1, page_size, kv_heads, head_dim]; the last page is the trash
+            page.
+        page_size: tokens of a page.
+        max_pages_per_row: width of the page table.
+        config: rows, steps a launch, warm-up.
+        batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
+    """
+
+    model: Decoder
+    caches: list[tuple[Tensor, Tensor]]
+    page_size: int
+    max_pages_per_row: int
+    config: BucketConfig
+    batch_invariant: bool = False
+
+    @property
+    def trash_page(self) -> int:
+        """The page that nobody owns: the last one."""
+        return self.caches[0][0].shape[0] - 1
+
+    @property
+    def ring_length(self) -> int:
+        """Steps whose tokens the device keeps for the host.
+
+        Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while
+        the runs before a capture write their entries behind it.
+        """
+        steps = self.config.steps_per_launch
+        return max(2 * steps, steps + self.config.warmup_steps + 2)
+
+
+class Step(Protocol):
+    """One kind of step: it owns its slots, and alone knows their names.
+
+    It is called with the buffers narrowed to a bucket, and captured so. The Runner tells it which rows there are, asks
+    it for the tokens, and launches its graphs.
+
+    Attributes:
+        buffers: every tensor that it reads or writes.
+        loop: how several of them are one launch; None where a launch is one step.
+    """
+
+    buffers: StepBuffers
+    loop: Loop | None
+
+    def __call__(self, batch: Batch) -> None:
+        """Run the step over a bucket's rows."""
+
+    def stage(self, rows: Sequence[RowInputs]) -> None:
+        """Write everything that the device has to know of these rows; for when the membership changed."""
+
+    def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
+        """Write the rows' pages alone; for when the rows are the same but own more pages."""
+
+    def rewind(self, step_index: int) -> None:
+        """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""
+
+    def read(self, steps: range, num_rows: int, *, logprobs: bool) -> list[StepTokens]:
+        """Return what some steps gave their rows; their launch has come to its end.
+
+        Args:
+            steps: their numbers since the beginning.
+            num_rows: rows that were live.
+            logprobs: whether any row asked for log-probabilities.
+        """

@@ -1,0 +1,25 @@
+"""What all errors of this package have in common, so that a caller can tell them from bugs.
+
+An error that a user can cause derives from `GraphdecodeError`, and from the built-in class that says what sort it is
+(`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
+"""
+
+
+class GraphdecodeError(Exception):
+    """Something that was asked for cannot be done; the message says what, and why."""
+
+
+class ArgumentError(GraphdecodeError, ValueError):
+    """An argument cannot be used; the message names it, its value, and what it must be."""
+
+
+class ConfigError(ArgumentError):
+    """A configuration that cannot be used; the message names the file, the key and the line or value."""
+
+
+class ClosedError(GraphdecodeError, RuntimeError):
+    """What was asked for answers no more: it was closed."""
+
+
+class AnswerError(GraphdecodeError, RuntimeError):
+    """An answer that had begun had to be given up; the message says why."""

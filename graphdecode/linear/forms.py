@@ -1,0 +1,80 @@
+"""The forms that a weight can take, and which of them it takes: the one place where that is decided."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from graphdecode.errors import ArgumentError
+from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.int8 import Int8, Int8Panels
+from graphdecode.linear.linear_choice import Choices, Product
+from graphdecode.linear.packed import Packed
+from graphdecode.linear.panels import Panels
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
+
+FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
+    Int8Panels,
+    Int8,
+    Fixed,
+    Panels,
+    Packed,
+    Plain,
+]
+
+
+def register_form(form: type[WeightForm]) -> None:
+    """Let weights take another form, before those that are known."""
+    FORMS.insert(0, form)
+
+
+def check_options(options: FormOptions) -> list[type[WeightForm]]:
+    """Return the forms that can be taken, the preferred one first.
+
+    Raises:
+        ValueError: `quantize` is not known, or cannot be had here.
+    """
+    asked = [form for form in FORMS if form.quantize == options.quantize]
+    if not asked:
+        known = " or ".join(["None", *(repr(name) for name in dict.fromkeys(form.quantize for form in FORMS) if name)])
+        raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}")
+    able = [form for form in asked if not form.why_not(options)]
+    if not able:
+        raise ArgumentError(f"quantize={options.quantize!r} {asked[-1].why_not(options)}")
+    return able
+
+
+def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+    """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
+    form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
+    return _with(form.load(source, names, shard, options), choices)
+
+
+def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+    """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
+    form, choices = _chosen(tuple(weight.shape), bias is not None, options)
+    return _with(form.of(weight, bias, options), choices)
+
+
+def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
+    """Return the preferred form; where that is a measured one, the fastest of those, and what was measured."""
+    able = check_options(options)
+    rivals = {form.path: form for form in able if form.is_measured}
+    if not able[0].is_measured or len(rivals) == 1:
+        return able[0], {}
+    bias = torch.zeros(shape[0], dtype=options.dtype, device=options.device) if has_bias else None
+
+    def product_of(form: type[WeightForm]) -> Product:
+        return form.of(torch.ones(shape, dtype=options.dtype, device=options.device), bias, options).apply
+
+    key = torch.empty(shape, dtype=options.dtype, device=options.device)  # never written: it takes no memory
+    paths = {path: lambda form=form: product_of(form) for path, form in rivals.items()}  # type: ignore[misc]
+    choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
+    return rivals[choices[options.batch_sizes[0]].path], choices
+
+
+def _with(form: WeightForm, choices: Choices) -> WeightForm:
+    return replace(form, choices=choices) if choices else form

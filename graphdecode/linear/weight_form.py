@@ -1,0 +1,198 @@
+"""What a form of a linear layer's weight is: how it is read, what it holds, and the product with it.
+
+A decode step multiplies a few rows with every weight of the model, so its time is the time to read them. Each form is
+one class in one file; `forms.py` lists them, and chooses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One of `count` parts of a tensor along an axis, equal up to one row or column.
+
+    Attributes:
+        rank: which part, from 0.
+        count: how many there are.
+        axis: 0 deals out a weight's rows, 1 its columns.
+    """
+
+    rank: int
+    count: int
+    axis: int
+
+    def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """Return where the part lies in a tensor."""
+        size = shape[self.axis]
+        part = slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
+        return (*(slice(None) for _ in shape[: self.axis]), part)
+
+
+class Stored(NamedTuple):
+    """A tensor as a source has it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # in safetensors' words, such as "BF16", or the source's own
+
+
+class TensorSource(Protocol):
+    """What tensors are read from."""
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """All that there are, by name."""
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write one tensor, or a part of it and no more, into `out`, converted to its dtype where that differs."""
+
+
+class LinearNames(NamedTuple):
+    """A layer's tensors, in the order in which they are fused along their rows."""
+
+    weights: tuple[str, ...]
+    biases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FormOptions:
+    """What the choice of a form, and its making, depend on beside the weight.
+
+    Attributes:
+        device: where the weight goes.
+        dtype: of the activations.
+        tuner: measures, and remembers for the next layer of this shape.
+        batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
+        quantize: None, or what the forms that lose precision are asked for by.
+        batch_invariant: on a GPU, take one product for any number of rows, so that a row's bits do not depend on the
+            others; slower than the plain product for many rows.
+
+    Raises:
+        ValueError: `batch_sizes` is empty or not positive.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    tuner: LinearTuner
+    batch_sizes: tuple[int, ...] = (1, 8)
+    quantize: str | None = None
+    batch_invariant: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.batch_sizes or min(self.batch_sizes) < 1:
+            raise ValueError(f"batch_sizes is {self.batch_sizes}; it must hold at least one size, each >= 1")
+
+
+@dataclass(frozen=True)
+class WeightForm(ABC):
+    """One layer's weight as one product reads it. Forms are frozen dataclasses: their tensors are found by that.
+
+    Attributes:
+        path: the form's name in reports.
+        quantize: what `FormOptions.quantize` must be for this form to be taken.
+        is_measured: among the forms that could be taken and are measured, the fastest is.
+        shape: [out_features, in_features].
+        bias: [out_features] or None.
+        choices: what was measured for each number of rows.
+    """
+
+    path: ClassVar[str]
+    quantize: ClassVar[str | None] = None
+    is_measured: ClassVar[bool] = False
+    shape: tuple[int, ...]
+    bias: Tensor | None
+    _: KW_ONLY
+    choices: Mapping[int, LinearChoice] = field(default_factory=dict)
+
+    @classmethod
+    def why_not(cls, options: FormOptions) -> str:
+        """Return why weights cannot take this form, for people; "" where they can."""
+        return ""
+
+    @classmethod
+    @abstractmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a plain weight [out_features, in_features] in this form; the caller drops its own reference."""
+
+    @classmethod
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+        """Read a layer's tensors, or a part of them and no more, into this form.
+
+        Parts of a layer that is split by columns are added up, so the bias is in the first alone.
+        """
+        weight = read_fused(source, names.weights, shard, options.dtype, options.device)
+        bias_shard = shard if shard is not None and shard.axis == 0 else None
+        has_bias = bool(names.biases) and (shard is None or shard.axis == 0 or shard.rank == 0)
+        bias = read_fused(source, names.biases, bias_shard, options.dtype, options.device) if has_bias else None
+        return cls.of(weight, bias, options)
+
+    @abstractmethod
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows."""
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight."""
+        return self.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight."""
+        return self.shape[1]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that the product only reads, to be declared as constants of a recorded step."""
+        held: list[Any] = [getattr(self, entry.name) for entry in fields(self)]
+        workspace = {id(tensor) for tensor in self.workspace}
+        return [tensor for tensor in held if isinstance(tensor, Tensor) and id(tensor) not in workspace]
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Tensors that the product leaves as it found them, and writes in between."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of weight one product reads."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the path that products of so many rows take, with what was measured, if anything was."""
+        return self.choices.get(rows) or LinearChoice(self.path)
+
+    def rechosen(self, change: Callable[[LinearChoice], LinearChoice | None]) -> WeightForm:
+        """Return the same weight with other products where it has several, to be measured beside this one.
+
+        Args:
+            change: takes what a number of rows has, and returns what it is to have; None is the plain product.
+        """
+        return self
+
+
+def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:
+    """Return the shape of tensors, or of one part of each, when they are fused along their first dimension."""
+    shapes = [source.tensors[name].shape for name in names]
+    if shard is not None:
+        shapes = [(*torch.empty(shape, device="meta")[shard.slices(shape)].shape,) for shape in shapes]
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+
+def read_fused(
+    source: TensorSource, names: tuple[str, ...], shard: Shard | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return tensors, or one part of each, fused along their first dimension, in memory of their own."""
+    fused = torch.empty(fused_shape(source, names, shard), dtype=dtype, device=device)
+    sizes = [fused_shape(source, (name,), shard)[0] for name in names]
+    for name, out in zip(names, fused.split(sizes), strict=True):
+        source.read(name, out, shard)
+    return fused

@@ -1,0 +1,249 @@
+"""What layers are made of: norms, attention, the gated MLP, and the residual stream that runs through them.
+
+A block is a frozen dataclass of weight forms, tensors, smaller blocks and plain values, so that what a model holds is
+found by walking through it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.cache.rope_append import rope_append
+from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
+from graphdecode.linear.weight_form import WeightForm
+
+LayerCache = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]  # out, q, keys, values, window
+Vary = Callable[[WeightForm], WeightForm]
+
+
+class StepOperators(NamedTuple):
+    """What a layer is made of besides products and attention; each has the signature of the fused operator."""
+
+    rms_norm: Callable[..., None] = rms_norm
+    add_rms_norm: Callable[..., None] = add_rms_norm
+    rope_append: Callable[..., None] = rope_append
+    act_mul: Callable[..., None] = act_mul
+
+
+class Tokens(NamedTuple):
+    """The tokens of a pass, and where they belong."""
+
+    ids: Tensor  # int64 [t]
+    rows: Tensor  # int32 [t]
+    positions: Tensor  # int32 [t]
+    live: Tensor  # int32 [1]
+    page_table: Tensor  # int32 [b, pages of a row]
+
+
+class Block:
+    """Part of a model; see the file's docstring."""
+
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and value of each field, those of smaller blocks in their place."""
+        for entry in fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass
+            value = getattr(self, entry.name)
+            if isinstance(value, Block):
+                yield from value.parts()
+            else:
+                yield entry.name, value
+
+    @property
+    def linears(self) -> dict[str, WeightForm]:
+        """The products, by name."""
+        return {name: value for name, value in self.parts() if isinstance(value, WeightForm)}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step only reads."""
+        held = [value.tensors if isinstance(value, WeightForm) else [value] for _, value in self.parts()]
+        return [value for values in held for value in values if isinstance(value, Tensor)]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes of weights a step reads, whatever the batch: those of products and norms."""
+        values = [getattr(self, entry.name) for entry in fields(self)]  # type: ignore[arg-type]
+        return sum(value.nbytes for value in values if isinstance(value, (Block, WeightForm)))
+
+    def varied(self, vary: Vary) -> Self:
+        """Return the block with another product of each weight."""
+        changed: dict[str, Any] = {}
+        for entry in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, entry.name)
+            if isinstance(value, Block):
+                changed[entry.name] = value.varied(vary)
+            elif isinstance(value, WeightForm):
+                changed[entry.name] = vary(value)
+        return replace(self, **changed)  # type: ignore[type-var]
+
+
+@dataclass(frozen=True)
+class Norm(Block):
+    """RMSNorm (Zhang and Sennrich, 2019)."""
+
+    weight: Tensor  # [channels]
+    eps: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of the gain."""
+        return self.weight.nbytes
+
+
+class Stream:
+    """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
+
+    Args:
+        tokens: of the pass.
+        residual: [t, hidden], the embedded tokens.
+        attend: attention over a layer's cache.
+        operators: of the layers.
+
+    Attributes:
+        hidden: [t, hidden], what a block takes and what it replaces.
+    """
+
+    def __init__(self, tokens: Tokens, residual: Tensor, attend: Attend, operators: StepOperators) -> None:
+        self.tokens = tokens
+        self.residual = residual
+        self.hidden = torch.empty_like(residual)
+        self.attend = attend
+        self.operators = operators
+        self._is_fresh = True  # no block has given anything yet
+
+    def norm(self, norm: Norm) -> None:
+        """Add what the last block gave to the residual, and make `hidden` the norm of the sum."""
+        if self._is_fresh:
+            self.operators.rms_norm(self.hidden, self.residual, norm.weight, norm.eps)
+        else:
+            self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, norm.weight, norm.eps)
+        self._is_fresh = False
+
+    def empty(self, columns: int) -> Tensor:
+        """Return memory for each token, [t, columns]."""
+        return self.residual.new_empty((self.residual.shape[0], columns))
+
+
+@dataclass(frozen=True)
+class Attention(Block):
+    """Rotary grouped-query attention over the layer's cache; queries and keys may be normed per head.
+
+    Attributes:
+        qkv: [(heads + 2 kv_heads) * head_dim, hidden].
+        q_norm: of each query head, or None.
+        k_norm: of each key head, or None.
+        o: [hidden, heads * head_dim].
+        head_dim: channels of a head.
+        window: how many keys before a query's own it sees; -1 is all.
+        cos_sin: float32 [positions, 2, head_dim / 2].
+    """
+
+    qkv: WeightForm
+    q_norm: Norm | None
+    k_norm: Norm | None
+    o: WeightForm
+    head_dim: int
+    window: int
+    cos_sin: Tensor
+
+    def run(self, stream: Stream, cache: LayerCache) -> None:
+        """Append the tokens' keys and values to the cache, and replace `hidden`."""
+        tokens = stream.tokens
+        qkv = stream.empty(self.qkv.out_features)
+        self.qkv.apply(qkv, stream.hidden)
+        q = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        stream.operators.rope_append(
+            q,
+            *cache,
+            qkv,
+            tokens.rows,
+            tokens.positions,
+            tokens.live,
+            tokens.page_table,
+            self.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            0.0 if self.q_norm is None else self.q_norm.eps,
+        )
+        attended = torch.empty_like(q)
+        stream.attend(attended, q, *cache, self.window)
+        self.o.apply(stream.hidden, attended.view(qkv.shape[0], -1))
+
+
+@dataclass(frozen=True)
+class GatedMlp(Block):
+    """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
+
+    gate_up: WeightForm  # [2 * intermediate, hidden]
+    down: WeightForm  # [hidden, intermediate]
+    activation: str
+
+    def run(self, stream: Stream) -> None:
+        """Replace `hidden`."""
+        gate_up = stream.empty(self.gate_up.out_features)
+        self.gate_up.apply(gate_up, stream.hidden)
+        activated = stream.empty(self.down.in_features)
+        stream.operators.act_mul(activated, gate_up, self.activation)
+        self.down.apply(stream.hidden, activated)
+
+
+class Layer(Block):
+    """A decoder layer: some blocks, and the order in which they and the residual stream meet."""
+
+    @abstractmethod
+    def run(self, stream: Stream, cache: LayerCache) -> None:
+        """Take a stream from the layer before, and leave in `hidden` what is to be added to the residual."""
+
+
+@dataclass(frozen=True)
+class PreNormLayer(Layer):
+    """Attention and an MLP, each behind a norm: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+
+    input_norm: Norm
+    attention: Attention
+    post_norm: Norm
+    mlp: GatedMlp
+
+    def run(self, stream: Stream, cache: LayerCache) -> None:
+        """Run the layer."""
+        stream.norm(self.input_norm)
+        self.attention.run(stream, cache)
+        stream.norm(self.post_norm)
+        self.mlp.run(stream)
+
+
+@dataclass(frozen=True)
+class Stem(Block):
+    """From tokens to the residual stream: the embedding."""
+
+    embedding: Tensor  # [vocab, hidden]
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """Return the embedded tokens [t, hidden]."""
+        table = self.embedding
+        residual = torch.empty((tokens.ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
+        embedding(residual, tokens.ids, table, tokens.live)
+        return residual
+
+
+@dataclass(frozen=True)
+class Head(Block):
+    """From the residual stream to logits: a norm and the output layer."""
+
+    final_norm: Norm
+    lm_head: WeightForm  # [vocab, hidden]
+
+    def run(self, stream: Stream) -> Tensor:
+        """Return the logits [t, vocab]."""
+        stream.norm(self.final_norm)
+        logits = stream.empty(self.lm_head.out_features)
+        self.lm_head.apply(logits, stream.hidden)
+        return logits

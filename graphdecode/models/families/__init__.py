@@ -1,0 +1,14 @@
+"""The model families, one file each; a line here lets its models be loaded."""
+
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.families.mistral import Mistral
+from graphdecode.models.families.qwen2 import Qwen2
+from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.family import register_family
+
+__all__ = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+
+register_family(Llama())
+register_family(Mistral())
+register_family(Qwen2())
+register_family(Qwen3())

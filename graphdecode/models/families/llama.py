@@ -1,0 +1,79 @@
+"""Llama (Touvron et al., 2023): norms before attention and the gated MLP; biases where a config.json asks for them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.blocks import Attention, GatedMlp, Layer, PreNormLayer
+from graphdecode.models.config import ModelConfig, common_fields
+from graphdecode.models.family import Family, edges
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+
+class Llama(Family):
+    """Llama 1 to 3, and all that share its shape.
+
+    Attributes:
+        defaults: what transformers takes where a config.json says nothing.
+    """
+
+    architecture = "LlamaForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json."""
+        settings = self.defaults | settings
+        fields = common_fields(settings)
+        windows = self.windows(settings, fields["num_hidden_layers"])
+        return ModelConfig(architecture=self.architecture, **fields, **self.biases(settings), windows=windows)
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return which products have a bias."""
+        attention = bool(settings.get("attention_bias", False))
+        return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": bool(settings.get("mlp_bias", False))}
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """Return for each layer how many keys before a query's own it sees: all."""
+        return (-1,) * layers
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has, by their place in it."""
+        places = edges(config)
+        for index in range(config.num_hidden_layers):
+            places |= self.layer_weights(config, f"layers.{index}.", f"model.layers.{index}.")
+        return places
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer, which begin with `at`, and whose tensors' names begin with `name`."""
+        hidden, ff = config.hidden_size, config.intermediate_size
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        attention, mlp = f"{name}self_attn.", f"{name}mlp."
+        qkv = {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
+        gate_up = {f"{mlp}gate_proj": ff, f"{mlp}up_proj": ff}
+        return {
+            f"{at}input_norm": (Part(f"{name}input_layernorm.weight", (hidden,)),),
+            **product(f"{at}qkv", qkv, hidden, split=0, bias=config.qkv_bias),
+            **product(f"{at}o", {f"{attention}o_proj": hidden}, q, split=1, bias=config.o_bias),
+            f"{at}post_norm": (Part(f"{name}post_attention_layernorm.weight", (hidden,)),),
+            **product(f"{at}gate_up", gate_up, hidden, split=0, bias=config.mlp_bias),
+            **product(f"{at}down", {f"{mlp}down_proj": hidden}, ff, split=1, bias=config.mlp_bias),
+        }
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer; its queries and keys are normed where the map has places for that."""
+        at, eps = f"layers.{index}.", config.rms_norm_eps
+        return PreNormLayer(
+            input_norm=weights.norm(f"{at}input_norm", eps),
+            attention=Attention(
+                qkv=weights.linear(f"{at}qkv"),
+                q_norm=weights.optional_norm(f"{at}q_norm", eps),
+                k_norm=weights.optional_norm(f"{at}k_norm", eps),
+                o=weights.linear(f"{at}o"),
+                head_dim=config.head_dim,
+                window=config.windows[index],
+                cos_sin=weights.cos_sin(config.rope, config.head_dim),
+            ),
+            post_norm=weights.norm(f"{at}post_norm", eps),
+            mlp=GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation),
+        )

@@ -1,0 +1,27 @@
+"""Qwen 3 (Yang et al., 2025): queries and keys are normed per head; biases of attention where a config.json asks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families.qwen2 import Qwen2
+from graphdecode.models.weight_map import Part, WeightMap
+
+
+class Qwen3(Qwen2):
+    """Qwen 3, dense; its windows are those of Qwen 2."""
+
+    architecture = "Qwen3ForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = Qwen2.defaults | {"head_dim": 128}
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return which products have a bias."""
+        attention = bool(settings.get("attention_bias", False))
+        return {"qkv_bias": attention, "o_bias": attention}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; see `Llama.layer_weights`."""
+        shape = (config.head_dim,)
+        norms = {f"{at}{norm}": (Part(f"{name}self_attn.{norm}.weight", shape),) for norm in ("q_norm", "k_norm")}
+        return super().layer_weights(config, at, name) | norms

@@ -1,0 +1,91 @@
+"""What a model family is, and which there are: the first of the doors through which a model comes in."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from graphdecode.models.blocks import Head, Layer, Stem
+from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weights import Weights
+
+
+class Family(ABC):
+    """One architecture: its configuration, the map of its weights, and its layer.
+
+    Attributes:
+        architecture: Hugging Face's name of it, as a config.json has it.
+    """
+
+    architecture: ClassVar[str]
+
+    @abstractmethod
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json.
+
+        Raises:
+            UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
+            UnsupportedRopeError: the same, of the rotary embedding.
+        """
+
+    @abstractmethod
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has, by their place in it."""
+
+    @abstractmethod
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer, its weights read."""
+
+    def stem(self, config: ModelConfig, weights: Weights) -> Stem:
+        """Return what comes before the layers."""
+        return Stem(weights.tensor("embedding"))
+
+    def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
+        """Return what comes after them; the output layer is the embedding where the map has no place for it."""
+        final_norm = weights.norm("final_norm", config.rms_norm_eps)
+        return Head(final_norm, weights.linear("lm_head", tied=stem.embedding))
+
+
+FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are imported, and then read
+
+
+def register_family(family: Family) -> None:
+    """Let models of another architecture be loaded."""
+    FAMILIES[family.architecture] = family
+
+
+def family_of(architecture: object) -> Family:
+    """Return the family of an architecture.
+
+    Raises:
+        UnsupportedModelError: it is not known; the message lists those that are.
+    """
+    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    if family is None:
+        known = ", ".join(FAMILIES)
+        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported are {known}")
+    return family
+
+
+def config_of(settings: dict[str, Any]) -> ModelConfig:
+    """Return the configuration that the fields of a config.json describe.
+
+    Raises:
+        UnsupportedModelError: the architecture is unknown, or see `Family.config`.
+        UnsupportedRopeError: see `Family.config`.
+    """
+    names = settings.get("architectures")
+    return family_of(names[0] if isinstance(names, list) and names else names).config(settings)
+
+
+def edges(config: ModelConfig) -> WeightMap:
+    """Return the places of embedding, last norm and output layer under Hugging Face's names, which hardly differ."""
+    table = (config.vocab_size, config.hidden_size)
+    places: WeightMap = {
+        "embedding": (Part("model.embed_tokens.weight", table, 0),),
+        "final_norm": (Part("model.norm.weight", (config.hidden_size,)),),
+    }
+    if not config.tie_word_embeddings:
+        places["lm_head"] = (Part("lm_head.weight", table, 0),)
+    return places

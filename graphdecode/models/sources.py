@@ -1,0 +1,51 @@
+"""Where a model's configuration and weights can come from, and which of the sources has a model of a given name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from graphdecode.linear.weight_form import TensorSource
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.shapes import RandomWeights
+
+
+class Source(TensorSource, Protocol):
+    """One model: its configuration, the tensors that there are, and the reading of one of them.
+
+    Attributes:
+        name: of the model, for messages.
+    """
+
+    name: str
+
+    def __init__(self, model: str | Path) -> None: ...
+
+    @classmethod
+    def opens(cls, model: str | Path) -> bool:
+        """Whether a model's name is one of this kind of source; whether there is such a model is not asked here."""
+
+    def config(self) -> ModelConfig:
+        """Return the configuration, without reading any tensor.
+
+        Raises:
+            UnsupportedModelError: it cannot be read, or describes no model that is supported.
+        """
+
+
+SOURCES: list[type[Source]] = [RandomWeights, Checkpoint]  # the first that opens a name has the model
+
+
+def register_source(source: type[Source]) -> None:
+    """Let models come from another kind of source, which is asked before those that are known."""
+    SOURCES.insert(0, source)
+
+
+def open_source(model: str | Path) -> Source:
+    """Return the source of a model: a shape's random weights, a folder, or what was registered.
+
+    Raises:
+        ValueError: there is no model of that name.
+    """
+    return next(source for source in SOURCES if source.opens(model))(model)

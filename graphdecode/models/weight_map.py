@@ -1,0 +1,118 @@
+"""Where a model's tensors go: each family's map, and whether a source has what it names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from graphdecode.errors import GraphdecodeError
+from graphdecode.linear.weight_form import Stored
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
+
+
+class CheckpointError(GraphdecodeError, ValueError):
+    """A checkpoint that is not the model that its configuration describes; the message names every tensor."""
+
+
+class Part(NamedTuple):
+    """A tensor of a source, as a family expects it.
+
+    Attributes:
+        name: in the source.
+        shape: in the source.
+        split: the axis along which shards share it; None: each has it whole.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+
+
+WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> the tensors that are fused there along their rows
+
+
+def product(place: str, names: Mapping[str, int], in_features: int, *, split: int, bias: bool = False) -> WeightMap:
+    """Return the places of a product, and of its bias where it has one: `place` and `place.bias`.
+
+    Args:
+        place: in the model.
+        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each.
+        in_features: columns of the weight.
+        split: 0: shards share its rows, 1: its columns.
+        bias: whether it has one.
+    """
+    places: WeightMap = {
+        place: tuple(Part(f"{name}.weight", (rows, in_features), split) for name, rows in names.items())
+    }
+    if bias:
+        shared = 0 if split == 0 else None
+        places[f"{place}.bias"] = tuple(Part(f"{name}.bias", (rows,), shared) for name, rows in names.items())
+    return places
+
+
+def parts(weight_map: WeightMap) -> Iterator[Part]:
+    """Yield every tensor that a map names."""
+    for found in weight_map.values():
+        yield from found
+
+
+def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unused: frozenset[str]) -> None:
+    """Compare the tensors of a source with those that a model has.
+
+    Args:
+        name: of the source, for the message.
+        tensors: that it has.
+        weight_map: of the model.
+        unused: names that may be there and are not read.
+
+    Raises:
+        CheckpointError: names all that are missing, unexpected, misshapen or not of a float type.
+    """
+    expected = {part.name: part.shape for part in parts(weight_map)}
+    there = {name: tensors[name] for name in expected if name in tensors}
+    faults = {
+        "missing": _by_layers((name, "") for name in expected if name not in there),
+        "unexpected": _by_layers(
+            (name, "")
+            for name in tensors
+            if name not in expected and name not in unused and not name.endswith(_IGNORED_SUFFIXES)
+        ),
+        "misshapen": _by_layers(
+            (name, f"is {list(found.shape)} and should be {list(expected[name])}")
+            for name, found in there.items()
+            if found.shape != expected[name]
+        ),
+        "of an unsupported type": _by_layers(
+            (name, f"is {found.dtype} and should be one of {', '.join(_FLOATS)}")
+            for name, found in there.items()
+            if found.dtype not in _FLOATS
+        ),
+    }
+    named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)
+    if named:
+        raise CheckpointError(f"{name} does not fit its config.json; {named}")
+
+
+def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:
+    """Return each (name, what is wrong) as a line; layers with the same fault share one: `model.layers.{0-3,7}`."""
+    layers: dict[tuple[str, str, str], list[int]] = {}
+    for name, wrong in faults:
+        parts = re.fullmatch(r"(model\.layers\.)(\d+)(\..+)", name)
+        before, layer, after = parts.groups() if parts else (name, None, "")
+        layers.setdefault((before, after, wrong), []).extend([] if layer is None else [int(layer)])
+    return [f"{before}{_ranges(found)}{after} {wrong}".rstrip() for (before, after, wrong), found in layers.items()]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return `3` for one number, `{0-3,7}` for several, nothing for none."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(f"{first}-{last}" if first < last else str(first) for first, last in runs)
+    return f"{{{text}}}" if len(numbers) > 1 else text

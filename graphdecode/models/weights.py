@@ -1,0 +1,63 @@
+"""A model's weights, read from a source place by place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graphdecode.linear.forms import linear_of, load_linear
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, read_fused
+from graphdecode.models.blocks import Norm
+from graphdecode.models.rope import RopeConfig, cos_sin_table
+from graphdecode.models.weight_map import WeightMap
+
+
+class Weights:
+    """What a family builds its layers from.
+
+    Args:
+        source: has all tensors that the map names.
+        weight_map: of the model.
+        options: of the forms that products take.
+        positions: to make rotary angles for.
+    """
+
+    def __init__(self, source: TensorSource, weight_map: WeightMap, options: FormOptions, positions: int) -> None:
+        self._source = source
+        self._map = weight_map
+        self._options = options
+        self._positions = positions
+        self._angles: dict[tuple[RopeConfig, int], Tensor] = {}
+
+    def tensor(self, place: str) -> Tensor:
+        """Return what is at a place, in memory of its own."""
+        return read_fused(self._source, self._names(place), None, self._options.dtype, self._options.device)
+
+    def norm(self, place: str, eps: float) -> Norm:
+        """Return the norm at a place."""
+        return Norm(self.tensor(place), eps)
+
+    def optional_norm(self, place: str, eps: float) -> Norm | None:
+        """Return the norm at a place; None where the map has no such place."""
+        return self.norm(place, eps) if place in self._map else None
+
+    def linear(self, place: str, tied: Tensor | None = None) -> WeightForm:
+        """Return the product at a place, in the form that a decode step reads fastest.
+
+        Args:
+            place: in the model.
+            tied: the plain weight that serves where the map has no such place.
+        """
+        if place not in self._map and tied is not None:
+            return linear_of(tied, None, self._options)
+        names = LinearNames(self._names(place), self._names(f"{place}.bias"))
+        return load_linear(self._source, names, None, self._options)
+
+    def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
+        """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]; layers share a table."""
+        key = (rope, head_dim)
+        if key not in self._angles:
+            self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self._options.device)
+        return self._angles[key]
+
+    def _names(self, place: str) -> tuple[str, ...]:
+        return tuple(part.name for part in self._map.get(place, ()))

@@ -1,0 +1,446 @@
+"""Decode attention with FlashInfer's names: planned on the device, run once a layer."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
+from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
+from graphdecode.kernels.attention.attention_plan import (
+    WAVES_WHEN_FULL,
+    check_page_lists,
+    paged_attention_plan,
+    plan_size,
+    work_items,
+)
+from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .decode_problem import DecodeProblem, check_metadata
+from .limits import FP8_DTYPES, OUT_DTYPES, check_backend, check_options, exact_queries
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Decode attention over a paged cache for a batch of requests: `plan` once a step, `run` once a layer.
+
+    With tensors on a GPU, `plan` launches kernels there and reads nothing on the host, so that it can be captured: a
+    captured plan and run are right at any later lengths. On a CPU it means the same.
+
+    Args:
+        float_workspace_buffer: workspace on the cache's device, of any dtype, for partial results of split rows;
+            128 MB fit any batch, `plan` says how much it needs. A CPU needs none of it.
+        kv_layout: `NHD` (pages [pages, page_size, heads, dim]) or `HND` (pages [pages, heads, page_size, dim]).
+        use_cuda_graph: keep the metadata in the three buffers, at fixed addresses, so that a captured `run` goes on
+            working after any later `plan`, of any batch up to the buffers' capacity.
+        use_tensor_cores: a hint; all paths here use them. Several queries a request need it, as they do there.
+        paged_kv_indptr_buffer: int32 [max_batch + 1]; with use_cuda_graph.
+        paged_kv_indices_buffer: int32 [max_pages]; with use_cuda_graph.
+        paged_kv_last_page_len_buffer: int32 [max_batch]; with use_cuda_graph.
+        backend: part of the surface; all of FlashInfer's mean the same here.
+        jit_args: part of the surface; must be None.
+        batch_invariant: split rows at fixed places, so that a row's bits do not depend on the rest of the batch.
+
+    Raises:
+        ValueError: the layout or the backend is unknown, or a buffer is missing or does not fit.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: Tensor | None = None,
+        paged_kv_indices_buffer: Tensor | None = None,
+        paged_kv_last_page_len_buffer: Tensor | None = None,
+        backend: str = "auto",
+        jit_args: list[Any] | None = None,
+        *,
+        batch_invariant: bool = False,
+    ) -> None:
+        check_layout(kv_layout)
+        check_backend(backend, jit_args)
+        self._layout = kv_layout
+        self._invariant = batch_invariant
+        self._use_tensor_cores = use_tensor_cores
+        self._device = float_workspace_buffer.device
+        self._workspace = float_workspace_buffer
+        self._problem: DecodeProblem | None = None
+        self._rows = 0
+        self._max_items = 0
+        self._indptr = paged_kv_indptr_buffer
+        self._indices = paged_kv_indices_buffer
+        self._last_page_len = paged_kv_last_page_len_buffer
+        self._max_rows = self._check_buffers() if use_cuda_graph else None
+        self._kv_lens = torch.zeros(self._max_rows or 0, dtype=torch.int32, device=self._device)
+        self._plan = torch.zeros(0, dtype=torch.int32, device=self._device)
+
+    def _check_buffers(self) -> int:
+        """Return the rows that the three buffers have room for."""
+        sizes = []
+        for name, buffer in (
+            ("paged_kv_indptr_buffer", self._indptr),
+            ("paged_kv_indices_buffer", self._indices),
+            ("paged_kv_last_page_len_buffer", self._last_page_len),
+        ):
+            if buffer is None:
+                raise ValueError(f"use_cuda_graph needs {name}")
+            if buffer.dim() != 1 or buffer.dtype != torch.int32 or buffer.device != self._device:
+                raise ValueError(
+                    f"{name} must be int32 of 1 dimension on {self._device}, got {buffer.dtype} "
+                    f"{list(buffer.shape)} on {buffer.device}"
+                )
+            sizes.append(buffer.shape[0])
+        if sizes[0] != sizes[2] + 1 or not sizes[2]:
+            raise ValueError(
+                "paged_kv_indptr_buffer must have one entry more than paged_kv_last_page_len_buffer, which has one for "
+                f"each row of the largest batch, got {sizes[0]} and {sizes[2]}"
+            )
+        return sizes[2]
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the metadata stays in the caller's buffers."""
+        return self._max_rows is not None
+
+    @property
+    def use_tensor_cores(self) -> bool:
+        """The hint that was given."""
+        return self._use_tensor_cores
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """The tensors that `plan` and `run` write besides the output, to be declared with a captured step's buffers.
+
+        They stay where they are for as long as later plans need no more than those before; plan once before capture.
+        """
+        return [self._workspace, self._kv_lens, self._plan]
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
+    ) -> None:
+        """Work in another workspace from now on; `plan` again before `run`.
+
+        Args:
+            float_workspace_buffer: as for the constructor.
+            int_workspace_buffer: part of the surface; the plan keeps its integers itself.
+
+        Raises:
+            ValueError: it is on another device.
+        """
+        if float_workspace_buffer.device != self._device:
+            raise ValueError(f"the workspace must be on {self._device}, got {float_workspace_buffer.device}")
+        self._workspace = float_workspace_buffer
+        self._problem = None
+
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        """Say what the rows are and how to attend; everything that later `run`s share.
+
+        Without use_cuda_graph the tensors on a GPU are kept, not copied: they may be changed in place between two
+        replays of a captured plan and run. Those in host memory are copied, whatever the cache's device.
+
+        Args:
+            indptr: int32 [b + 1], where each row's pages begin in `indices`.
+            indices: int32, pages of all rows, one row after another.
+            last_page_len: int32 [b], tokens in each row's last page, 1..page_size; anything for rows without pages.
+            num_qo_heads: query heads, a multiple of num_kv_heads.
+            num_kv_heads: key and value heads.
+            head_dim: 16..512.
+            page_size: tokens a page, >= 1.
+            pos_encoding_mode: `NONE`, `ROPE_LLAMA` (keys and queries are rotated in the kernel) or `ALIBI`.
+            window_left: keys before a query's own that it sees; -1: all.
+            logits_soft_cap: caps the logits; None or 0: not.
+            q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype.
+            kv_data_type: likewise; None: as the queries.
+            data_type: both of them, whatever else is said of them.
+            sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+            rope_scale: divides the rotation angles; None: 1.
+            rope_theta: base of the rotation frequencies; None: 10000.
+            non_blocking: copy metadata that is on the host without waiting.
+            q_len_per_req: queries a row, the row's newest tokens, causal among themselves; more than one need
+                use_tensor_cores.
+
+        Raises:
+            ValueError: an argument does not fit; nothing has changed then.
+        """
+        problem = DecodeProblem.of(
+            num_qo_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+            pos_encoding_mode,
+            window_left,
+            logits_soft_cap,
+            q_data_type,
+            kv_data_type,
+            data_type,
+            sm_scale,
+            rope_scale,
+            rope_theta,
+            q_len_per_req,
+        )
+        if q_len_per_req > 1 and not self._use_tensor_cores:
+            raise ValueError(f"q_len_per_req={q_len_per_req} needs use_tensor_cores=True, as there")
+        rows = check_metadata(indptr, indices, last_page_len)
+        if self._max_rows is not None and self._indices is not None:
+            if rows > self._max_rows:
+                raise ValueError(f"the buffers hold {self._max_rows} rows, got {rows}")
+            if indices.shape[0] > self._indices.shape[0]:
+                raise ValueError(
+                    f"paged_kv_indices_buffer holds {self._indices.shape[0]} pages, got {indices.shape[0]}"
+                )
+        wave_items, fixed_split, max_items = self._divide(
+            rows, indices.shape[0] * page_size, page_size, num_kv_heads, q_len_per_req * num_qo_heads * (head_dim + 1)
+        )
+        if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
+            check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
+        given = (indptr, indices, last_page_len)
+        metadata = [t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given]
+        kv_lens, plan = self._plan_tensors(rows, max_items)
+        paged_attention_plan(
+            kv_lens,
+            plan,
+            metadata[0],
+            metadata[2],
+            num_indices=indices.shape[0],
+            page_size=page_size,
+            wave_items=wave_items,
+            fixed_split=fixed_split,
+            window_left=window_left,
+            q_len=q_len_per_req,
+        )
+        self._kv_lens, self._plan = kv_lens, plan
+        self._take_metadata(metadata)
+        self._problem, self._rows, self._max_items = problem, rows, max_items
+
+    def _divide(
+        self, rows: int, tokens: int, page_size: int, num_kv_heads: int, floats_of_item: int
+    ) -> tuple[int, int, int]:
+        """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
+        if self._max_rows is not None and self._indices is not None:
+            rows, tokens = self._max_rows, self._indices.shape[0] * page_size
+        wave_items = wave_items_for(self._device, num_kv_heads)
+        fixed_split = FIXED_SPLIT if self._invariant else 0
+        items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
+        if self._device.type != "cuda":
+            return wave_items, fixed_split, items
+        held = self._workspace.nbytes // (4 * floats_of_item)
+        if held < items and not self._invariant:  # fewer splits fit too
+            wave_items = min(wave_items, held) if rows <= min(wave_items, held) else (held - rows) // WAVES_WHEN_FULL
+            items = work_items(rows, wave_items) if wave_items > 0 else items
+        if held < items:
+            raise ValueError(
+                f"float_workspace_buffer has {self._workspace.nbytes} bytes, but {rows} rows need "
+                f"{4 * floats_of_item * items}"
+            )
+        return wave_items, fixed_split, items
+
+    def _plan_tensors(self, rows: int, max_items: int) -> tuple[Tensor, Tensor]:
+        """Return the tensors that the plan is written to: those there are, where they are large enough."""
+        rows = rows if self._max_rows is None else self._max_rows
+        size = plan_size(rows, max_items)
+        kv_lens, plan = self._kv_lens, self._plan
+        if kv_lens.shape[0] != rows:
+            kv_lens = torch.zeros(rows, dtype=torch.int32, device=self._device)
+        if plan.shape[0] < size:
+            plan = torch.zeros(size, dtype=torch.int32, device=self._device)
+        return kv_lens, plan
+
+    def _take_metadata(self, metadata: list[Tensor]) -> None:
+        if self._max_rows is None:
+            self._indptr, self._indices, self._last_page_len = metadata
+            return
+        for buffer, tensor in zip((self._indptr, self._indices, self._last_page_len), metadata, strict=True):
+            if buffer is not None:
+                buffer[: tensor.shape[0]].copy_(tensor)
+
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        return_lse: bool = False,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        window_left: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from each row's newest tokens to all of its pages.
+
+        Args:
+            q: [b * q_len_per_req, num_qo_heads, head_dim], any strides.
+            paged_kv_cache: (k, v), each [pages, page_size, num_kv_heads, head_dim] (NHD) or [pages, num_kv_heads,
+                page_size, head_dim] (HND), or one tensor of 5 dimensions with keys and values at dimension 1.
+            q_scale: multiplies the logits; None: 1.
+            k_scale: multiplies the logits; None: 1.
+            v_scale: multiplies the output; None: 1.
+            return_lse: whether to return the log-sum-exps.
+            out: where to write, [b * q_len_per_req, num_qo_heads, head_dim_v], contiguous, of q's dtype; for fp8
+                queries fp16, bf16 or fp32 too.
+            lse: where to write the log-sum-exps, fp32 [b * q_len_per_req, num_qo_heads], contiguous.
+            window_left: this layer's window, where it is not the planned one.
+
+        Returns:
+            The output in q's dtype, 0 for empty rows; with return_lse also the base-2 log-sum-exp of the logits,
+            -inf for empty rows.
+
+        Raises:
+            RuntimeError: there was no `plan`.
+            ValueError: a tensor does not fit what was planned.
+        """
+        problem = self._problem
+        if problem is None or self._indices is None:
+            raise RuntimeError("call plan() before run()")
+        k_cache, v_cache = paged_caches(paged_kv_cache, self._layout)
+        problem.check_tensors(q, k_cache, self._device)
+        self._check_rows(q.shape[0], problem.q_len)
+        out_shape, lse_shape = (*q.shape[:2], v_cache.shape[-1]), tuple(q.shape[:2])
+        if out is None:
+            out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
+        if lse is None and return_lse:
+            lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+        out_dtypes = (q.dtype, *OUT_DTYPES) if q.dtype in FP8_DTYPES else (q.dtype,)
+        _check_result("out", out, out_shape, out_dtypes)
+        _check_result("lse", lse, lse_shape, (torch.float32,))
+        queries = exact_queries(q)
+        result = out if out.dtype == queries.dtype else torch.empty(out_shape, dtype=queries.dtype, device=q.device)
+        window = problem.window_left if window_left is None else window_left
+        check_options(window, problem.soft_cap, problem.rope_scale, problem.rope_theta)
+        decode_attention(
+            result,
+            lse,
+            queries,
+            k_cache,
+            v_cache,
+            self._indices,
+            self._indptr,
+            self._kv_lens,
+            self._plan,
+            *self._partials(problem, v_cache.shape[-1]),
+            q_len=problem.q_len,
+            max_items=self._max_items,
+            sm_scale=problem.sm_scale * _scale(q_scale) * _scale(k_scale),
+            v_scale=_scale(v_scale),
+            window_left=window,
+            soft_cap=problem.soft_cap,
+            position_mode=problem.position_mode,
+            rope_scale=problem.rope_scale,
+            rope_theta=problem.rope_theta,
+        )
+        if result is not out:
+            out.copy_(result)
+        if return_lse and lse is not None:
+            return out, lse
+        return out
+
+    def run_return_lse(
+        self,
+        q: Tensor,
+        paged_kv_cache: PagedCache,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        window_left: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend as `run` does, and return the log-sum-exps too."""
+        scales = (q_scale, k_scale, v_scale)
+        result = self.run(q, paged_kv_cache, *scales, True, out=out, lse=lse, window_left=window_left)
+        return result[0], result[1]
+
+    def _check_rows(self, queries: int, q_len: int) -> None:
+        rows, rest = divmod(queries, q_len)
+        most = self._rows if self._max_rows is None else self._max_rows
+        if rest or not self._rows <= rows <= most:
+            wanted = f"{self._rows}" if most == self._rows else f"{self._rows}..{most}"
+            raise ValueError(f"q must have q_len_per_req={q_len} queries for each of {wanted} rows, got {queries}")
+
+    def _partials(self, problem: DecodeProblem, value_dim: int) -> tuple[Tensor, Tensor]:
+        """Return the workspace as partial outputs and log-sum-exps; a CPU makes none."""
+        shape = (self._max_items, problem.q_len, problem.num_qo_heads)
+        if self._device.type != "cuda":
+            nothing = torch.empty(0)
+            return nothing, nothing
+        floats = self._workspace.view(-1).view(torch.uint8)
+        floats = floats[: floats.shape[0] // 4 * 4].view(torch.float32)
+        sums = math.prod(shape)
+        if sums * (value_dim + 1) > floats.shape[0]:
+            raise ValueError(
+                f"float_workspace_buffer has {self._workspace.nbytes} bytes, needed are {4 * sums * (value_dim + 1)}"
+            )
+        return floats[: sums * value_dim].view(*shape, value_dim), floats[sums * value_dim :][:sums].view(shape)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The wrapper with its metadata in buffers of fixed addresses, for captured runs.
+
+    A captured `run` is right after any later `plan` of at most as many rows and pages as the buffers hold, in whichever
+    order; rows of q past the planned batch get 0. `plan` can be captured as well.
+
+    Args:
+        workspace_buffer: as `float_workspace_buffer` of the base class.
+        indptr_buffer: int32 [max_batch + 1].
+        indices_buffer: int32 [max_pages].
+        last_page_len_buffer: int32 [max_batch].
+        kv_layout: `NHD` or `HND`.
+        use_tensor_cores: a hint.
+
+    Raises:
+        ValueError: the layout is unknown, or a buffer does not fit.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: Tensor,
+        indptr_buffer: Tensor,
+        indices_buffer: Tensor,
+        last_page_len_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+    ) -> None:
+        super().__init__(
+            workspace_buffer,
+            kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=use_tensor_cores,
+            paged_kv_indptr_buffer=indptr_buffer,
+            paged_kv_indices_buffer=indices_buffer,
+            paged_kv_last_page_len_buffer=last_page_len_buffer,
+        )
+
+
+def _check_result(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous()):
+        wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise ValueError(f"{name} must be contiguous {wanted} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+
+
+def _scale(value: float | None) -> float:
+    return 1.0 if value is None else float(value)

@@ -1,0 +1,68 @@
+"""What FlashInfer's arguments may be: heads, sizes, options and dtypes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.attention.decode_attention import POSITION_MODES
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
+BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
+
+
+def check_heads(num_qo_heads: int, num_kv_heads: int) -> None:
+    """Raise ValueError for heads that do not divide."""
+    for name, count in (("num_qo_heads", num_qo_heads), ("num_kv_heads", num_kv_heads)):
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
+    if num_qo_heads % num_kv_heads:
+        raise ValueError(f"num_qo_heads={num_qo_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+
+
+def check_head_dim(head_dim: int, position_mode: str) -> None:
+    """Raise ValueError for a head_dim that the kernels do not take, or a position mode that there is not."""
+    if not MIN_HEAD_DIM <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be in {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {head_dim}")
+    if position_mode not in POSITION_MODES:
+        raise ValueError(f"pos_encoding_mode must be one of {', '.join(POSITION_MODES)}, got {position_mode!r}")
+    if position_mode == "ROPE_LLAMA" and head_dim % 2:
+        raise ValueError(f"ROPE_LLAMA rotates pairs and needs an even head_dim, got {head_dim}")
+
+
+def check_backend(backend: str, jit_args: object) -> None:
+    """Raise ValueError for a backend that FlashInfer does not have either, or for a kernel of the caller's own."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} (all mean the same here), got {backend!r}")
+    if jit_args is not None:
+        raise ValueError(f"jit_args must be None: kernels of one's own are not taken, got {jit_args!r}")
+
+
+def check_options(window_left: int, soft_cap: float, rope_scale: float, rope_theta: float) -> None:
+    """Raise ValueError for options outside their ranges."""
+    if window_left < -1:
+        raise ValueError(f"window_left must be >= -1 (-1: no window), got {window_left}")
+    if soft_cap < 0:
+        raise ValueError(f"logits_soft_cap must be >= 0 (0: no cap), got {soft_cap}")
+    if rope_scale <= 0 or rope_theta <= 0:
+        raise ValueError(f"rope_scale and rope_theta must be > 0, got {rope_scale} and {rope_theta}")
+
+
+def dtype_of(name: str, value: str | torch.dtype, allowed: tuple[torch.dtype, ...]) -> torch.dtype:
+    """Return the dtype that a name or a dtype stands for.
+
+    Raises:
+        ValueError: it is not one of those allowed.
+    """
+    found = getattr(torch, value, None) if isinstance(value, str) else value
+    if found not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(str(dtype)[6:] for dtype in allowed)}, got {value!r}")
+    return found
+
+
+def exact_queries(q: Tensor) -> Tensor:
+    """Return queries in a dtype that the kernels take: fp8 ones in fp16, which holds all their values."""
+    return q.to(torch.float16) if q.dtype in FP8_DTYPES else q

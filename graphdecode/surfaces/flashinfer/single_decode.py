@@ -1,0 +1,116 @@
+"""Decode attention of one request over contiguous keys and values."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention.layouts import check_layout
+from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.decode_attention import decode_attention
+
+from .limits import DTYPES, check_head_dim, check_heads, check_options, dtype_of, exact_queries
+
+
+def single_decode_with_kv_cache(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend from the newest token of one request to all of its keys.
+
+    Args:
+        q: [num_qo_heads, head_dim], fp16, bf16, fp32, fp8 e4m3 or e5m2.
+        k: [kv_len, num_kv_heads, head_dim] (NHD) or [num_kv_heads, kv_len, head_dim] (HND), any strides; fp16, bf16,
+            fp32, fp8 e4m3 or e5m2.
+        v: the same, with head_dim_v.
+        kv_layout: `NHD` or `HND`.
+        pos_encoding_mode: `NONE`, `ROPE_LLAMA` or `ALIBI`.
+        use_tensor_cores: a hint.
+        q_scale: multiplies the logits; None: 1.
+        k_scale: multiplies the logits; None: 1.
+        v_scale: multiplies the output; None: 1.
+        window_left: keys before the last one that are seen; -1: all.
+        logits_soft_cap: caps the logits; None or 0: not.
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+        rope_scale: divides the rotation angles; None: 1.
+        rope_theta: base of the rotation frequencies; None: 10000.
+        return_lse: whether to return the log-sum-exps.
+
+    Returns:
+        The output [num_qo_heads, head_dim_v] in q's dtype; with return_lse also the base-2 log-sum-exp of the logits,
+        fp32 [num_qo_heads].
+
+    Raises:
+        ValueError: an argument does not fit.
+    """
+    check_layout(kv_layout)
+    if q.dim() != 2 or k.dim() != 3 or v.dim() != 3:
+        raise ValueError(f"q must have 2 dimensions, k and v 3, got {q.dim()}, {k.dim()} and {v.dim()}")
+    if kv_layout == "HND":
+        k, v = k.transpose(0, 1), v.transpose(0, 1)
+    heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[:2]
+    if k.shape[:2] != v.shape[:2] or k.shape[-1] != head_dim:
+        raise ValueError(f"k {list(k.shape)} and v {list(v.shape)} (NHD) do not fit q {list(q.shape)}")
+    check_heads(heads, kv_heads)
+    check_head_dim(head_dim, pos_encoding_mode)
+    soft_cap = logits_soft_cap or 0.0
+    scale = 1.0 if rope_scale is None else rope_scale
+    theta = 1e4 if rope_theta is None else rope_theta
+    check_options(window_left, soft_cap, scale, theta)
+    dtype_of("q's dtype", q.dtype, DTYPES)
+    dtype_of("k's dtype", k.dtype, DTYPES)
+    if v.dtype != k.dtype:
+        raise ValueError(f"k and v must have one dtype, got {k.dtype} and {v.dtype}")
+
+    device, dtype = q.device, q.dtype
+    q = exact_queries(q)
+    wave_items = wave_items_for(device, kv_heads)
+    items = work_items(1, wave_items)
+    ints = torch.empty(1 + plan_size(1, items), dtype=torch.int32, device=device)
+    before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # all keys are one page
+    attention_plan(ints[:1], ints[1:], before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
+    out = torch.empty(1, heads, v.shape[-1], dtype=q.dtype, device=device)
+    lse = torch.empty(1, heads, dtype=torch.float32, device=device) if return_lse else None
+    decode_attention(
+        out,
+        lse,
+        q.unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        table,
+        None,
+        ints[:1],
+        ints[1:],
+        torch.empty(items, 1, heads, v.shape[-1], dtype=torch.float32, device=device),
+        torch.empty(items, 1, heads, dtype=torch.float32, device=device),
+        max_items=items,
+        sm_scale=(1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale)
+        * (1.0 if q_scale is None else q_scale)
+        * (1.0 if k_scale is None else k_scale),
+        v_scale=1.0 if v_scale is None else v_scale,
+        window_left=window_left,
+        soft_cap=soft_cap,
+        position_mode=pos_encoding_mode,
+        rope_scale=scale,
+        rope_theta=theta,
+    )
+    out = out[0].to(dtype)
+    return (out, lse[0]) if lse is not None else out

@@ -1,0 +1,361 @@
+"""The cache of sequence slots: `[batch, heads, length, head_dim]` a layer, as optimum-neuron's users know it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.buckets import BucketLadder
+from graphdecode.cache import require_positive
+from graphdecode.kernels.cache.slot_cache import slot_scatter, slot_shift
+
+from .sharding import kv_heads_per_rank
+
+_TILE = 128
+_INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+class SlotKVCacheManager:
+    """Keys and values `[max_batch, heads, length, head_dim]` a layer; the caller names slots and positions.
+
+    All indices are read on the device, so that `update_cache` captured once is right for any later ones; a slot or a
+    position that the cache does not have is skipped.
+
+    Args:
+        num_layers: layers, each with keys and values.
+        max_batch_size: slots.
+        num_kv_heads: key/value heads.
+        max_length: tokens of one sequence, at most.
+        head_dim: size of a head.
+        dtype: of the cache.
+        padding_side: `right`: token i of a sequence is at place i; `left`: its newest token is at the last place.
+        continuous_batching: whether context encoding writes the slots that `seq_ids` names, or all from the first.
+        num_cores_per_group: flash decoding: over how many shards a sequence is dealt. This cache is one shard, with
+            place `position // g` for the positions that `active_mask` says it owns (`position % g`), and one more
+            place, the last, that takes all others: the garbage place, which a `seq_len` counts. `max_length` is padded
+            to a multiple, with a warning.
+        tiled: store `[batch, heads, 128, length / 128, head_dim]`, seen as `[batch, heads, length, head_dim]`.
+        device: None means CUDA where there is one, else the CPU.
+
+    Attributes:
+        length: places of a slot, without the garbage place.
+        padding_side: as given.
+
+    Raises:
+        ValueError: a size is not a positive integer, or two options exclude each other.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        max_batch_size: int,
+        num_kv_heads: int,
+        max_length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        *,
+        padding_side: str = "right",
+        continuous_batching: bool = True,
+        num_cores_per_group: int = 1,
+        tiled: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        require_positive(
+            num_layers=num_layers,
+            max_batch_size=max_batch_size,
+            num_kv_heads=num_kv_heads,
+            max_length=max_length,
+            head_dim=head_dim,
+            num_cores_per_group=num_cores_per_group,
+        )
+        if padding_side not in ("left", "right"):
+            raise ValueError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"dtype must be a torch.dtype, got {dtype!r}")
+        sharded = num_cores_per_group > 1
+        if sharded and (tiled or padding_side == "left"):
+            raise ValueError(
+                f"num_cores_per_group={num_cores_per_group} excludes tiled=True and padding_side='left', "
+                f"got tiled={tiled}, padding_side={padding_side!r}"
+            )
+        if tiled and max_length % _TILE:
+            raise ValueError(f"max_length must be a multiple of {_TILE} with tiled=True, got {max_length}")
+        padded = -(-max_length // num_cores_per_group) * num_cores_per_group
+        if padded != max_length:
+            warnings.warn(
+                f"max_length {max_length} is not a multiple of num_cores_per_group {num_cores_per_group}: "
+                f"padded to {padded}",
+                stacklevel=2,
+            )
+        self.num_layers = num_layers
+        self.max_batch_size = max_batch_size
+        self.num_kv_heads = num_kv_heads
+        self.max_length = padded
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.padding_side = padding_side
+        self.num_cores_per_group = num_cores_per_group
+        self._continuous_batching = continuous_batching
+        self._tiled = tiled
+        self.length = padded // num_cores_per_group
+        self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        self._places = self.length + (1 if sharded else 0)
+        self._flat = [torch.zeros(self.kv_shape, dtype=dtype, device=self.device) for _ in range(2 * num_layers)]
+
+    @classmethod
+    def from_config(
+        cls, config: Any, neuron_config: Any, *, num_kv_head: int, device: torch.device | str | None = None
+    ) -> SlotKVCacheManager:
+        """Return the cache of one rank.
+
+        Args:
+            config: of the model: `num_hidden_layers`, `num_attention_heads`, and `head_dim` or else `hidden_size`.
+            neuron_config: `max_batch_size`, `sequence_length`, `torch_dtype`, `tp_degree`, `padding_side`,
+                `continuous_batching`, `flash_decoding_enabled` and `num_cores_per_group`.
+            num_kv_head: key/value heads of the whole model; see `kv_heads_per_rank` for those of a rank.
+            device: None means CUDA where there is one, else the CPU.
+
+        Raises:
+            ValueError: a size cannot be.
+        """
+        heads = config.num_attention_heads
+        return cls(
+            config.num_hidden_layers,
+            neuron_config.max_batch_size,
+            kv_heads_per_rank(heads, num_kv_head, neuron_config.tp_degree),
+            neuron_config.sequence_length,
+            getattr(config, "head_dim", None) or config.hidden_size // heads,
+            neuron_config.torch_dtype,
+            padding_side=neuron_config.padding_side,
+            continuous_batching=neuron_config.continuous_batching,
+            num_cores_per_group=neuron_config.num_cores_per_group if neuron_config.flash_decoding_enabled else 1,
+            device=device,
+        )
+
+    @property
+    def past_key_values(self) -> list[Tensor]:
+        """The stored tensors: layer i's keys are at 2i and its values at 2i + 1."""
+        return list(self._flat)
+
+    @property
+    def kv_shape(self) -> tuple[int, ...]:
+        """The shape of each stored tensor, the garbage place included."""
+        inner = (_TILE, self._places // _TILE) if self._tiled else (self._places,)
+        return (self.max_batch_size, self.num_kv_heads, *inner, self.head_dim)
+
+    @property
+    def is_kv_cache_tiled(self) -> bool:
+        """Whether the places are stored in tiles."""
+        return self._tiled
+
+    @property
+    def is_continuous_batching(self) -> bool:
+        """Whether context encoding writes the slots that `seq_ids` names."""
+        return self._continuous_batching
+
+    @property
+    def flash_decoding_enabled(self) -> bool:
+        """Whether this cache is one shard of several."""
+        return self.num_cores_per_group > 1
+
+    def length_ladder(self, shortest: int = 128) -> BucketLadder:
+        """Return the lengths that steps are worth capturing for: the powers of two from `shortest` on, and `length`.
+
+        A step reads all places of its length bucket, so that a short one costs less; `bucket_for(n)` is the smallest
+        that holds n places. Attention over pages needs no such ladder: it reads each row's own length on the device,
+        and one graph serves them all.
+
+        Raises:
+            ValueError: `shortest` is not an integer >= 1.
+        """
+        require_positive(shortest=shortest)
+        first = shortest.bit_length() - 1
+        # a power of two within a factor of sqrt(2) of `length` would save too little for a graph of its own
+        sizes = [2**i for i in range(first, self.length.bit_length()) if 2**i * 2**0.5 <= self.length]
+        return BucketLadder(sizes, self.length)
+
+    def layer(self, layer_number: int) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values as they are stored.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        if not 0 <= layer_number < self.num_layers:
+            raise ValueError(f"layer_number must be in 0..{self.num_layers - 1}, got {layer_number!r}")
+        return self._flat[2 * layer_number], self._flat[2 * layer_number + 1]
+
+    def get_kv_by_layer_id(
+        self, key_layer_idx: int, gather_index: Tensor | None = None, slice_index: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys at a flat index of `past_key_values` and the values behind them, as they are stored.
+
+        Args:
+            key_layer_idx: twice the layer's number; `layer` takes the number itself.
+            gather_index: part of the surface; without effect, there as here.
+            slice_index: likewise.
+
+        Raises:
+            ValueError: there are no keys at this index.
+        """
+        if key_layer_idx % 2 or not 0 <= key_layer_idx < len(self._flat):
+            raise ValueError(
+                f"key_layer_idx must be twice a layer's number, an even index in 0..{len(self._flat) - 2}, "
+                f"got {key_layer_idx!r}"
+            )
+        return self.layer(key_layer_idx // 2)
+
+    def get_cache(self, seq_len: int, skip_slice: bool = False, **kwargs: object) -> list[list[Tensor]]:
+        """Return `[keys, values]` of each layer: views `[batch, heads, seq_len, head_dim]`, nothing is copied.
+
+        The places are the first ones, or with `padding_side="left"` the last ones.
+
+        Args:
+            seq_len: places wanted (a length bucket), the garbage place of a shard included; more than there are means
+                all.
+            skip_slice: return all places.
+            **kwargs: part of the surface, without effect.
+
+        Raises:
+            ValueError: `seq_len` is less than 1.
+        """
+        self._check_seq_len(seq_len)
+        wanted = self._places if skip_slice else min(seq_len, self._places)
+        start = self._places - wanted if self.padding_side == "left" else 0
+        views = [self._seen(stored).narrow(2, start, wanted) for stored in self._flat]
+        return [views[i : i + 2] for i in range(0, len(views), 2)]
+
+    def update_cache(
+        self,
+        is_for_context_encoding: bool,
+        seq_ids: Tensor | None,
+        position_ids: Tensor | None,
+        new_key_values: Sequence[Sequence[Tensor]],
+        seq_len: int,
+        scatter_index: Tensor | None = None,
+        active_mask: Tensor | None = None,
+        kvcache_buffer: Sequence[Sequence[Tensor]] | None = None,
+    ) -> list[Tensor]:
+        """Write new keys and values of all layers, in place.
+
+        Context encoding writes whole prompts of n tokens to places 0..n-1 (or, padded left, to the last n places) of
+        the slots in `seq_ids`; without continuous batching, of slots 0, 1, ... Token generation writes at
+        `position_ids`; padded left, it drops the oldest n tokens and appends at the right. Sharded, the positions that
+        `active_mask` owns go to their places and all others to the garbage place; context encoding without a mask
+        takes tokens that were dealt out already.
+
+        Args:
+            is_for_context_encoding: prompts, or generated tokens.
+            seq_ids: int [rows], the slots, each once; None means 0, 1, ...
+            position_ids: int [rows, n]; context encoding and left padding need none, unless sharded by `active_mask`.
+            new_key_values: for each layer the keys and values `[rows, heads, n, head_dim]`.
+            seq_len: the length bucket of the step, as for `get_cache`; tokens go to the same places in all of them.
+            scatter_index: int [rows, n], places to use instead of `position_ids`.
+            active_mask: [rows, n], nonzero where this shard owns the position.
+            kvcache_buffer: `[layer][0 or 1]`, tensors to write into instead of this cache's own.
+
+        Returns:
+            The written tensors, keys and values of each layer in turn, as `[batch, heads, places, head_dim]`.
+
+        Raises:
+            ValueError: an argument does not fit; nothing has changed.
+        """
+        self._check_seq_len(seq_len)
+        rows, tokens = self._check_new(new_key_values, self.length if active_mask is None else self.max_length)
+        targets = self._targets(kvcache_buffer)
+        positions = position_ids if scatter_index is None else scatter_index
+        if is_for_context_encoding and not self._continuous_batching:
+            seq_ids = None
+        self._check_indices(rows, tokens, seq_ids, positions, active_mask)
+        shifted = not is_for_context_encoding and self.padding_side == "left"
+        if self.num_cores_per_group == 1:
+            active_mask = None
+        elif active_mask is None and not is_for_context_encoding:
+            raise ValueError(f"active_mask is needed with num_cores_per_group={self.num_cores_per_group}")
+        if is_for_context_encoding and active_mask is None:
+            positions = None
+        elif positions is None and not shifted:
+            raise ValueError("position_ids is needed to place the tokens, got None")
+
+        offset = self.length - tokens if self.padding_side == "left" else 0
+        for target, new in zip(targets, chain.from_iterable(new_key_values), strict=True):
+            if shifted:
+                slot_shift(target, new, seq_ids)
+            else:
+                slot_scatter(target, new, seq_ids, positions, active_mask, self.num_cores_per_group, offset)
+        return targets
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of the cache by name, for whoever captures a step over it."""
+        return {f"{('keys', 'values')[i % 2]}_{i // 2}": stored for i, stored in enumerate(self._flat)}
+
+    @staticmethod
+    def _check_seq_len(seq_len: int) -> None:
+        if seq_len < 1:
+            raise ValueError(f"seq_len must be >= 1, got {seq_len!r}")
+
+    def _seen(self, stored: Tensor) -> Tensor:
+        return stored.flatten(2, 3) if stored.dim() == 5 else stored
+
+    def _check_new(self, new_key_values: Sequence[Sequence[Tensor]], limit: int) -> tuple[int, int]:
+        if len(new_key_values) != self.num_layers or any(len(pair) != 2 for pair in new_key_values):
+            raise ValueError(f"new_key_values must have keys and values of {self.num_layers} layers")
+        first, device = new_key_values[0][0], self._flat[0].device
+        rows, tokens = (first.shape[0], first.shape[2]) if first.dim() == 4 else (0, 0)
+        wanted = (rows, self.num_kv_heads, tokens, self.head_dim)
+        for tensor in chain.from_iterable(new_key_values):
+            if tuple(tensor.shape) != wanted or tensor.dtype != self.dtype or tensor.device != device:
+                raise ValueError(
+                    f"new_key_values must be [rows, {self.num_kv_heads}, n, {self.head_dim}] of {self.dtype} on "
+                    f"{device}, all alike, got {tuple(tensor.shape)} of {tensor.dtype} on "
+                    f"{tensor.device}"
+                )
+        if not 1 <= rows <= self.max_batch_size:
+            raise ValueError(f"new_key_values must have 1..{self.max_batch_size} rows, got {rows}")
+        if not 1 <= tokens <= limit:
+            raise ValueError(f"new_key_values must have 1..{limit} tokens a row, got {tokens}")
+        return rows, tokens
+
+    def _check_indices(
+        self, rows: int, tokens: int, seq_ids: Tensor | None, positions: Tensor | None, active_mask: Tensor | None
+    ) -> None:
+        if seq_ids is not None and (tuple(seq_ids.shape) != (rows,) or seq_ids.dtype not in _INDEX_DTYPES):
+            raise ValueError(f"seq_ids must be int32 or int64 [{rows}], got {seq_ids.dtype} {tuple(seq_ids.shape)}")
+        for name, tensor in (("position_ids", positions), ("active_mask", active_mask)):
+            if tensor is not None and tuple(tensor.shape) != (rows, tokens):
+                raise ValueError(f"{name} must be [{rows}, {tokens}], got {tuple(tensor.shape)}")
+        if positions is not None and positions.dtype not in _INDEX_DTYPES:
+            raise ValueError(f"position_ids must be int32 or int64, got {positions.dtype}")
+
+    def _targets(self, kvcache_buffer: Sequence[Sequence[Tensor]] | None) -> list[Tensor]:
+        if kvcache_buffer is None:
+            return [self._seen(stored) for stored in self._flat]
+        if len(kvcache_buffer) != self.num_layers:
+            raise ValueError(f"kvcache_buffer must have {self.num_layers} layers, got {len(kvcache_buffer)}")
+        targets = []
+        for tensor in chain.from_iterable(pair[:2] for pair in kvcache_buffer):
+            if tensor.dim() == 5 and not tensor.is_contiguous():
+                raise ValueError("a tiled kvcache_buffer must be contiguous")
+            seen = self._seen(tensor)
+            wanted = (self.max_batch_size, self.num_kv_heads, self._places, self.head_dim)
+            if tuple(seen.shape) != wanted or seen.dtype != self.dtype or seen.stride(-1) != 1:
+                raise ValueError(
+                    f"kvcache_buffer must hold {self.dtype} {wanted} with a dense last dimension, "
+                    f"got {tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+                )
+            targets.append(seen)
+        return targets
+
+    def __repr__(self) -> str:
+        sharded = f", one of {self.num_cores_per_group} shards" if self.num_cores_per_group > 1 else ""
+        size = sum(stored.nbytes for stored in self._flat) / 2**20
+        return (
+            f"SlotKVCacheManager({self.num_layers} layers of [{self.max_batch_size}, {self.num_kv_heads}, "
+            f"{self.length}, {self.head_dim}], {str(self.dtype).removeprefix('torch.')}, "
+            f"padding_side={self.padding_side!r}{', tiled' if self._tiled else ''}{sharded}, "
+            f"{size:.1f} MiB in all, on {self.device})"
+        )

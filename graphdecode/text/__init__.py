@@ -1,0 +1,21 @@
+"""Text in, text out: `LLM`, the face of it all, and `AsyncLLM`, the same from asyncio."""
+
+from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
+from graphdecode.text.async_llm import AsyncLLM
+from graphdecode.text.llm import LLM
+from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
+from graphdecode.text.stream import Stream
+from graphdecode.text.summary import RunSummary
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineStats",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "RunSummary",
+    "SamplingParams",
+    "Stream",
+]

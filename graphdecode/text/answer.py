@@ -1,0 +1,126 @@
+"""One answer in the making: from the engine's tokens to text, and what text decides."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
+from graphdecode.text.detokenizer import Detokenizer
+from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
+
+
+class Answer:
+    """Turns the events of one request of the engine into one of the answers of a prompt.
+
+    Tokens end an answer in the engine; a stop text ends it here, and nothing behind it is shown or counted.
+
+    Args:
+        output: where the answer goes.
+        request: the prompt's output that the answer is part of.
+        params: of the request, with its stop texts.
+        tokenizer: a `tokenizers.Tokenizer`.
+
+    Attributes:
+        pieces: text that nobody has taken yet.
+    """
+
+    def __init__(
+        self, output: CompletionOutput, request: RequestOutput, params: SamplingParams, tokenizer: Any
+    ) -> None:
+        self.output = output
+        self.request = request
+        self.pieces: deque[str] = deque()
+        self._tokenizer = tokenizer
+        self._detokenizer = Detokenizer(tokenizer, params.stop_strings, params.skip_special_tokens, params.min_tokens)
+        self._begun = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is complete, or was given up."""
+        return self.output.finish_reason is not None
+
+    def take(self, event: Event) -> bool:
+        """Take what the engine tells of it; return whether its text ended it, so that the engine is to be told."""
+        output = self.output
+        if output.finish_reason is not None:
+            return False
+        if not self._begun:
+            self._begun = True
+            self._tell_beginning(event.metrics)
+        ended_by_text = self._take_tokens(event)
+        if not ended_by_text and event.finish_reason is not None:
+            self._finish(event.finish_reason, event.stop_reason)
+            if event.error is not None:
+                self.request.error = event.error
+        self._show()
+        if output.finish_reason is not None:
+            self.request.metrics.num_preemptions += event.metrics.num_preemptions
+            self.request.metrics.finished_time = time.perf_counter()
+        return ended_by_text
+
+    def give_up(self, error: str | None = None) -> None:
+        """End it where it is.
+
+        Args:
+            error: why, where it is not what its reader wanted.
+        """
+        if not self.finished:
+            if error is not None:
+                self.request.error = error
+            self._finish("abort", None)
+            self._show()
+
+    def _take_tokens(self, event: Event) -> bool:
+        # the token that ends an answer is part of its tokens, and not of its text
+        silent = len(event.token_ids) - 1 if event.finish_reason == "stop" else len(event.token_ids)
+        for place, token in enumerate(event.token_ids):
+            self.output.token_ids.append(token)
+            if event.logprobs is not None:
+                self._take_logprobs(token, event.logprobs[place])
+            stop = self._detokenizer.push(token) if place < silent else None
+            if stop is not None:
+                self._finish("stop", stop)
+                return True
+        return False
+
+    def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:
+        entries = {
+            other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
+        }
+        if token not in entries:
+            entries[token] = Logprob(logprobs.sampled, logprobs.rank, self._decode(token))
+        if self.output.logprobs is None:
+            self.output.logprobs = []
+        self.output.logprobs.append(entries)
+        self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs.sampled
+
+    def _decode(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+    def _finish(self, reason: str, stop_reason: str | int | None) -> None:
+        if not isinstance(stop_reason, str):
+            late_stop = self._detokenizer.finish()
+            if late_stop is not None:
+                reason, stop_reason = "stop", late_stop
+        self.output.finish_reason = reason
+        self.output.stop_reason = stop_reason
+
+    def _show(self) -> None:
+        """Bring the visible text up to date, for readers of the output and of the stream."""
+        piece = self._detokenizer.take(final=self.output.finish_reason is not None)
+        if piece:
+            self.output.text += piece
+            self.pieces.append(piece)
+
+    def _tell_beginning(self, own: RequestMetrics) -> None:
+        """Bring the prompt's metrics up to date with those of this answer, whose first event has come."""
+        shared = self.request.metrics
+        shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
+        shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
+        shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
+
+
+def _earliest(*times: float | None) -> float | None:
+    return min((moment for moment in times if moment is not None), default=None)

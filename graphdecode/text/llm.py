@@ -1,0 +1,216 @@
+"""`LLM`: prompts in, answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from tqdm import tqdm
+
+from graphdecode.cache import PagedKVCache
+from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
+from graphdecode.engine import Engine, EngineStats, SamplingParams
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.engine.loading import load_runner
+from graphdecode.errors import ArgumentError, ClosedError
+from graphdecode.graphs import GraphManager
+from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
+from graphdecode.text.intake import Intake, as_params
+from graphdecode.text.outputs import RequestOutput
+from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
+from graphdecode.text.router import Router
+from graphdecode.text.stream import Stream
+
+
+class LLM:
+    """A model that generates text through captured graphs.
+
+    It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
+
+    Args:
+        model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
+        config: all settings, those of the buckets alone, or the path of a configuration file.
+        progress: show bars on standard error while loading and capturing.
+        keywords: settings that override those of `config`: device, dtype, seed, quantize, batch_invariant,
+            prefix_cache, max_prefill_tokens; see `EngineConfig`.
+
+    Attributes:
+        engine_config: all settings.
+        tokenizer: of transformers.
+        engine: what answers, in tokens.
+
+    Raises:
+        ArgumentError: the model or a setting cannot be used; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        config: EngineConfig | BucketConfig | str | Path | None = None,
+        progress: bool = False,
+        **keywords: Unpack[EngineKeywords],
+    ) -> None:
+        self.engine_config = EngineConfig.of(config, **keywords)
+        path = resolve_model_path(model)
+        self.tokenizer: Any = load_tokenizer(path)
+        runner = load_runner(path, self.engine_config, progress=progress)
+        self.engine = Engine(runner, seed=self.engine_config.seed)
+        self.router = Router(self.engine)
+        self.intake = Intake(self.engine, self.tokenizer)
+        self.graphs.capture(progress=progress)
+        runner.buffers.freeze()
+
+    @property
+    def config(self) -> BucketConfig:
+        """Capacity, buckets and capture."""
+        return self.engine_config.buckets
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder."""
+        return self.engine.runner.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model runs."""
+        return self.model.device
+
+    @property
+    def graphs(self) -> GraphManager:
+        """The captured graphs of the decode step, one a bucket."""
+        return self.engine.graphs
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the configuration means for this model."""
+        return self.engine.capacity
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts since the engine was made."""
+        return self.engine.stats
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence gave its pages back for others and was recomputed."""
+        return self.engine.scheduler.num_preemptions
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no row yet."""
+        return self.engine.num_waiting
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The key-value cache, whose pool can be asked for free and used pages."""
+        return self.engine.cache
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer some prompts, batched continuously.
+
+        Args:
+            prompts: a text, a list of token ids, a dict with either as `prompt` or `prompt_token_ids`, or a list of
+                these.
+            sampling_params: for all prompts, or one for each; None means the defaults.
+            use_tqdm: show a progress bar on standard error where that is a terminal.
+
+        Returns:
+            One output for each prompt, in their order. A prompt that can never fit comes back with `error` set and
+            `finish_reason` "refused", and the others are answered.
+
+        Raises:
+            ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.
+        """
+        self._check_open()
+        items = as_prompts(prompts)
+        params = as_params(sampling_params, len(items))
+        encoded = [self.intake.encode(prompt) for prompt in items]
+        orders = [self.intake.order(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
+        answers = [answer for order in orders for answer in order.answers]
+        unfinished = list(reversed(answers))
+        bar = tqdm(
+            total=len(answers), desc="generating", unit="answer", leave=False, disable=None if use_tqdm else True
+        )
+
+        def done() -> bool:
+            while unfinished and unfinished[-1].finished:
+                unfinished.pop()
+            return not unfinished
+
+        try:
+            with DeferredInterrupt() as interrupt:
+                self.router.submit(request for order in orders for request in order.requests)
+
+                def between() -> None:
+                    interrupt.check()
+                    if not bar.disable:
+                        bar.update(sum(answer.finished for answer in answers) - bar.n)
+
+                self.router.wait(done, between)
+        except BaseException:
+            self.router.give_up(answers)
+            raise
+        finally:
+            bar.close()
+        self._check_open()
+        return [order.output for order in orders]
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise") -> Stream:
+        """Answer one prompt, piece by piece; pieces never split a character or show part of a stop string.
+
+        The request joins the batch at once. Several streams may be read in turn: they run side by side.
+
+        Args:
+            prompt: a text, a list of token ids, or a dict with either, as for `generate`.
+            sampling_params: with `n` 1.
+            refuse: what to do with a prompt that can never fit: `"raise"`, or `"return"` an empty stream whose
+                `request.error` says why.
+
+        Raises:
+            ValueError: what was given is no prompt or can never fit, or `n` is not 1.
+        """
+        self._check_open()
+        if isinstance(sampling_params, SequenceOf):
+            raise ArgumentError(
+                f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
+            )
+        (params,) = as_params(sampling_params, 1)
+        prompt = as_prompt(prompt)
+        if params.n != 1:
+            raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
+        order = self.intake.order(prompt, self.intake.encode(prompt), params)
+        if order.output.error is not None and refuse == "raise":
+            raise ArgumentError(order.output.error)
+        self.router.submit(order.requests)
+        return Stream(order.output, order.answers[0] if order.answers else None, self.router)
+
+    def step(self) -> None:
+        """Do one round of the engine: what `generate` and streams do until their answers are there.
+
+        For callers that hand in streams and drive the engine themselves. Ctrl-C waits for the end of the round.
+        """
+        with DeferredInterrupt():
+            self.router.step()
+
+    def close(self) -> None:
+        """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""
+        self.router.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self.router.closed:
+            raise ClosedError("this LLM was closed")

@@ -1,0 +1,139 @@
+"""Between many callers and one engine: whoever waits steps, and every event finds its answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from graphdecode.engine import Engine, Request
+from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.errors import ClosedError
+from graphdecode.text.answer import Answer
+
+_PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
+
+
+class Router:
+    """Hands requests in, and the engine's events to the answers that they belong to.
+
+    It starts no thread. Of the threads that wait for answers one does the engine's rounds for all of them, until its
+    own answers are there; then another one takes over.
+
+    Args:
+        engine: what serves the requests.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._answers: dict[int, Answer] = {}
+        self._ids: dict[Answer, int] = {}
+        self._books = threading.Lock()  # of the two above
+        self._turn = threading.Lock()  # whose turn it is to step
+        self._progress = threading.Condition()
+        self._waiting = 0
+        self.closed = False
+
+    def submit(self, requests: Iterable[tuple[Request, Answer]]) -> None:
+        """Hand requests in, each with the answer that its events go to.
+
+        Raises:
+            RequestError: one can never be served; none was handed in.
+            ClosedError: this was closed.
+        """
+        pairs = list(requests)
+        for request, _ in pairs:
+            self.engine.check(request)
+        with self._books:
+            if self.closed:
+                raise ClosedError("this LLM was closed")
+            for request, answer in pairs:
+                request_id = self.engine.add(request)
+                self._answers[request_id] = answer
+                self._ids[answer] = request_id
+
+    def give_up(self, answers: Iterable[Answer]) -> None:
+        """End answers that nobody wants any more; their rows and pages are free for others."""
+        with DeferredInterrupt():
+            for answer in answers:
+                request_id = self._forget(answer)
+                if request_id is not None:
+                    self.engine.abort(request_id)
+                answer.give_up()
+
+    def _forget(self, answer: Answer) -> int | None:
+        with self._books:
+            request_id = self._ids.pop(answer, None)
+            if request_id is not None:
+                del self._answers[request_id]
+        return request_id
+
+    def wait(self, done: Callable[[], bool], between: Callable[[], None]) -> None:
+        """Come back once something is done; step meanwhile, or wait while another thread does.
+
+        Args:
+            done: tells so.
+            between: is called between two steps; what it raises ends the waiting.
+        """
+        while not done():
+            if self._turn.acquire(blocking=False):
+                try:
+                    while not done():
+                        self._round()
+                        between()
+                finally:
+                    self._turn.release()
+                    self._announce()
+            else:
+                with self._progress:
+                    self._waiting += 1
+                    try:
+                        if not done() and self._turn.locked():
+                            self._progress.wait(_PATIENCE_SECONDS)
+                    finally:
+                        self._waiting -= 1
+                between()
+
+    def step(self) -> list[Answer]:
+        """Do one round of the engine, once it is this thread's turn; return the answers that got something new."""
+        with self._turn:
+            changed = self._round()
+        self._announce()
+        return changed
+
+    def _round(self) -> list[Answer]:
+        if self.closed:
+            raise ClosedError("this LLM was closed")
+        changed = []
+        events = self.engine.step()
+        with self._books:
+            owners = [self._answers.get(event.request_id) for event in events]
+        for event, answer in zip(events, owners, strict=True):
+            if answer is None:
+                continue
+            if answer.take(event):
+                self.engine.finish(event.request_id, len(answer.output.token_ids))
+            if answer.output.finish_reason is not None:
+                self._forget(answer)
+            changed.append(answer)
+        if self._waiting:
+            self._announce()
+        return changed
+
+    def _announce(self) -> None:
+        if self._waiting:
+            with self._progress:
+                self._progress.notify_all()
+
+    def close(self) -> None:
+        """End all answers with an error, and close the engine."""
+        with self._books:
+            if self.closed:
+                return
+            self.closed = True
+            answers = list(self._ids)
+            self._answers.clear()
+            self._ids.clear()
+        self.engine.close()
+        for answer in answers:
+            answer.give_up("this LLM was closed")
+        self._announce()

@@ -1,0 +1,43 @@
+"""One line that says how fast a run was and what it ran on."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+
+from graphdecode.text.llm import LLM
+from graphdecode.text.outputs import RequestOutput
+
+
+class RunSummary:
+    """Measures from its construction on.
+
+    Args:
+        llm: the engine that the run uses.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._began = time.perf_counter()
+        self._tokens = llm.stats.generated_tokens
+        self._buckets = Counter(llm.stats.bucket_steps)
+
+    def line(self, outputs: list[RequestOutput]) -> str:
+        """Return tokens/s, time to first token, ms per token, the buckets replayed, padding share and backend."""
+        stats = self._llm.stats
+        seconds = time.perf_counter() - self._began
+        tokens = stats.generated_tokens - self._tokens
+        first = [t for output in outputs if (t := output.metrics.time_to_first_token) is not None]
+        parts = [f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"]
+        if first:
+            parts.append(f"first token after {1000 * float(np.median(first)):.1f} ms")
+        if stats.step_seconds:
+            p50, p99 = np.percentile(np.array(stats.step_seconds) * 1000, [50, 99])
+            parts.append(f"{p50:.2f} ms per token p50, {p99:.2f} p99")
+        replayed = stats.bucket_steps - self._buckets
+        parts.append("buckets " + (", ".join(f"{b} x{replayed[b]}" for b in sorted(replayed)) or "none"))
+        parts.append(f"padding {100 * stats.padding_share:.0f}%")
+        parts.append(f"{self._llm.graphs.backend} backend on {self._llm.device.type}")
+        return "; ".join(parts)

@@ -1,0 +1,216 @@
+"""The paged cache that an engine drives: pages by sequence, and the sharing of prefixes."""
+
+import numpy as np
+import pytest
+import torch
+
+from graphdecode.cache import CacheFullError, PagedKVCache, UnknownSequenceError
+
+
+def make(pages=8, page_size=4, prefix_caching=True, max_pages_per_row=16, num_layers=1):
+    return PagedKVCache(
+        num_layers=num_layers,
+        total_num_pages=pages,
+        page_size=page_size,
+        max_pages_per_row=max_pages_per_row,
+        num_kv_heads=1,
+        head_dim=4,
+        dtype=torch.float32,
+        device="cpu",
+        prefix_caching=prefix_caching,
+    )
+
+
+def compute(cache, sequence, tokens):
+    """Do what an engine does for a prompt; return the tokens that had to be computed."""
+    cached = cache.add(sequence, tokens)
+    cache.reserve(sequence, len(tokens))
+    cache.publish(sequence, len(tokens), tokens)
+    return len(tokens) - cached
+
+
+def test_a_common_prefix_is_computed_once():
+    """64 requests with a common 512-token prefix."""
+    cache = make(pages=512, page_size=16, max_pages_per_row=64)
+    prefix = list(range(512))
+    computed = [compute(cache, i, prefix + [1000 + i, 2000 + i]) for i in range(64)]
+    assert computed == [514] + [2] * 63
+    assert cache.pool.used == 512 // 16 + 64
+    assert cache.pool.shared == 512 // 16
+
+
+def test_a_prefix_is_found_after_its_sequence_has_left():
+    cache = make()
+    compute(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+    cache.free("a")
+    assert (cache.pool.used, cache.pool.parked, cache.available_pages) == (0, 2, 8)
+    assert cache.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 0]) == 8
+    assert cache.pool.parked == 0
+
+
+def test_at_least_one_token_is_left_to_compute():
+    cache = make()
+    compute(cache, "a", list(range(8)))
+    assert cache.add("b", list(range(8))) == 4
+
+
+def test_a_page_is_found_only_behind_the_same_tokens():
+    cache = make()
+    compute(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8])
+    assert cache.add("b", [9, 2, 3, 4, 5, 6, 7, 8, 9]) == 0
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_head_last():
+    cache = make(pages=6)
+    for name, start in (("old", 100), ("new", 200)):
+        compute(cache, name, list(range(start, start + 12)))
+    cache.free("old")
+    cache.free("new")
+    assert (cache.pool.free, cache.pool.parked) == (0, 6)
+    cache.add("taker", [])
+    cache.reserve("taker", 8)  # two pages: the tail of the older one
+    assert cache.add("again", [*range(100, 112), 0]) == 4
+    assert cache.add("again too", [*range(200, 212), 0]) == 12
+
+
+def test_pages_in_use_are_never_evicted():
+    cache = make(pages=4)
+    compute(cache, "a", list(range(8)))
+    cache.add("b", [])
+    with pytest.raises(CacheFullError):
+        cache.reserve("b", 12)
+    assert cache.pages_of("b") == ()
+    assert cache.reserve("b", 8)
+    assert not cache.reserve("b", 8)
+
+
+def test_a_truncated_prefix_is_forgotten_before_it_is_overwritten():
+    cache = make()
+    compute(cache, "a", [1, 2, 3, 4, 5, 6, 7, 8])
+    cache.truncate("a", 6)
+    cache.publish("a", 8, [1, 2, 3, 4, 5, 6, 0, 0])
+    assert cache.add("b", [1, 2, 3, 4, 5, 6, 7, 8, 9]) == 4
+    assert cache.add("c", [1, 2, 3, 4, 5, 6, 0, 0, 9]) == 8
+
+
+def test_truncating_a_shared_page_copies_it_in_all_layers():
+    cache = make(num_layers=2)
+    compute(cache, "a", list(range(8)))
+    for number, tensor in enumerate(tensor for layer in cache.layers for tensor in layer):
+        tensor.copy_(10.0 * number + torch.arange(9.0)[:, None, None, None].expand(9, 4, 1, 4))
+    assert cache.add("b", list(range(9))) == 8
+    assert cache.pages_of("a") == cache.pages_of("b")
+    cache.truncate("b", 7)
+    (_, source), (first, copied) = cache.pages_of("a"), cache.pages_of("b")
+    assert first == cache.pages_of("a")[0]
+    assert copied != source
+    for number, tensor in enumerate(tensor for layer in cache.layers for tensor in layer):
+        assert torch.equal(tensor[copied], torch.full((4, 1, 4), 10.0 * number + source))
+
+
+def test_layers_are_zero_filled_and_one_page_more_is_trash():
+    cache = make(num_layers=3)
+    assert [tuple(t.shape) for layer in cache.layers for t in layer] == [(9, 4, 1, 4)] * 6
+    assert not any(t.any() for layer in cache.layers for t in layer)
+    assert len({t.data_ptr() for layer in cache.layers for t in layer}) == 6
+
+
+def test_without_prefix_caching_nothing_is_found():
+    cache = make(prefix_caching=False)
+    compute(cache, "a", list(range(9)))
+    assert cache.add("b", list(range(9))) == 0
+    cache.free("a")
+    assert (cache.pool.free, cache.pool.parked) == (8, 0)
+
+
+def test_publishing_hashes_only_pages_that_have_become_full():
+    cache = make()
+    tokens = Watched(range(32))
+    cache.add("a", tokens[:0])
+    cache.reserve("a", 32)
+    cache.publish("a", 13, tokens)
+    assert tokens.slices == [slice(0, 4), slice(4, 8), slice(8, 12)]
+    cache.publish("a", 15, tokens)
+    cache.publish("a", 12, tokens)
+    assert len(tokens.slices) == 3
+    cache.publish("a", 16, tokens)
+    assert tokens.slices[3:] == [slice(12, 16)]
+
+
+class Watched(list):
+    """A list of token ids that remembers which slices were read."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.slices = []
+
+    def __getitem__(self, place):
+        if isinstance(place, slice) and place.stop:
+            self.slices.append(slice(place.start, place.stop))
+        return super().__getitem__(place)
+
+
+def test_a_page_row_ends_in_the_trash_page():
+    cache = make(max_pages_per_row=4)
+    cache.add("a", [])
+    cache.reserve("a", 5)
+    row = np.full(4, -1, dtype=np.int32)
+    cache.fill_page_row("a", row)
+    assert row.tolist() == [*cache.pages_of("a"), 8, 8]
+    assert cache.trash_page == 8
+
+
+def test_unknown_and_known_ids_are_errors():
+    cache = make()
+    cache.add("a", [])
+    for call in (
+        lambda: cache.reserve("b", 1),
+        lambda: cache.publish("b", 0, []),
+        lambda: cache.truncate("b", 0),
+        lambda: cache.free("b"),
+        lambda: cache.pages_of("b"),
+        lambda: cache.fill_page_row("b", np.zeros(16, dtype=np.int32)),
+    ):
+        with pytest.raises(UnknownSequenceError, match="'b'"):
+            call()
+    with pytest.raises(ValueError, match="already"):
+        cache.add("a", [])
+
+
+def test_lengths_past_a_row_or_its_pages_are_errors():
+    cache = make(max_pages_per_row=4)
+    cache.add("a", [])
+    with pytest.raises(ValueError, match=r"'a' must be in 0\.\.16 \(4 pages of 4 tokens\), got 17"):
+        cache.reserve("a", 17)
+    cache.reserve("a", 8)
+    for call in (
+        lambda: cache.truncate("a", 9),
+        lambda: cache.truncate("a", -1),
+        lambda: cache.publish("a", 9, [0] * 9),
+    ):
+        with pytest.raises(ValueError, match=r"'a' must be in 0\.\.8 \(2 pages"):
+            call()
+    with pytest.raises(ValueError, match="the first 8 tokens, got 7"):
+        cache.publish("a", 8, [0] * 7)
+
+
+@pytest.mark.parametrize("size", ["num_layers", "page_size", "max_pages_per_row"])
+def test_sizes_that_cannot_be_are_refused_by_name(size):
+    with pytest.raises(ValueError, match=rf"{size} must be an integer >= 1, got 0"):
+        make(**{size: 0})
+
+
+def test_it_says_in_a_line_what_it_is():
+    cache = make(num_layers=2)
+    compute(cache, "a", list(range(9)))
+    assert "1 sequences, PagePool(8 pages: 3 used" in repr(cache)
+    assert "2 layers of [9, 4, 1, 4] float32" in repr(cache)
+    assert "\n" not in repr(cache)
+
+
+def test_reset_forgets_pages_and_prefixes():
+    cache = make()
+    compute(cache, "a", list(range(9)))
+    cache.reset()
+    assert (cache.pool.free, len(cache.ledger.pages)) == (8, 0)
+    assert cache.add("a", list(range(9))) == 0

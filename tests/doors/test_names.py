@@ -1,0 +1,36 @@
+"""Names of architectures stand in the families' files alone, and what is heavy to import is imported late."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from graphdecode.models.family import FAMILIES
+
+PACKAGE = Path(__file__).parents[2] / "graphdecode"
+ARCHITECTURE = re.compile(r"\w+For(CausalLM|ConditionalGeneration)")
+
+
+def named(file: Path) -> list[str]:
+    """Every architecture in a file's texts, docstrings included, with its line."""
+    texts = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+    return [f"{file}:{node.lineno} {node.value}" for node in texts if ARCHITECTURE.search(str(node.value))]
+
+
+def test_no_file_but_the_families_names_an_architecture() -> None:
+    families = PACKAGE / "models" / "families"
+    files = [file for file in PACKAGE.rglob("*.py") if families not in file.parents]
+    assert len(files) > 100
+    assert [found for file in files for found in named(file)] == []
+
+
+def test_each_family_names_its_own() -> None:
+    found = {name for file in (PACKAGE / "models" / "families").glob("*.py") for name in named(file)}
+    assert len(found) == len(FAMILIES) >= 4
+
+
+def test_models_are_imported_without_tokenizers_and_the_hub() -> None:
+    script = "import sys, graphdecode.models; print({'transformers', 'huggingface_hub'} & sys.modules.keys())"
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "set()"

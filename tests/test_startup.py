@@ -1,0 +1,106 @@
+"""What is imported when: `import graphdecode`, and the command line's quick answers, load nothing heavy."""
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import graphdecode
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "numpy", "triton", "transformers", "tokenizers", "huggingface_hub", "safetensors", "tqdm", "cuda"}
+SHOW_MODULES = "import json, sys; print(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
+RUN_COMMAND = """
+import atexit, sys
+from graphdecode.cli import main
+atexit.register(lambda: print("MODULES", json.dumps(sorted({name.split('.')[0] for name in sys.modules}))))
+sys.argv = ["graphdecode", *sys.argv[1:]]
+main()
+"""
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def imported_by(code: str) -> set[str]:
+    done = python(f"{code}\n{SHOW_MODULES}")
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    assert not imported_by("import graphdecode; graphdecode.__all__") & HEAVY
+
+
+def test_configurations_and_errors_need_no_torch() -> None:
+    assert (
+        not imported_by("from graphdecode import BucketConfig, EngineConfig, GraphdecodeError; EngineConfig()") & HEAVY
+    )
+
+
+def test_graphs_of_ones_own_step_need_no_tokenizers() -> None:
+    loaded = imported_by("from graphdecode import BucketConfig, GraphManager, Slot, StepBuffers, CaptureError")
+    assert not loaded & {"transformers", "tokenizers", "huggingface_hub", "safetensors"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["--nonsense"], ["generate", "--help"], ["generate", "--max-tokns", "3"], ["generate"]],
+)
+def test_a_quick_answer_imports_nothing_heavy(arguments: list[str]) -> None:
+    done = python("import json" + RUN_COMMAND, *arguments)
+    modules = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
+    assert not set(json.loads(modules.removeprefix("MODULES"))) & HEAVY
+
+
+def test_help_comes_in_less_than_the_time_of_importing_torch() -> None:
+    def seconds(code: str, *arguments: str) -> float:
+        began = time.perf_counter()
+        python(code, *arguments)
+        return time.perf_counter() - began
+
+    pairs = [(seconds("import json" + RUN_COMMAND, "--help"), seconds("import torch")) for _ in range(3)]
+    assert min(quick for quick, _ in pairs) < min(slow for _, slow in pairs)
+
+
+def test_checkers_see_the_names_that_are_there() -> None:
+    tree = ast.parse((ROOT / "graphdecode" / "__init__.py").read_text())
+    told = {
+        alias.asname: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("graphdecode.")
+        for alias in node.names
+    }
+    table = graphdecode._MODULES
+    assert told == table
+    assert list(table) == sorted(table) == graphdecode.__all__
+    for name, module in table.items():
+        assert getattr(graphdecode, name) is getattr(importlib.import_module(module), name)
+        assert name in dir(graphdecode)
+
+
+def test_modules_are_attributes_and_misspelt_names_are_not() -> None:
+    assert imported_by("import graphdecode; graphdecode.graphs.check; graphdecode.attention") >= {"torch"}
+    with pytest.raises(AttributeError, match="module 'graphdecode' has no attribute 'GraphManger'"):
+        _ = graphdecode.GraphManger
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        exec("from graphdecode import no_such_name")
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert graphdecode.__version__ == importlib.metadata.version("graphdecode")

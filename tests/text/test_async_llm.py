@@ -1,0 +1,100 @@
+"""The engine from asyncio: many tasks at once, cancelled by leaving, awake only when there is work."""
+
+import asyncio
+import threading
+
+import pytest
+
+from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams
+
+CONFIG = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
+PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "abc", "rev graph=", "999+1=", "x"]
+
+
+def params(**asked: object) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": 16, **asked})
+
+
+async def answer(llm: AsyncLLM, prompt: str, asked: SamplingParams) -> str:
+    text = ""
+    async for output in llm.generate(prompt, asked):
+        assert output.outputs[0].text.startswith(text)
+        text = output.outputs[0].text
+    return text
+
+
+def test_tasks_get_the_answers_of_an_llm() -> None:
+    with LLM("demo", config=CONFIG) as alone:
+        expected = [output.outputs[0].text for output in alone.generate(PROMPTS, params(stop="e"))]
+
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            assert await asyncio.gather(*(answer(llm, prompt, params(stop="e")) for prompt in PROMPTS)) == expected
+            async for output in llm.generate("12+30=", params(n=2, temperature=0.7, seed=1), request_id="mine"):
+                last = output
+            assert last.request_id == "mine"
+            assert [o.finish_reason for o in last.outputs] == ["stop", "stop"]
+
+    asyncio.run(main())
+    assert not [thread for thread in threading.enumerate() if thread.name == "graphdecode-engine"]
+
+
+def test_leaving_an_answer_frees_its_row_and_pages() -> None:
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            async for _ in llm.generate("12+30=", params(max_tokens=100, ignore_eos=True)):
+                break
+            tasks = [asyncio.create_task(answer(llm, "abc", params(max_tokens=100, ignore_eos=True))) for _ in range(6)]
+            await asyncio.sleep(0.02)
+            for task in tasks[::2]:
+                task.cancel()
+            done = await asyncio.gather(*tasks, return_exceptions=True)
+            assert [isinstance(result, asyncio.CancelledError) for result in done] == [True, False] * 3
+            assert await answer(llm, "12+30=", params()) == "42"
+            assert not llm.llm.engine.has_work
+            assert llm.llm.cache.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_refused_is_refused_before_the_first_output() -> None:
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            with pytest.raises(ValueError, match="128 tokens"):
+                await answer(llm, [97] * 128, params())  # type: ignore[arg-type]
+            with pytest.raises(ValueError, match="a prompt is a text"):
+                await answer(llm, None, params())  # type: ignore[arg-type]
+            assert await answer(llm, "12+30=", params()) == "42"
+
+    asyncio.run(main())
+
+
+def test_closing_ends_what_tasks_wait_for_with_an_error() -> None:
+    async def main() -> None:
+        llm = AsyncLLM("demo", config=CONFIG)
+        task = asyncio.create_task(answer(llm, "abc", params(max_tokens=100, ignore_eos=True)))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(llm.close)
+        with pytest.raises(RuntimeError, match="closed"):
+            await task
+
+    asyncio.run(main())
+
+
+def test_a_step_that_fails_is_told_to_every_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            scheduler = llm.llm.engine.scheduler
+
+            def failing() -> None:
+                monkeypatch.undo()
+                raise MemoryError("no room")
+
+            monkeypatch.setattr(scheduler, "next_chunks", failing)
+            results = await asyncio.gather(*(answer(llm, "abc", params()) for _ in range(3)), return_exceptions=True)
+            failed = [str(result) for result in results if isinstance(result, RuntimeError)]
+            assert failed
+            assert all("MemoryError: no room" in message for message in failed)
+            assert await answer(llm, "12+30=", params()) == "42"
+
+    asyncio.run(main())

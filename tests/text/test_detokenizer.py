@@ -1,0 +1,104 @@
+"""Streaming text: whole characters only, and nothing of a stop string."""
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from graphdecode.text.detokenizer import Detokenizer
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte: every character beyond ASCII spans several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def stream(tokenizer: Tokenizer, text: str, stops: tuple[str, ...] = ()) -> tuple[list[str], str | None]:
+    detokenizer = Detokenizer(tokenizer, stops)
+    pieces, hit = [], None
+    for token in tokenizer.encode(text).ids:
+        hit = detokenizer.push(token)
+        if hit is not None:
+            break
+        pieces.append(detokenizer.take())
+    if hit is None:
+        hit = detokenizer.finish()
+    pieces.append(detokenizer.take(final=True))
+    return pieces, hit
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "日本語", "a😀b🏳️‍🌈c", "ends in é", ""])
+def test_pieces_are_whole_characters_and_add_up(byte_tokenizer: Tokenizer, text: str) -> None:
+    pieces, _ = stream(byte_tokenizer, text)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_that_never_become_a_character_show_up_at_the_end(byte_tokenizer: Tokenizer) -> None:
+    detokenizer = Detokenizer(byte_tokenizer)
+    for token in byte_tokenizer.encode("aé").ids[:-1]:
+        detokenizer.push(token)
+    assert detokenizer.take() == "a"
+    detokenizer.finish()
+    assert detokenizer.take(final=True) == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "shown", "hit"),
+    [
+        ("one\n\ntwo", ("\n\n",), "one", "\n\n"),
+        ("ab<en<end>x", ("<end>",), "ab<en", "<end>"),
+        ("ab<en", ("<end>",), "ab<en", None),
+        ("xyz", ("yz", "z"), "x", "yz"),
+        ("日本語です", ("語",), "日本", "語"),
+        ("aaaab", ("aab",), "aa", "aab"),
+        ("stop", ("stop",), "", "stop"),
+    ],
+)
+def test_text_is_cut_before_a_stop_string_across_token_borders(
+    byte_tokenizer: Tokenizer, text: str, stops: tuple[str, ...], shown: str, hit: str | None
+) -> None:
+    pieces, found = stream(byte_tokenizer, text, stops)
+    assert ("".join(pieces), found) == (shown, hit)
+
+
+@pytest.mark.parametrize(
+    ("stops", "min_tokens", "shown", "hit"),
+    [
+        (("bc", "y"), 0, "a", "bc"),
+        (("bc", "y"), 2, "a", "bc"),
+        (("bc", "y"), 3, "abcdxx", "y"),
+        (("cd",), 4, "abcdxxyab", "cd"),
+        (("cd",), 10, "abcdxxyab", "cd"),
+        (("cd",), 11, "abcdxxyabcd", None),
+    ],
+)
+def test_a_stop_string_that_is_complete_too_early_never_counts(
+    byte_tokenizer: Tokenizer, stops: tuple[str, ...], min_tokens: int, shown: str, hit: str | None
+) -> None:
+    detokenizer, found = Detokenizer(byte_tokenizer, stops, min_tokens=min_tokens), None
+    for token in byte_tokenizer.encode("abcdxxyabcd").ids:
+        found = detokenizer.push(token)
+        if found is not None:
+            break
+    assert (detokenizer.text, found) == (shown, hit)
+
+
+def test_no_prefix_of_a_stop_string_is_ever_shown_too_early(byte_tokenizer: Tokenizer) -> None:
+    rng = random.Random(3)
+    for case in range(300):
+        text = "".join(rng.choice("ab") for _ in range(rng.randint(0, 30)))
+        stops = tuple("".join(rng.choice("ab") for _ in range(rng.randint(2, 5))) for _ in range(2))
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        # the stop string that is complete first wins; of two that end together, the one that begins first
+        expected = text
+        if ends:
+            first = min(ends)
+            expected = text[: min(first - len(stop) for stop in stops if text[:first].endswith(stop))]
+        pieces, _ = stream(byte_tokenizer, text, stops)
+        assert "".join(pieces) == expected, (case, text, stops)

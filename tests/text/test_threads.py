@@ -1,0 +1,112 @@
+"""Many threads, one LLM: every answer is the one that its prompt gets alone."""
+
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+
+THREADS, ROUNDS = 16, 6
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8, total_num_pages=40)
+    with LLM("demo", config=config, dtype="float32", batch_invariant=True) as made:
+        yield made
+
+
+def jobs(seed: int) -> list[tuple[str, SamplingParams]]:
+    rng = random.Random(seed)
+    made = []
+    for _ in range(ROUNDS):
+        prompt = "".join(rng.choice("abcdefghij 0123456789+=") for _ in range(rng.randint(1, 40)))
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.9]),
+            seed=rng.randrange(100),
+            max_tokens=rng.randint(1, 30),
+            ignore_eos=True,
+            stop=rng.choice([None, "a", ["1", "zz"]]),
+        )
+        made.append((prompt, params))
+    return made
+
+
+def test_sixteen_threads_that_generate_and_stream_get_the_answers_they_get_alone(llm: LLM) -> None:
+    expected = {
+        (seed, index): llm.generate(prompt, params)[0].outputs[0].text
+        for seed in range(THREADS)
+        for index, (prompt, params) in enumerate(jobs(seed))
+    }
+    given: dict[tuple[int, int], str] = {}
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for index, (prompt, params) in enumerate(jobs(seed)):
+                if (seed + index) % 3 == 0:
+                    given[seed, index] = "".join(llm.stream(prompt, params))
+                elif (seed + index) % 3 == 1:
+                    given[seed, index] = llm.generate(prompt, params)[0].outputs[0].text
+                else:  # one that leaves early stands between others
+                    with llm.stream("sort zebra=", params) as left:
+                        outputs = llm.generate([prompt, "12+30="], [params, params])
+                        next(left, None)
+                    given[seed, index] = outputs[0].outputs[0].text
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not failures
+    assert given == expected
+    assert llm.cache.pool.used == 0
+    assert not llm.engine.has_work
+
+
+def test_closing_ends_what_other_threads_wait_for_with_an_error() -> None:
+    llm = LLM("demo", config=BucketConfig(max_batch_size=2, max_sequence_length=512))
+    params = SamplingParams(temperature=0.0, max_tokens=500, ignore_eos=True)
+    begun = threading.Barrier(3)
+    raised: list[str] = []
+
+    def generate() -> None:
+        begun.wait()
+        try:
+            llm.generate(["abc"] * 50, params)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    def stream() -> None:
+        pieces = llm.stream("abc", params)
+        next(pieces)
+        begun.wait()
+        try:
+            for _ in pieces:
+                pass
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    threads = [threading.Thread(target=generate), threading.Thread(target=stream)]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    llm.close()
+    for thread in threads:
+        thread.join(30)
+    assert raised == ["this LLM was closed"] * 2
+
+
+def test_closing_in_the_middle_of_a_stream_is_an_error_and_not_its_end() -> None:
+    llm = LLM("demo", config=BucketConfig(max_batch_size=2, max_sequence_length=128))
+    pieces = llm.stream("abc", SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    next(pieces)
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM was closed"):
+        list(pieces)
