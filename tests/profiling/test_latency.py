@@ -203,7 +203,7 @@ def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for
         seen.append(settings)
         raise ValueError("seen")
 
-    monkeypatch.setattr("graphdecode.cli.profile.load_runner", record)
+    monkeypatch.setattr("graphdecode.engine.loading.load_runner", record)
     with pytest.raises(ValueError, match="seen"):
         CliRunner().invoke(
             app,
