@@ -28,7 +28,9 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.engine import RequestError as RequestError
     from graphdecode.engine import RequestMetrics as RequestMetrics
     from graphdecode.engine import SamplingParams as SamplingParams
+    from graphdecode.errors import AnswerError as AnswerError
     from graphdecode.errors import ArgumentError as ArgumentError
+    from graphdecode.errors import ClosedError as ClosedError
     from graphdecode.errors import GraphdecodeError as GraphdecodeError
     from graphdecode.graphs import CaptureError as CaptureError
     from graphdecode.graphs import GraphManager as GraphManager
@@ -38,10 +40,15 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     )
     from graphdecode.surfaces.flashinfer import single_decode_with_kv_cache as single_decode_with_kv_cache
     from graphdecode.surfaces.optimum_neuron import SlotKVCacheManager as SlotKVCacheManager
+    from graphdecode.surfaces.transformer_engine import DotProductAttention as DotProductAttention
     from graphdecode.surfaces.transformer_engine import InferenceParams as InferenceParams
     from graphdecode.surfaces.transformer_engine import KVCacheManager as KVCacheManager
+    from graphdecode.surfaces.transformer_engine import MultiheadAttention as MultiheadAttention
     from graphdecode.surfaces.transformer_engine import NonPagedKVCacheManager as NonPagedKVCacheManager
     from graphdecode.surfaces.transformer_engine import PagedKVCacheManager as PagedKVCacheManager
+    from graphdecode.surfaces.transformer_engine import RotaryPositionEmbedding as RotaryPositionEmbedding
+    from graphdecode.surfaces.transformer_engine import TransformerLayer as TransformerLayer
+    from graphdecode.surfaces.transformer_engine import apply_rotary_pos_emb as apply_rotary_pos_emb
     from graphdecode.text import LLM as LLM
     from graphdecode.text import AsyncLLM as AsyncLLM
     from graphdecode.text import CompletionOutput as CompletionOutput
@@ -52,6 +59,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
 
 # public name -> the module that offers it
 _MODULES = {
+    "AnswerError": "graphdecode.errors",
     "ArgumentError": "graphdecode.errors",
     "AsyncLLM": "graphdecode.text",
     "BatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
@@ -60,8 +68,10 @@ _MODULES = {
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper": "graphdecode.surfaces.flashinfer",
     "CacheFullError": "graphdecode.cache",
     "CaptureError": "graphdecode.graphs",
+    "ClosedError": "graphdecode.errors",
     "CompletionOutput": "graphdecode.text",
     "ConfigError": "graphdecode.config",
+    "DotProductAttention": "graphdecode.surfaces.transformer_engine",
     "Engine": "graphdecode.engine",
     "EngineConfig": "graphdecode.config",
     "EngineStats": "graphdecode.engine",
@@ -73,17 +83,21 @@ _MODULES = {
     "KVCacheManager": "graphdecode.surfaces.transformer_engine",
     "LLM": "graphdecode.text",
     "Logprob": "graphdecode.text",
+    "MultiheadAttention": "graphdecode.surfaces.transformer_engine",
     "NonPagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
     "PagedKVCacheManager": "graphdecode.surfaces.transformer_engine",
     "Request": "graphdecode.engine",
     "RequestError": "graphdecode.engine",
     "RequestMetrics": "graphdecode.engine",
     "RequestOutput": "graphdecode.text",
+    "RotaryPositionEmbedding": "graphdecode.surfaces.transformer_engine",
     "SamplingParams": "graphdecode.engine",
     "Slot": "graphdecode.buffers",
     "SlotKVCacheManager": "graphdecode.surfaces.optimum_neuron",
     "StepBuffers": "graphdecode.buffers",
+    "TransformerLayer": "graphdecode.surfaces.transformer_engine",
     "append_paged_kv_cache": "graphdecode.attention",
+    "apply_rotary_pos_emb": "graphdecode.surfaces.transformer_engine",
     "get_batch_indices_positions": "graphdecode.attention",
     "get_seq_lens": "graphdecode.attention",
     "merge_state": "graphdecode.attention",

@@ -1,8 +1,10 @@
-"""What all tests share: where they run, and Triton's interpreter where there is no GPU."""
+"""What all tests share: where and when they run, and Triton's interpreter where there is no GPU."""
 
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -13,9 +15,12 @@ if not HAS_CUDA:
 # a shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# what one run measures must not decide about the next one
+# what one run or worker measures must not decide about another one
 CHOICES = tempfile.TemporaryDirectory(prefix="graphdecode-choices-")
 os.environ["GRAPHDECODE_CACHE_DIR"] = CHOICES.name
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+if not IS_WORKER:
+    os.environ["GRAPHDECODE_TEST_RUN"] = CHOICES.name  # its workers meet there
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -25,12 +30,32 @@ torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none."""
+    """Begin with the files that have slow tests, so that no worker is left alone with one; skip what needs a GPU."""
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: item.path not in slow)
     if not HAS_CUDA:
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let a test marked `alone` run while no other worker runs any; what it waits does not count as its time."""
+    if not IS_WORKER:
+        return (yield)
+    import fcntl  # of POSIX; elsewhere the tests run without workers
+
+    run = Path(os.environ["GRAPHDECODE_TEST_RUN"])
+    with (run / "door").open("w") as door, (run / "room").open("w") as room:
+        fcntl.flock(door, fcntl.LOCK_EX)  # whoever waits for an empty room keeps the others from going in
+        fcntl.flock(room, fcntl.LOCK_EX if "alone" in item.keywords else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            return (yield)
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # closing would not do while a process that was forked lives on
 
 
 @pytest.fixture

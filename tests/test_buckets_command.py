@@ -74,6 +74,12 @@ def test_a_ladder_without_padding_is_said_to_have_none(tmp_path: Path) -> None:
     assert "no padding: every batch size has a bucket" in show(tmp_path, "[capacity]\nmax_batch_size = 4\n")
 
 
+def test_the_files_own_dtype_counts_unless_an_option_overrides_it(tmp_path: Path) -> None:
+    text = '[capacity]\ntotal_num_pages = 4\n[model]\ndtype = "float16"\ndevice = "cpu"\n'
+    assert "memory for demo in float16 on cpu" in show(tmp_path, text)
+    assert "memory for demo in bfloat16 on cpu" in show(tmp_path, text, "--dtype", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [

@@ -9,23 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import ROOT, spawn_command
+from command_line import run_command as run
 
-ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "graphdecode"]
 MANY = 4000  # prompts that take seconds together
-
-
-def run(*arguments: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "120", "OMP_NUM_THREADS": "1"},
-    )
 
 
 def interrupted(folder: Path, *options: str) -> tuple[str, str, str, int]:
@@ -51,7 +39,7 @@ def interrupted(folder: Path, *options: str) -> tuple[str, str, str, int]:
 
 
 def test_one_answer_is_all_that_stdout_gets() -> None:
-    result = run("generate", "--prompt", "12+30=")
+    result = spawn_command("generate", "--prompt", "12+30=")
     assert (result.returncode, result.stdout) == (0, "42\n")
     for part in ("tokens/s", "first token after", "ms per token p50", "buckets 1 x", "padding 0%", "backend on"):
         assert part in result.stderr
@@ -84,7 +72,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
 
 
 def test_the_versions_are_told() -> None:
-    result = run("--version")
+    result = spawn_command("--version")
     assert result.returncode == 0
     assert re.fullmatch(r"graphdecode \S+, torch \S+, triton \S+\n", result.stdout)
 
@@ -147,7 +135,7 @@ def test_batch_sizes_of_several_runs_are_added_up(tmp_path: Path) -> None:
 
 
 def test_debug_shows_the_traceback() -> None:
-    result = run("--debug", "generate", "-p", "a", "--model", "no-such-model")
+    result = spawn_command("--debug", "generate", "-p", "a", "--model", "no-such-model")
     assert result.returncode != 0
     assert "Traceback" in result.stderr
 

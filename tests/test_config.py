@@ -1,11 +1,17 @@
-"""The bucket configuration file: what it accepts, and how it says what is wrong."""
+"""The configuration file and its Python side: what they accept, and how they say what is wrong."""
 
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from graphdecode.config import BucketConfig, ConfigError
+from graphdecode import ArgumentError
+from graphdecode.config import BucketConfig, ConfigError, EngineConfig, EngineKeywords
+from graphdecode.config.key import keys_of
+from graphdecode.config.reference import default_file, reference
 
+ROOT = Path(__file__).parent.parent
 EXAMPLE = """\
 [capacity]
 max_batch_size = 64            # rows
@@ -80,3 +86,141 @@ def test_a_missing_file_is_one_clear_error(tmp_path: Path) -> None:
 def test_values_given_in_python_are_checked_too() -> None:
     with pytest.raises(ConfigError, match="max_batch_size must be an integer"):
         BucketConfig(max_batch_size=0)
+
+
+ALL = (
+    EXAMPLE
+    + """\
+[scheduling]
+max_prefill_tokens = 256
+[model]
+device = "cpu"
+dtype = "bfloat16"
+seed = 7
+quantize = "int8"
+batch_invariant = true
+prefix_cache = false
+"""
+)
+SETTINGS = EngineConfig(
+    max_prefill_tokens=256,
+    device="cpu",
+    dtype="bfloat16",
+    seed=7,
+    quantize="int8",
+    batch_invariant=True,
+    prefix_cache=False,
+)
+
+
+def test_one_file_holds_all_settings_and_buckets_are_read_from_it_too(tmp_path: Path) -> None:
+    path = write(tmp_path, ALL.replace("max_graphs = 16", "max_graphs = 3"))
+    assert EngineConfig.load(path) == replace(SETTINGS, buckets=BucketConfig(max_graphs=3))
+    assert BucketConfig.load(path) == BucketConfig(max_graphs=3)
+
+
+def test_a_file_of_buckets_alone_leaves_the_engine_at_its_defaults(tmp_path: Path) -> None:
+    assert EngineConfig.load(write(tmp_path, EXAMPLE)) == EngineConfig()
+
+
+@pytest.mark.parametrize("config", [EngineConfig(), SETTINGS, replace(SETTINGS, buckets=BucketConfig(max_graphs=2))])
+def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: EngineConfig) -> None:
+    assert EngineConfig.load(write(tmp_path, config.to_toml())) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nseed = 1.5", r"buckets\.toml:2: \[model\] seed must be an integer in -2\^63\.\.2\^63-1, got 1\.5"),
+        ("[model]\nseed = true", r"seed must be an integer.*got True"),
+        ("[model]\nprefix_cache = 'no'", r":2: \[model\] prefix_cache must be true or false, got 'no'"),
+        ("[model]\nbatch_invariant = 1", r"batch_invariant must be true or false, got 1"),
+        ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
+        ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
+        ("[model]\nquantize = 'int3'", r"quantize must be None or 'int8', got 'int3'"),
+        ("[model]\nkv_cache_dtype = 'fp8'", r":2: \[model\] kv_cache_dtype: unknown key; known: device, dtype, seed"),
+        ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
+        (
+            "[speculation]\nmethod = 'ngram'",
+            r":1: unknown section or key 'speculation'; known: \[capacity\], .*\[model\]",
+        ),
+    ],
+)
+def test_errors_of_the_engines_sections_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:
+    for config in (EngineConfig, BucketConfig):
+        with pytest.raises(ConfigError, match=message):
+            config.load(write(tmp_path, text))
+
+
+def test_keywords_override_what_they_are_given_with(tmp_path: Path) -> None:
+    path = write(tmp_path, ALL)
+    assert EngineConfig.of(path) == EngineConfig.of(str(path)) == EngineConfig.of(SETTINGS) == SETTINGS
+    assert EngineConfig.of(path, seed=3, quantize=None) == replace(SETTINGS, seed=3, quantize=None)
+    assert EngineConfig.of(None) == EngineConfig()
+    small = BucketConfig(max_batch_size=2)
+    assert EngineConfig.of(small, dtype="float32") == EngineConfig(buckets=small, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"seed": 1.5}, "seed must be an integer in .*, got 1.5"),
+        ({"seed": True}, "seed must be an integer in .*, got True"),
+        ({"seed": 2**63}, "seed must be an integer in .*, got 9223372036854775808"),
+        ({"prefix_cache": "no"}, "prefix_cache must be true or false, got 'no'"),
+        ({"batch_invariant": None}, "batch_invariant must be true or false, got None"),
+        ({"dtype": None}, "dtype must be auto, .*, got None"),
+        ({"dtype": torch.int8}, "dtype must be auto, .*, got 'int8'"),
+        ({"device": torch.device("meta")}, "device must be auto, .*, got 'meta'"),
+        ({"quantize": 8}, "quantize must be None or 'int8', got 8"),
+        ({"max_prefill_tokens": "many"}, "max_prefill_tokens must be 'auto' or an integer.*, got 'many'"),
+    ],
+)
+def test_keywords_are_checked_like_a_file(keywords: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.of(None, **keywords)
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(**keywords)
+
+
+def test_a_keyword_that_does_not_exist_and_a_config_that_is_none_are_named() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prefixcache'; known: .*prefix_cache"):
+        EngineConfig.of(None, prefixcache=True)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"config must be an EngineConfig, .*, got \{\}"):
+        EngineConfig.of({})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="buckets must be a BucketConfig, got 3"):
+        EngineConfig(buckets=3)  # type: ignore[arg-type]
+
+
+def test_torchs_own_objects_are_kept_by_their_names() -> None:
+    config = EngineConfig.of(None, dtype=torch.bfloat16, device=torch.device("cuda", 1))
+    assert (config.dtype, config.device) == ("bfloat16", "cuda:1")
+
+
+def test_prompt_tokens_of_a_step_follow_the_device_unless_they_are_given() -> None:
+    config = EngineConfig()
+    assert (config.prefill_tokens("cuda"), config.prefill_tokens("cpu")) == (2048, 512)
+    assert replace(config, max_prefill_tokens=64).prefill_tokens("cuda") == 64
+
+
+def test_the_keywords_are_the_fields() -> None:
+    assert list(EngineKeywords.__annotations__) == [each.field for each in keys_of(EngineConfig)]
+
+
+def test_every_key_has_a_default_that_it_takes_and_a_meaning() -> None:
+    for each in [*keys_of(BucketConfig), *keys_of(EngineConfig)]:
+        each.check(each.default)
+        assert each.meaning.endswith("."), each.name
+    assert [field.name for field in fields(BucketConfig)] == [each.field for each in keys_of(BucketConfig)]
+
+
+def test_the_committed_file_holds_the_defaults() -> None:
+    assert EngineConfig.load(ROOT / "buckets.toml") == EngineConfig()
+    for each in [*keys_of(BucketConfig), *keys_of(EngineConfig)]:
+        assert f"{each.name} = " in (ROOT / "buckets.toml").read_text()
+
+
+def test_the_committed_reference_and_file_are_those_of_the_code() -> None:
+    again = "run tools/render_configuration.py"
+    assert (ROOT / "docs" / "configuration.md").read_text() == reference(), again
+    assert (ROOT / "buckets.toml").read_text() == default_file(), again

@@ -118,8 +118,7 @@ def test_version_and_debug_tell_what_a_report_needs(
         main()
     told = dict(line.split(": ", 1) for line in capfd.readouterr().out.splitlines())
     assert told["graphdecode"] == graphdecode.__version__
-    assert {"python", "torch", "triton", "cuda-bindings", "device", "compiled_kernels", "platform"} <= set(told)
-    assert told["compiled_kernels"].split(":")[0] in ("there", "none")
+    assert {"python", "torch", "triton", "cuda-bindings", "device", "compiled kernels", "platform"} <= set(told)
 
 
 def commands(group: object, *path: str) -> dict[tuple[str, ...], object]:

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
 OWN_TEST_COMMAND = "tools/test"  # what runs this
+SLOW = "graphdecode profile"  # measures every bucket
 
 
 def environment() -> dict[str, str]:
@@ -37,7 +38,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(OWN_TEST_COMMAND)])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.slow) if command.startswith(SLOW) else command
+        for command in COMMANDS
+        if not command.startswith(OWN_TEST_COMMAND)
+    ],
+)
 def test_commands_run(command: str, folder: Path) -> None:
     if command.startswith("tools/") and not (ROOT / ".venv").exists():
         pytest.skip("would install an environment: run it by hand, or with .ci/run")

@@ -4,14 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-from pathlib import Path
+from functools import partial
 from xml.etree import ElementTree
 
 import pytest
+from command_line import run_command, spawn_command
 
-ROOT = Path(__file__).parents[1]
 MODULE = """
 import torch
 from graphdecode import Slot, StepBuffers
@@ -43,27 +41,20 @@ def reads(batch):
 
 
 @pytest.fixture
-def run(tmp_path):
+def folder(tmp_path):
     (tmp_path / "mystep.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text("\nraise OSError('no such weights')\n")
     (tmp_path / "half.py").write_text("buffers = 3\nbetween_steps = 4\ndef step(batch): pass\n")
-
-    def command(*arguments, **environment):
-        return subprocess.run(
-            [sys.executable, "-m", "graphdecode", *arguments],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        )
-
-    return command
+    return tmp_path
 
 
-def test_a_step_is_inspected_bucket_by_bucket(run):
-    done = run("inspect", "mystep:step")
+@pytest.fixture
+def run(folder):
+    return partial(run_command, folder=folder)
+
+
+def test_a_step_is_inspected_bucket_by_bucket(folder):
+    done = spawn_command("inspect", "mystep:step", folder=folder)
     assert done.returncode == 0, done.stderr
     header, *rows = done.stdout.splitlines()
     assert header.startswith("4 buckets")
@@ -148,8 +139,8 @@ def test_a_number_that_changes_between_steps_is_found(run):
     assert "1 finding in mystep:counts" in done.stdout
 
 
-def test_findings_stand_in_a_table_with_reasons_below(run):
-    done = run("check", "mystep:reads")
+def test_findings_stand_in_a_table_with_reasons_below(folder):
+    done = spawn_command("check", "mystep:reads", folder=folder)
     assert done.returncode == 1
     assert "host-read" in done.stdout
     assert "mystep.py:26" in done.stdout

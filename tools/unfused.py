@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-from graphdecode.models.decoder import StepOperators
+from graphdecode.models.blocks import StepOperators
 
 
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:

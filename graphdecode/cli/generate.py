@@ -37,7 +37,7 @@ def generate(
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Of the sampling.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -64,25 +64,12 @@ def generate(
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
-    try:
-        params = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens, stop=stop
-        )
-    except ValueError as error:
-        raise ArgumentError(str(error)) from error
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=settings.seed, max_tokens=max_tokens, stop=stop
+    )
     if record_batches is not None:
         check_record(record_batches)
-    with LLM(
-        model,
-        config=settings.buckets,
-        device=settings.device,
-        dtype=settings.dtype,
-        seed=settings.seed,
-        prefix_cache=settings.prefix_cache,
-        quantize=settings.quantize,
-        batch_invariant=settings.batch_invariant,
-        progress=True,
-    ) as llm:
+    with LLM(model, config=settings, progress=True) as llm:
         summary = RunSummary(llm)
         try:
             outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)

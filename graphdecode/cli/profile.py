@@ -48,16 +48,7 @@ def profile(
     if config is None:  # no larger cache than is used
         longest = max(*lengths, 1) + STEPS_PER_STAGING
         settings = replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=longest))
-    runner = load_runner(
-        model,
-        settings.buckets,
-        device=settings.device,
-        dtype=settings.dtype,
-        prefix_cache=False,
-        quantize=settings.quantize,
-        batch_invariant=settings.batch_invariant,
-        progress=True,
-    )
+    runner = load_runner(model, settings, prefix_cache=False, progress=True)
     runner.graphs.capture(progress=True)
     profiler = LatencyProfiler(runner, steps=steps)
     result = profiler.profile(lengths, model=model)

@@ -124,15 +124,7 @@ def inspect(
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
         graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
-        graphs = load_runner(
-            model,
-            settings.buckets,
-            device=settings.device,
-            dtype=settings.dtype,
-            quantize=settings.quantize,
-            batch_invariant=settings.batch_invariant,
-            progress=True,
-        ).graphs
+        graphs = load_runner(model, settings, progress=True).graphs
     try:
         graphs.capture()
         for bucket in graphs.buckets:

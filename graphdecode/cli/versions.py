@@ -25,8 +25,7 @@ def state() -> str:
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: _of(name) for name in _PACKAGES}
     facts |= describe_environment(resolve_device("auto"))
-    facts["compiled_kernels"] = _compiled_kernels()
-    return "\n".join(f"{name}: {value}" for name, value in facts.items())
+    return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), _compiled_kernels()])
 
 
 def _of(package: str) -> str:
@@ -39,4 +38,5 @@ def _of(package: str) -> str:
 def _compiled_kernels() -> str:
     from graphdecode.kernels.native import library
 
-    return "none: " + reason if (reason := library.why_not()) else "there"
+    reason = library.why_not()
+    return "compiled kernels: " + ("there" if reason is None else f"none, torch's operators do the work: {reason}")

@@ -149,7 +149,12 @@ class EngineConfig:
         "Of weights and cache; auto is the checkpoint's where the device can compute in it.",
     )
     seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
-    quantize: str | None = key("model", None, none_or(one_of("int8"), '"int8"'), "Weights in 8 bits, on a CPU.")
+    quantize: str | None = key(
+        "model",
+        None,
+        none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
+        "Weights in 8 bits, on a CPU: int8. Forms that are registered from outside go by their own names.",
+    )
     batch_invariant: bool = key(
         "model",
         False,

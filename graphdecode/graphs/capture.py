@@ -156,11 +156,12 @@ class CudaCapture:
         """
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
         index = torch.cuda.current_device()
-        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
-            try:
-                getattr(torch._C, name, lambda *_: None)(index, self.pool)
-            except RuntimeError:
-                return  # a newer torch has ended it
+        tell = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
+        try:
+            for told in filter(None, tell):
+                told(index, self.pool)
+        except RuntimeError:
+            return  # a newer torch has ended it
 
     def close(self) -> None:
         """Release the graphs whose capture failed."""

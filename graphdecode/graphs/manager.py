@@ -330,7 +330,7 @@ class GraphManager:
 
         Raises:
             ValueError: the bucket has no graph.
-            RuntimeError: Graphviz is not installed.
+            PictureError: Graphviz is not installed.
         """
         return to_svg(self.dot(bucket))
 

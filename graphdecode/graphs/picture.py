@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
+from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.step_graph import Argument, Node
 
 # of each node: where what it reads comes from, a node's index or the name of a slot or constant, and a label
@@ -31,18 +32,22 @@ def to_dot(title: str, nodes: list[Node]) -> str:
     return "\n".join([*lines, "}"])
 
 
+class PictureError(GraphdecodeError, RuntimeError):
+    """A picture that cannot be drawn here."""
+
+
 def to_svg(dot: str) -> str:
     """Return the picture that Graphviz draws of a graph in its language.
 
     Raises:
-        RuntimeError: Graphviz is not installed, or it refuses.
+        PictureError: Graphviz is not installed, or it refuses.
     """
     program = shutil.which("dot")
     if program is None:
-        raise RuntimeError("a picture needs Graphviz' program dot, which is not installed; --dot prints what it draws")
+        raise PictureError("a picture needs Graphviz' program dot, which is not installed; --dot prints what it draws")
     done = subprocess.run([program, "-Tsvg"], input=dot, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise RuntimeError(f"Graphviz refuses: {done.stderr.strip()}")
+        raise PictureError(f"Graphviz refuses: {done.stderr.strip()}")
     return done.stdout
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tup
         return form.of(torch.ones(shape, dtype=options.dtype, device=options.device), bias, options).apply
 
     key = torch.empty(shape, dtype=options.dtype, device=options.device)  # never written: it takes no memory
-    paths = {path: lambda form=form: product_of(form) for path, form in rivals.items()}  # type: ignore[misc]
+    paths = {path: partial(product_of, form) for path, form in rivals.items()}
     choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
     return rivals[choices[options.batch_sizes[0]].path], choices
 

@@ -128,7 +128,7 @@ class LinearTuner:
                 for rows in batch_sizes:
                     x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
                     out = torch.empty(rows, weight.shape[0], dtype=weight.dtype)
-                    times[rows][path] = self._best_seconds(product, out, x)
+                    times[rows][path] = self.best_seconds(product, out, x)
                     typical_s *= times[rows][path] ** (1 / len(batch_sizes))
                 if typical_s * (_MARGIN if best else 1.0) < best_s:
                     best, best_s = path, typical_s
@@ -188,7 +188,8 @@ class LinearTuner:
             self.choices[key] = choices
         return self.choices[key]
 
-    def _best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
+    def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
+        """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""
         if self._is_cold and self._eviction is None:
             self._eviction = torch.zeros(_EVICTION_BYTES // 4)
         product(out, x)

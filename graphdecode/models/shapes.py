@@ -14,63 +14,35 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import Llama, Qwen3
-from graphdecode.models.family import config_of, family_of
+from graphdecode.models.family import Family, config_of, family_of
 from graphdecode.models.weight_map import parts
 
-_LLAMA = {"architectures": [Llama.architecture], "max_position_embeddings": 131072}
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_SHAPES: dict[str, dict[str, Any]] = {
-    "llama-100m": _LLAMA
-    | {
-        "vocab_size": 32000,
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 4096,
-    },
-    "llama-3.2-1b": _LLAMA
-    | {
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 32.0},
-        "tie_word_embeddings": True,
-    },
-    "llama-3.1-8b": _LLAMA
-    | {
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "rope_parameters": _LLAMA3_ROPE | {"factor": 8.0},
-    },
-    "qwen3-0.6b": {
-        "architectures": [Qwen3.architecture],
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": True,
-    },
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def _shape(family: type[Family], *sizes: int, **settings: Any) -> dict[str, Any]:
+    return {"architectures": [family.architecture], **dict(zip(_SIZES, sizes, strict=True)), **settings}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    return {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, **bands}}
+
+
+_TIED = {"tie_word_embeddings": True}
+_SHAPES = {  # sizes in the order of `_SIZES`
+    "llama-100m": _shape(Llama, 32000, 768, 2048, 12, 12, 4, 4096),
+    "llama-3.2-1b": _shape(Llama, 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
+    "llama-3.1-8b": _shape(Llama, 128256, 4096, 14336, 32, 32, 8, 131072, **_llama3(8.0)),
+    "qwen3-0.6b": _shape(Qwen3, 151936, 1024, 3072, 28, 16, 8, 40960, head_dim=128, rope_theta=1e6, **_TIED),
 }
 PREFIX = "shape:"
 _STANDARD_DEVIATION = 0.02

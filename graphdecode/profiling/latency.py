@@ -205,8 +205,8 @@ class LatencyProfiler:
             step_ms += self._eager_ms(len(rows), min(STEPS_PER_STAGING, count + 2 - len(step_ms)))
         return step_ms[2:]
 
-    def _eager_ms(self, rows: int, steps: int) -> list[float]:
-        run = partial(self.runner.graphs.run_eager, rows)
+    def _eager_ms(self, num_rows: int, steps: int) -> list[float]:
+        run = partial(self.runner.graphs.run_eager, num_rows)
         if self._is_cuda:
             return back_to_back_ms(run, steps, is_held=False)
         times = [time.perf_counter()]

@@ -2,16 +2,14 @@
 
 import functools
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import baked_steps  # noqa: F401 (adds its steps to the bad ones)
 import pytest
 import torch
 from bad_steps import BAD_STEPS
+from command_line import run_command, spawn_command
 from good_steps import GOOD_STEPS
 from step_buffers import CONSTANTS, make_buffers
 
@@ -66,13 +64,8 @@ def test_the_command_line_prints_findings_and_exits_with_1(tmp_path: Path) -> No
     )
     (tmp_path / "mystep.py").write_text(source)
 
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
-
-    def run(target: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "graphdecode", "check", target]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
-
-    bad, good, none = run("mystep:bad"), run("mystep:good"), run("mystep:none")
+    bad = spawn_command("check", "mystep:bad", folder=tmp_path)
+    good, none = (run_command("check", f"mystep:{name}", folder=tmp_path) for name in ("good", "none"))
     assert (bad.returncode, good.returncode, none.returncode) == (1, 0, 2), bad.stderr + good.stderr + none.stderr
     assert "mystep.py:5: host-read" in bad.stdout
     assert "can be captured" in good.stdout

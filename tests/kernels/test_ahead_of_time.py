@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,36 +24,38 @@ REGISTER_SLACK = 8  # compilers differ by a few; a spill is never allowed
 SHARED_SLACK = 1024
 
 
-def compile_all(workers: int = 2) -> dict[str, dict[str, dict[str, int]]]:
-    """Compile everything for every architecture, each in a process of its own, without the interpreter."""
+def compile_for(arch: int, cache: Path) -> dict[str, dict[str, int]]:
+    """Compile everything for one architecture, in a process of its own without the interpreter.
+
+    `cache` is Triton's: what an earlier run compiled from the same sources is taken from there.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(HERE / "ahead_of_time.py"), str(arch)],
+        env={**environment, "TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"compiling for sm_{arch} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)
 
-    def compile_one(arch: int) -> tuple[str, dict[str, dict[str, int]]]:
-        with tempfile.TemporaryDirectory() as cache:
-            done = subprocess.run(
-                [sys.executable, "-W", "ignore", str(HERE / "ahead_of_time.py"), str(arch)],
-                env={**environment, "TRITON_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-        if done.returncode:
-            raise RuntimeError(f"compiling for sm_{arch} failed:\n{done.stderr[-4000:]}")
-        return f"sm_{arch}", json.loads(done.stdout)
 
-    with ThreadPoolExecutor(workers) as pool:
-        return dict(pool.map(compile_one, SHARED_LIMIT))
+@pytest.fixture(scope="module", params=SHARED_LIMIT)
+def arch(request) -> int:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def compiled() -> dict[str, dict[str, dict[str, int]]]:
-    return compile_all()
+def compiled(arch, pytestconfig, tmp_path_factory) -> dict[str, dict[str, int]]:
+    kept = getattr(pytestconfig, "cache", None)
+    return compile_for(arch, tmp_path_factory.mktemp("triton") if kept is None else kept.mkdir(f"triton-sm_{arch}"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", SHARED_LIMIT)
 def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
-    measured, budget = compiled[f"sm_{arch}"], json.loads(BUDGETS.read_text())[f"sm_{arch}"]
+    measured, budget = compiled, json.loads(BUDGETS.read_text())[f"sm_{arch}"]
     assert measured.keys() == budget.keys()
     for case, numbers in measured.items():
         allowed = budget[case]
@@ -65,13 +66,13 @@ def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [arch for arch in SHARED_LIMIT if arch >= 90])
+@pytest.mark.parametrize("arch", [arch for arch in SHARED_LIMIT if arch >= 90], indirect=True)
 def test_a_kernel_that_starts_early_has_weights_on_the_way_before_it_waits(compiled, arch):
-    early = {case: numbers for case, numbers in compiled[f"sm_{arch}"].items() if "-pdl/" in case}
+    early = {case: numbers for case, numbers in compiled.items() if "-pdl/" in case}
     assert early
     for case, numbers in early.items():
         assert numbers.get("early_loads", 0) > 0, f"{case} for sm_{arch}: {numbers}"
-    others = [numbers for case, numbers in compiled[f"sm_{arch}"].items() if case not in early]
+    others = [numbers for case, numbers in compiled.items() if case not in early]
     assert not any("early_loads" in numbers for numbers in others)
 
 
@@ -83,10 +84,13 @@ def test_budgets_cover_attention_at_every_head_dim():
 
 
 if __name__ == "__main__":
-    lines = {
-        arch: {case: {"registers": n["registers"], "shared": n["shared"]} for case, n in cases.items()}
-        for arch, cases in compile_all().items()
-    }
+    lines = {}
+    for number in SHARED_LIMIT:
+        with tempfile.TemporaryDirectory() as folder:
+            cases = compile_for(number, Path(folder))
+        lines[f"sm_{number}"] = {
+            case: {"registers": n["registers"], "shared": n["shared"]} for case, n in cases.items()
+        }
     BUDGETS.write_text(
         json.dumps(lines, indent=1).replace("{\n   ", "{").replace(",\n   ", ", ").replace("\n  }", "}") + "\n"
     )

@@ -172,7 +172,7 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch, no_compiled
     _, weight, _ = inputs(1, torch.float32, False)
     tuner = LinearTuner(model_bytes)
     measured = []
-    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: measured.append(product) or 2.0 ** len(measured))
+    monkeypatch.setattr(tuner, "best_seconds", lambda product, *_: measured.append(product) or 2.0 ** len(measured))
     for _ in range(3):
         prepare(weight, tuner=tuner, batch_sizes=(1, 4))
     first = len(measured)
@@ -195,7 +195,7 @@ def test_the_tuner_measures_once_per_shape(model_bytes, monkeypatch, no_compiled
 def test_the_tuner_takes_the_faster_path(seconds, winner, monkeypatch, no_compiled_kernels):
     _, weight, _ = inputs(1, torch.float32, False)
     tuner = LinearTuner()
-    monkeypatch.setattr(tuner, "_best_seconds", lambda product, *_: seconds[product.__self__.path])
+    monkeypatch.setattr(tuner, "best_seconds", lambda product, *_: seconds[product.__self__.path])
     assert prepare(weight, tuner=tuner).path == winner
 
 

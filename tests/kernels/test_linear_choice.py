@@ -33,7 +33,7 @@ def timings(monkeypatch):
     monkeypatch.setattr("graphdecode.linear.panels.can_panel", lambda weight: False)
     timed = []
     monkeypatch.setattr(
-        LinearTuner, "_best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
+        LinearTuner, "best_seconds", lambda self, product, *_: timed.append(product) or 2.0 ** len(timed)
     )
     return timed
 
@@ -179,6 +179,24 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
     assert taken == [CONFIG, CONFIG]
 
 
+def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
+    small, weight = LinearChoice("small", CONFIG), weight_of()
+    held = Plain(
+        (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
+    )
+    late = dataclasses.replace(CONFIG, pdl=False)
+    changed = held.rechosen(lambda choice: choice.config and dataclasses.replace(choice, config=late))
+    taken = []
+    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given: taken.append(given[-1]))
+    for form in (held, changed, held.rechosen(lambda choice: None)):
+        form.apply(torch.zeros(1, 96), torch.zeros(1, 80))
+        form.apply(torch.zeros(4, 96), torch.zeros(4, 80))
+    assert taken == [CONFIG, late]
+    assert [changed.choice(rows).path for rows in (1, 4)] == ["small", "plain"]
+    assert len(changed.tensors) == 1, "the weight is shared, and the counters are no constant"
+    assert changed.weight is weight
+
+
 def test_where_nothing_can_be_timed_cublas_is_taken_for_this_start_alone(tmp_path, monkeypatch):
     def timing(weight, bias, rows, clock):
         raise torch.OutOfMemoryError("no room")
@@ -210,8 +228,8 @@ def test_a_process_finds_what_another_measured(tmp_path):
     script = (
         "from graphdecode.linear.linear_choice import LinearTuner\n"
         "from graphdecode.models import load_model\n"
-        "measured, best = [], LinearTuner._best_seconds\n"
-        "LinearTuner._best_seconds = lambda *given: measured.append(1) or best(*given)\n"
+        "measured, best = [], LinearTuner.best_seconds\n"
+        "LinearTuner.best_seconds = lambda *given: measured.append(1) or best(*given)\n"
         "load_model('demo', device='cpu')\n"
         "print(len(measured))\n"
     )

@@ -120,6 +120,7 @@ def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -
     assert result.note or result.error <= SMALL.tolerance
 
 
+@pytest.mark.slow
 def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "tools" / "bench_attention.py"), "--out", str(tmp_path), "--device", "cpu"]
     script += ["--batches", "1", "--contexts", "64", "--shapes", "qwen3"]

@@ -51,6 +51,7 @@ def test_a_difference_within_the_noise_is_none():
     assert trial.ratio("tuned", "today").verdict == "no difference beyond the noise of 11.1%"
 
 
+@pytest.mark.alone
 def test_a_tuned_ladder_beats_todays_on_a_recorded_run_measured():
     """An engine's run at batch sizes that the default ladder pads, recorded, tuned for, and replayed through both."""
     with LLM("demo", config=BucketConfig(max_batch_size=64, max_sequence_length=64), dtype="float32") as llm:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from graphdecode import BucketConfig
+from graphdecode import BucketConfig, EngineConfig
 from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
 from graphdecode.profiling import plots
@@ -43,6 +43,7 @@ def profile(trace_path: Path) -> dict:
     return json.loads(json.dumps(result))
 
 
+@pytest.mark.alone
 def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
     assert {(row["bucket"], row["context"]) for row in profile["rows"]} == {(1, 16), (4, 16), (1, 64), (4, 64)}
     for row in profile["rows"]:
@@ -199,8 +200,8 @@ def test_without_a_configuration_the_default_ladder_is_measured_with_a_cache_for
 ) -> None:
     seen = []
 
-    def record(model: str, settings: BucketConfig, **_: object) -> None:
-        seen.append(settings)
+    def record(model: str, settings: EngineConfig, **_: object) -> None:
+        seen.append(settings.buckets)
         raise ValueError("seen")
 
     monkeypatch.setattr("graphdecode.engine.loading.load_runner", record)

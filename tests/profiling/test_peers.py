@@ -235,6 +235,7 @@ def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compil
         assert "compiler" in row["left_out"]["transformers-compiled"].lower()
 
 
+@pytest.mark.slow
 def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:
     out = tmp_path / "generate.json"
     script = [sys.executable, str(ROOT / "tools" / "bench_generate.py"), "--device", "cpu", "--threads", "1"]

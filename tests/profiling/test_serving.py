@@ -42,6 +42,7 @@ def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
         assert 0 < result[kind]["p50"] <= result[kind]["p90"] <= result[kind]["p99"] <= result[kind]["max"]
 
 
+@pytest.mark.alone
 def test_a_crowd_waits_in_the_queue_and_a_lone_request_does_not(llm: LLM) -> None:
     crowd = serve(llm, [Arrival(0.0, 4, 30)] * 12, seed=1, progress=False)  # of which four have a row
     assert crowd["queue_depth"]["max"] == 8

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.cli import app
-from graphdecode.config import BucketConfig
+from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.profiling.batch_record import record_batch_sizes
 
 
@@ -46,6 +46,15 @@ def test_todays_ladder_is_the_one_in_force_whatever_is_asked_for(folder: Path) -
     tune(folder, *config)
     assert BucketConfig.load(folder / "tuned.toml").ladder.sizes == (3, 8)
     assert BucketConfig.load(folder / "tuned.toml").max_graphs == 2
+
+
+def test_the_engines_settings_are_kept_and_options_for_measuring_are_not_written(folder: Path) -> None:
+    config = folder / "today.toml"
+    config.write_text(config.read_text() + '[model]\nseed = 3\ndtype = "float16"\n')
+    tune(folder, "--config", str(config), "--dtype", "float32", "--device", "cpu")
+    tuned = EngineConfig.load(folder / "tuned.toml")
+    assert (tuned.seed, tuned.dtype, tuned.device) == (3, "float16", "auto")
+    assert tuned.buckets.ladder.sizes == (3, 8)
 
 
 def test_a_profile_tells_what_the_graphs_cost_without_measuring(folder: Path) -> None:

@@ -47,7 +47,7 @@ def test_texts_come_alone_in_a_list_or_in_a_dict():
 @pytest.mark.parametrize(
     "wrong",
     [None, 5, 1.5, b"abc", {}, {"text": "abc"}, {"prompt": None}, [None], [5, "a"], [True], [[1.5]], [["a"]], [b"a"]]
-    + [torch.tensor([0.5]), torch.tensor([[[1]]]), object()],
+    + [torch.tensor([0.5]), torch.tensor([[[1]]]), pytest.param(object(), id="object")],
     ids=repr,
 )
 def test_what_is_no_prompt_is_refused_with_what_was_expected(wrong, llm):

@@ -1,8 +1,22 @@
-"""TransformerEngine's surface: the key-value cache as `InferenceParams` has it."""
+"""TransformerEngine's surface: the key-value cache, and modules that attend over it."""
 
+from .dot_product_attention import DotProductAttention
 from .inference_params import InferenceParams
 from .manager import KVCacheManager
+from .multihead_attention import MultiheadAttention
 from .nonpaged import NonPagedKVCacheManager
 from .paged import PagedKVCacheManager
+from .rotary import RotaryPositionEmbedding, apply_rotary_pos_emb
+from .transformer_layer import TransformerLayer
 
-__all__ = ["InferenceParams", "KVCacheManager", "NonPagedKVCacheManager", "PagedKVCacheManager"]
+__all__ = [
+    "DotProductAttention",
+    "InferenceParams",
+    "KVCacheManager",
+    "MultiheadAttention",
+    "NonPagedKVCacheManager",
+    "PagedKVCacheManager",
+    "RotaryPositionEmbedding",
+    "TransformerLayer",
+    "apply_rotary_pos_emb",
+]

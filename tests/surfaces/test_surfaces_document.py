@@ -1,0 +1,27 @@
+"""Every example of docs/surfaces.md runs as it stands, and each public name of the surfaces has one."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from graphdecode import BatchDecodeWithPagedKVCacheWrapper, InferenceParams, SlotKVCacheManager
+from graphdecode.surfaces import flashinfer, optimum_neuron, transformer_engine
+
+TEXT = (Path(__file__).parents[2] / "docs" / "surfaces.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_examples_run(number):
+    exec(compile(EXAMPLES[number], f"docs/surfaces.md, example {number + 1}", "exec"), {"__name__": "__main__"})
+
+
+def test_each_public_name_has_an_example():
+    names = {*flashinfer.__all__, *optimum_neuron.__all__, *transformer_engine.__all__}
+    names |= {"append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"}
+    names |= {"merge_state", "merge_state_in_place", "merge_states"}
+    names -= {"NonPagedKVCacheManager", "PagedKVCacheManager"}  # `InferenceParams` makes them
+    for surface in (InferenceParams, SlotKVCacheManager, BatchDecodeWithPagedKVCacheWrapper):
+        names |= {name for name, verb in vars(surface).items() if callable(verb) and not name.startswith("_")}
+    assert not [name for name in sorted(names) if not any(name in text for text in EXAMPLES)]

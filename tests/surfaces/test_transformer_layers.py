@@ -1,0 +1,348 @@
+"""The modules of TransformerEngine's surface against float64 over whole sequences, eagerly and captured."""
+
+import inspect
+from collections import OrderedDict
+
+import pytest
+import torch
+from layer_oracle import attended, attention_block, laid_out, layer, random_life, rotated, taken_apart
+
+from graphdecode import BucketLadder, GraphManager, InferenceParams, Slot, StepBuffers
+from graphdecode.graphs import check
+from graphdecode.surfaces.transformer_engine import (
+    DotProductAttention,
+    MultiheadAttention,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    apply_rotary_pos_emb,
+)
+
+HIDDEN, FFN, HEADS, GROUPS, DIM = 24, 40, 4, 2, 8
+MAX_BATCH, MAX_LENGTH = 4, 40
+FORMATS = ("bshd", "sbhd", "thd")
+BOTH = pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
+LLAMA = {"normalization": "RMSNorm", "activation": "swiglu", "bias": False, "num_gqa_groups": GROUPS}
+OTHERS = [
+    LLAMA,
+    {"normalization": "LayerNorm", "activation": "gelu", "bias": True, "rotary_pos_interleaved": True},
+    {**LLAMA, "activation": "geglu", "zero_centered_gamma": True, "window_size": (3, 0)},
+    {"normalization": "LayerNorm", "activation": "relu", "num_gqa_groups": 1},
+]
+
+
+def cache(paged, device, groups=GROUPS, dim=DIM, form="bshd", **options):
+    options |= {"total_num_pages": 40, "page_size": 4} if paged else {}
+    sizes = (MAX_BATCH, MAX_LENGTH, groups, dim)
+    return InferenceParams(*sizes, torch.float32, is_paged=paged, qkv_format=form, device=device, **options)
+
+
+def filled(module, seed=0):
+    """Give a module weights that matter."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in module.named_parameters():
+        scale = 0.3 if parameter.dim() == 2 else 0.2
+        noise = torch.randn(parameter.shape, generator=generator) * scale
+        parameter.copy_(noise + (1.0 if name.endswith("norm_weight") else 0.0))
+    return module
+
+
+def angles(device, dim=DIM, interleaved=False, length=MAX_LENGTH):
+    return RotaryPositionEmbedding(dim, interleaved=interleaved, device=device)(length)
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("mask", ["causal", "padding_causal"])
+def test_attention_over_the_cache_agrees_with_float64(form, paged, mask, device):
+    attention = DotProductAttention(HEADS, (DIM, 6), GROUPS, qkv_format=form, attn_mask_type=mask, layer_number=7)
+    params = cache(paged, device, head_dim_v=6)
+    params.allocate_memory(7)
+    generator = torch.Generator().manual_seed(1)
+    history = {}
+    for step in random_life(seed=11, steps=25, max_batch=MAX_BATCH, max_length=MAX_LENGTH):
+        params.pre_step(step)
+        shapes = ((HEADS, DIM), (GROUPS, DIM), (GROUPS, 6))
+        new = [[torch.randn(n, *shape, generator=generator) for n in step.values()] for shape in shapes]
+        known, history = history, {}
+        for row, i in enumerate(step):
+            before = known.get(i) or [t[row][:0] for t in new]
+            history[i] = [torch.cat((old, t[row])) for old, t in zip(before, new, strict=True)]
+        out = attention(*(laid_out(rows, form).to(device) for rows in new), inference_params=params)
+        for row, (result, n) in enumerate(zip(taken_apart(out, form, step.values()), step.values(), strict=True)):
+            expected = attended(*(t.double() for t in history[list(step)[row]]))[-n:].flatten(-2)
+            torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (1, 6, 3)])
+def test_attention_without_a_cache_agrees_with_float64(form, lengths, device):
+    attention = DotProductAttention(HEADS, DIM, GROUPS, qkv_format=form, softmax_scale=0.2, window_size=(2, 0))
+    generator = torch.Generator().manual_seed(2)
+    new = [[torch.randn(n, heads, DIM, generator=generator) for n in lengths] for heads in (HEADS, GROUPS, GROUPS)]
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    known = cu if form == "thd" or len(set(lengths)) > 1 else None
+    out = attention(*(laid_out(rows, form).to(device) for rows in new), cu_seqlens_q=known)
+    for row, result in enumerate(taken_apart(out, form, lengths)):
+        expected = attended(*(rows[row].double() for rows in new), window=2, scale=0.2).flatten(-2)
+        torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_multihead_attention_projects_around_it_and_names_its_weights_as_published(normed, device):
+    module = MultiheadAttention(HIDDEN, HEADS, DIM, num_gqa_groups=GROUPS, input_layernorm=normed, device=device)
+    filled(module)
+    qkv = "layernorm_qkv" if normed else "qkv"
+    names = [f"{qkv}.{n}_{kind}" for n in ("query", "key", "value") for kind in ("weight", "bias")]
+    names += ["proj.weight", "proj.bias"] + [f"{qkv}.layer_norm_{kind}" for kind in ("weight", "bias") if normed]
+    assert sorted(name for name, _ in module.named_parameters()) == sorted(names)
+    assert not any(parameter.requires_grad for parameter in module.parameters())
+    x = torch.randn(5, 2, HIDDEN, generator=torch.Generator().manual_seed(3))  # sbhd
+    out = module(x.to(device), rotary_pos_emb=angles(device))
+    parameters = {name: p.double().cpu() for name, p in module.named_parameters()}
+    for row in range(2):
+        inner = x[:, row].double()
+        if normed:
+            weight, bias = (parameters[f"{qkv}.layer_norm_{kind}"] for kind in ("weight", "bias"))
+            inner = torch.nn.functional.layer_norm(inner, (HIDDEN,), weight, bias)
+        expected = attention_block(inner, parameters, qkv, DIM)
+        torch.testing.assert_close(out[:, row].double().cpu(), expected, atol=2e-5, rtol=2e-5)
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("number", range(len(OTHERS)))
+def test_layers_agree_with_float64_while_sequences_enter_leave_and_change_order(form, paged, number, device):
+    options = OTHERS[number]
+    groups, interleaved = options.get("num_gqa_groups") or HEADS, options.get("rotary_pos_interleaved", False)
+    layers = [
+        filled(
+            TransformerLayer(
+                HIDDEN, FFN, HEADS, kv_channels=DIM, layer_number=i, attn_input_format=form,
+                self_attn_mask_type="padding_causal", device=device, **options,
+            ),
+            seed=i,
+        )
+        for i in (1, 2)
+    ]  # fmt: skip
+    params = cache(paged, device, groups, form=form)
+    freqs = angles(device, interleaved=interleaved)
+    meaning = {
+        "kind": options["normalization"],
+        "activation": options["activation"],
+        "centered": options.get("zero_centered_gamma", False),
+        "window": options.get("window_size", (-1, 0))[0],
+        "interleaved": interleaved,
+    }
+    generator = torch.Generator().manual_seed(4)
+    history = {}
+    for step in random_life(seed=5 + number, steps=12, max_batch=MAX_BATCH, max_length=MAX_LENGTH):
+        params.pre_step(step)
+        new = [torch.randn(n, HIDDEN, generator=generator) for n in step.values()]
+        history = {i: torch.cat((history.get(i, new[row][:0]), new[row])) for row, i in enumerate(step)}
+        out = laid_out(new, form).to(device)
+        for module in layers:
+            out = module(out, inference_params=params, rotary_pos_emb=freqs)
+        for result, (i, n) in zip(taken_apart(out, form, step.values()), step.items(), strict=True):
+            expected = history[i].double()
+            for module in layers:
+                expected = layer(expected, module, DIM, **meaning)
+            torch.testing.assert_close(result.double().cpu(), expected[-n:], atol=2e-4, rtol=2e-4)
+
+
+class CapturedLayers:
+    """Two layers as a step: one token a row, a graph for each bucket."""
+
+    def __init__(self, form, paged, device, backend):
+        self.form = form
+        self.layers = [
+            filled(TransformerLayer(HIDDEN, FFN, HEADS, kv_channels=DIM, layer_number=i, attn_input_format=form,
+                                    device=device, **LLAMA), seed=i)
+            for i in (1, 2)
+        ]  # fmt: skip
+        self.params = cache(paged, device, form=form)
+        self.freqs = angles(device)
+        for i in (1, 2):
+            self.params.allocate_memory(i)
+        slots = [Slot("x", ("batch", HIDDEN), torch.float32), Slot("out", ("batch", HIDDEN), torch.float32)]
+        self.buffers = StepBuffers(slots, max_batch_size=MAX_BATCH, device=device)
+        for name, tensor in self.params.tensors().items():
+            self.buffers.adopt(name, tensor)
+        constants = [*self.layers, self.freqs]
+        ladder = BucketLadder([1, 2], MAX_BATCH)
+        self.graphs = GraphManager(self.step, self.buffers, ladder, constants=constants, backend=backend)
+        self.graphs.capture(progress=False)
+        self.graphs.freeze()
+
+    def step(self, batch):
+        token_dim = {"bshd": 1, "sbhd": 0, "thd": None}[self.form]
+        out = batch.x if token_dim is None else batch.x.unsqueeze(token_dim)
+        for module in self.layers:
+            out = module(out, inference_params=self.params, rotary_pos_emb=self.freqs)
+        batch.out.copy_(out.view_as(batch.x))
+
+    def run(self, step, x):
+        self.params.pre_step(step)
+        n = len(step)
+        self.buffers.x[:n].copy_(x)
+        self.buffers.set_live_rows(n)
+        self.buffers.poison(n)
+        self.graphs.replay(n)
+        return self.buffers.out[:n].clone()
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMATS)
+def test_captured_layers_agree_with_eager_ones_bit_for_bit_and_with_float64(form, paged, device):
+    """Laws 2, 4 and 5: one capture, any later membership, hostile padding."""
+    captured, eager = (CapturedLayers(form, paged, device, backend) for backend in ("auto", "eager"))
+    generator = torch.Generator().manual_seed(6)
+    history, memberships = {}, set()
+    for step in random_life(seed=21, steps=60, max_batch=MAX_BATCH, max_length=MAX_LENGTH, widths=(1,)):
+        x = torch.randn(len(step), HIDDEN, generator=generator)
+        history = {i: torch.cat((history.get(i, x[:0]), x[row : row + 1])) for row, i in enumerate(step)}
+        out = captured.run(step, x.to(device))
+        assert torch.equal(out, eager.run(step, x.to(device))), step
+        for row, i in enumerate(step):
+            expected = history[i].double()
+            for module in captured.layers:
+                expected = layer(expected, module, DIM, kind="RMSNorm", activation="swiglu")
+            torch.testing.assert_close(out[row].double().cpu(), expected[-1], atol=2e-4, rtol=2e-4)
+        memberships.add(tuple(step))
+    assert len(memberships) > 20
+    assert sum(report.replays for report in captured.graphs.report().buckets) == 60
+    captured.graphs.close()
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMATS)
+def test_check_finds_nothing_in_a_step_of_layers(form, paged, device):
+    layers = CapturedLayers(form, paged, device, "eager")
+    assert not check(layers.step, layers.buffers, constants=[*layers.layers, layers.freqs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_of_narrow_dtypes_stay_near_float64(dtype, device):
+    module = TransformerLayer(
+        HIDDEN, FFN, HEADS, kv_channels=DIM, attn_input_format="bshd", params_dtype=dtype, device=device, **LLAMA
+    )
+    filled(module)
+    params = InferenceParams(2, MAX_LENGTH, GROUPS, DIM, dtype, device=device)
+    x = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(9)).to(dtype)
+    parts = []
+    for begin, end in ((0, 4), (4, 5), (5, 6)):
+        params.pre_step(OrderedDict([("a", end - begin), ("b", end - begin)]))
+        parts.append(module(x[:, begin:end].to(device), inference_params=params, rotary_pos_emb=angles(device)))
+    out = torch.cat(parts, 1)
+    assert out.dtype == dtype
+    for row in range(2):
+        expected = layer(x[row].double(), module, DIM, kind="RMSNorm", activation="swiglu")
+        error = (out[row].double().cpu() - expected).norm() / expected.norm()
+        assert error < (2e-3 if dtype == torch.float16 else 1.5e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_rotary_embedding_begins_where_each_row_does(form, interleaved, device):
+    lengths, starts = (3, 1, 4), torch.tensor([0, 9, 5, 99], dtype=torch.int32, device=device)  # one row too many
+    rows = [torch.randn(n, HEADS, DIM, generator=torch.Generator().manual_seed(n)) for n in lengths]
+    cu = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    freqs = angles(device, dim=6, interleaved=interleaved)
+    out = apply_rotary_pos_emb(laid_out(rows, form).to(device), freqs, form, starts, interleaved, cu_seqlens=cu)
+    for result, row, start in zip(taken_apart(out, form, lengths), rows, starts.tolist(), strict=False):
+        whole = torch.cat((torch.zeros(start, HEADS, DIM), row)).double()
+        expected = torch.cat((rotated(whole[..., :6], interleaved=interleaved)[start:], whole[start:, :, 6:]), -1)
+        torch.testing.assert_close(result.double().cpu(), expected, atol=1e-5, rtol=1e-5)
+    if form != "thd":
+        plain = apply_rotary_pos_emb(laid_out(rows, form).to(device), freqs, form, None, interleaved)
+        from_zero = apply_rotary_pos_emb(
+            laid_out(rows, form).to(device), freqs, form, torch.zeros_like(starts), interleaved
+        )
+        assert torch.equal(plain, from_zero)
+
+
+def test_angles_are_scaled_as_published():
+    plain = RotaryPositionEmbedding(8, device="cpu")
+    assert plain(5).shape == (5, 1, 1, 8)
+    assert torch.equal(plain(7)[2:], plain(5, offset=2))
+    assert RotaryPositionEmbedding(8, rotary_percent=0.5, device="cpu")(3).shape[-1] == 4
+    inside = RotaryPositionEmbedding(8, 1.0, 2, 10, device="cpu")
+    torch.testing.assert_close(inside(20), plain(20) / 2)
+    torch.testing.assert_close(inside(40), plain(40) / 4)  # longer than twice 10: into 10 positions
+
+
+def test_signatures_begin_as_published():
+    def names(function, count):
+        return list(inspect.signature(function).parameters)[:count]
+
+    assert names(apply_rotary_pos_emb, 9) == [
+        "t", "freqs", "tensor_format", "start_positions", "interleaved", "fused", "cu_seqlens", "cp_size", "cp_rank",
+    ]  # fmt: skip
+    assert names(RotaryPositionEmbedding, 6) == [
+        "dim", "rotary_percent", "seq_len_interpolation_factor", "pretrained_max_position_embeddings", "rotary_base",
+        "interleaved",
+    ]  # fmt: skip
+    assert names(DotProductAttention, 7) == [
+        "num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type",
+        "window_size",
+    ]  # fmt: skip
+    assert names(DotProductAttention.forward, 8)[1:] == [
+        "query_layer", "key_layer", "value_layer", "attention_mask", "qkv_format", "cu_seqlens_q", "cu_seqlens_kv",
+    ]  # fmt: skip
+    assert names(MultiheadAttention, 5) == [
+        "hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon",
+    ]  # fmt: skip
+    assert names(TransformerLayer, 7) == [
+        "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "layernorm_epsilon",
+        "hidden_dropout", "attention_dropout",
+    ]  # fmt: skip
+    for module in (DotProductAttention, MultiheadAttention, TransformerLayer):
+        assert inspect.signature(module.forward).parameters["inference_params"].default is None
+
+
+def test_what_only_training_needs_is_taken_and_what_would_change_the_result_is_not():
+    TransformerLayer(
+        HIDDEN, FFN, HEADS, hidden_dropout=0.1, fuse_qkv_params=False, tp_size=1, tp_group=None, seq_length=128,
+        layer_type="encoder", init_method=torch.nn.init.zeros_, device="cpu",
+    )  # fmt: skip
+    refused = [
+        {"tp_size": 2},
+        {"fuse_qkv_params": True},
+        {"layer_type": "decoder"},
+        {"output_layernorm": True},
+        {"activation": "tanh"},
+        {"normalization": "BatchNorm"},
+        {"self_attn_mask_type": "no_mask"},
+        {"attn_input_format": "bhsd"},
+        {"window_size": (4, 4)},
+        {"num_gqa_groups": 3},
+    ]
+    for options in refused:
+        name = next(iter(options)).removeprefix("self_").replace("attn_input_format", "qkv_format")
+        with pytest.raises(ValueError, match=name):
+            TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", **options)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        TransformerLayer(HIDDEN, FFN, HEADS, device="cpu", colour="red")
+    with pytest.raises(ValueError, match="hidden_size=25 must be a multiple of num_attention_heads=4"):
+        MultiheadAttention(25, 4, device="cpu")
+
+
+def test_forward_refuses_masks_formats_and_angles_that_do_not_fit(device):
+    module = TransformerLayer(HIDDEN, FFN, HEADS, kv_channels=DIM, attn_input_format="thd", device=device, **LLAMA)
+    params, x = cache(False, device, form="thd"), torch.zeros(3, HIDDEN, device=device)
+    params.pre_step(OrderedDict(a=3))
+    with pytest.raises(ValueError, match="attention_mask must be None"):
+        module(x, torch.ones(3, 3, device=device), inference_params=params)
+    with pytest.raises(ValueError, match="attn_mask_type"):
+        module(x, self_attn_mask_type="arbitrary", inference_params=params)
+    with pytest.raises(ValueError, match="angles of 40 positions, got 39"):
+        module(x, inference_params=params, rotary_pos_emb=angles(device, length=39))
+    with pytest.raises(ValueError, match="thd needs cu_seqlens_q or inference_params"):
+        module(x)
+    with pytest.raises(ValueError, match="cp_size"):
+        apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "thd", cp_size=2)
+    with pytest.raises(ValueError, match="cu_seqlens is needed"):
+        apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "thd")
+    with pytest.raises(ValueError, match="t must be sbhd, bshd or thd"):
+        apply_rotary_pos_emb(x.view(3, 3, DIM), angles(device), "bshd")
+    with pytest.raises(ValueError, match="start_positions must have 3 entries"):
+        apply_rotary_pos_emb(x.view(1, 3, 3, DIM), angles(device), "sbhd", torch.zeros(2, device=device))
