@@ -46,6 +46,7 @@ def run_command(
             patch.setenv(name, value)
         if folder is not None:
             patch.chdir(folder)
+            sys.path_importer_cache.pop(".", None)  # it stands for the folder that it was first asked in
         status = _status_of_main()
     if folder is not None:
         for name in set(sys.modules) - loaded:
