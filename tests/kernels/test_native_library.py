@@ -264,7 +264,7 @@ def test_a_killed_compiler_is_a_reason(tmp_path):
 
 def test_the_description_names_file_compiler_and_threads():
     text = native.describe()
-    assert str(native._load().file) in text
+    assert text.startswith("compiled kernels: /")
     assert "-march=native" in text
     assert "threads: " in text
 
