@@ -124,8 +124,9 @@ class LLM:
             use_tqdm: show a progress bar on standard error where that is a terminal.
 
         Returns:
-            One output for each prompt, in their order. A prompt that can never fit comes back with `error` set and
-            `finish_reason` "refused", and the others are answered.
+            One output for each prompt, in their order. A prompt that can never be answered (too long, empty, a token
+            id outside the vocabulary) comes back with `error` set and `finish_reason` "refused", and the others are
+            answered.
 
         Raises:
             ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.
