@@ -17,7 +17,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, load_tokenizer, resolve_model_path
+from graphdecode.models import Decoder, check_model, load_tokenizer, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
@@ -56,6 +56,7 @@ class LLM:
     ) -> None:
         self.engine_config = EngineConfig.of(config, **keywords)
         path = resolve_model_path(model)
+        check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self.tokenizer: Any = load_tokenizer(path)
         runner = load_runner(path, self.engine_config, progress=progress)
         self.engine = Engine(runner, seed=self.engine_config.seed)
