@@ -3,7 +3,7 @@
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, config_of, register_family
-from graphdecode.models.load import describe_model, load_model, resolve_dtype, weight_bytes
+from graphdecode.models.load import check_model, describe_model, load_model, resolve_dtype, weight_bytes
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.sources import register_source
 from graphdecode.models.weight_map import CheckpointError
@@ -15,6 +15,7 @@ __all__ = [
     "ModelConfig",
     "ModelSourceError",
     "UnsupportedModelError",
+    "check_model",
     "config_of",
     "describe_model",
     "load_model",

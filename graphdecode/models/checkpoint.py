@@ -14,8 +14,10 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json
 from graphdecode.models.family import config_of
 from graphdecode.models.rope import UnsupportedRopeError
-from graphdecode.models.source import resolve_model_path
+from graphdecode.models.source import gguf_hint, refuse_pointer, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
+
+_NAMES_SHOWN = 5
 
 
 class Checkpoint:
@@ -43,8 +45,11 @@ class Checkpoint:
 
         Raises:
             UnsupportedModelError: the file cannot be read, or describes no model that is supported.
+            ModelSourceError: the file is a pointer of Git LFS.
         """
         file, generation = self._folder / "config.json", self._folder / "generation_config.json"
+        if not file.exists():
+            raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
         if generation.exists():
             settings["eos_token_id"] = read_json(generation).get("eos_token_id", settings.get("eos_token_id"))
@@ -59,9 +64,11 @@ class Checkpoint:
 
         Raises:
             CheckpointError: there are no safetensors, or a file is missing or damaged.
+            ModelSourceError: a file is a pointer of Git LFS.
         """
         found: dict[str, Stored] = {}
         for file in (self._folder / name for name in self._file_names()):
+            refuse_pointer(file)
             try:
                 with safe_open(file, framework="pt") as reader:
                     for name in reader.keys():  # noqa: SIM118 (not a mapping)
@@ -81,6 +88,17 @@ class Checkpoint:
         with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
 
+    def _no_config(self) -> str:
+        held = sorted(path.name for path in self._folder.iterdir())
+        expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
+        if not held:
+            return f"{self._folder} is empty; {expected}"
+        gguf = next((name for name in held if name.endswith(".gguf")), None)
+        if gguf is not None:
+            return f"{self._folder} holds no config.json; {gguf_hint(self._folder / gguf)}"
+        more = ", ..." if len(held) > _NAMES_SHOWN else ""
+        return f"{self._folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
+
     def _file_names(self) -> Iterator[str]:
         folder = self._folder
         if (folder / "model.safetensors").exists():
@@ -91,6 +109,7 @@ class Checkpoint:
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
             hint = f"; {pickles[0]} is a pickle, which is never read: convert it" if pickles else ""
             raise CheckpointError(f"{folder} holds no model.safetensors and no model.safetensors.index.json{hint}")
+        refuse_pointer(index)
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -11,6 +11,7 @@ import torch
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.models.rope import RopeConfig
+from graphdecode.models.source import refuse_pointer
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -150,11 +151,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         UnsupportedModelError: it cannot be read, or is no object.
+        ModelSourceError: it is a pointer of Git LFS.
     """
+    refuse_pointer(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UnsupportedModelError(f"{path}: {error}") from error
+    except OSError as error:
+        raise UnsupportedModelError(f"{path}: {error.strerror}") from error
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} is no JSON object")
     return content

@@ -20,7 +20,7 @@ from graphdecode.linear.weight_form import FormOptions
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
-from graphdecode.models.sources import open_source
+from graphdecode.models.sources import Source, open_source
 from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
 
@@ -57,6 +57,21 @@ def describe_model(model: str | Path) -> ModelConfig:
         ValueError: there is no such model, or its configuration cannot be used.
     """
     return open_source(model).config()
+
+
+def check_model(model: str | Path) -> ModelConfig:
+    """Look at a model's configuration and at what weights there are, and read none of them.
+
+    Args:
+        model: as for `load_model`.
+
+    Raises:
+        ValueError: there is no such model, its configuration cannot be used, or tensors are missing or of wrong shapes.
+    """
+    source = open_source(model)
+    config = source.config()
+    _check_weights(source, config)
+    return config
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -105,9 +120,15 @@ def load_model(
     check_options(options)
     if batch_invariant:
         _check_invariance(config, chosen, device)
-    check(source.name, source.tensors, weight_map, frozenset({"lm_head.weight"} if config.tie_word_embeddings else ()))
+    _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     return _build(config, Weights(source, weight_map, options, positions), progress)
+
+
+def _check_weights(source: Source, config: ModelConfig) -> None:
+    weight_map = family_of(config.architecture).weights(config)
+    unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
+    check(source.name, source.tensors, weight_map, unused)
 
 
 def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:

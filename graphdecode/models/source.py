@@ -8,6 +8,7 @@ from pathlib import Path
 from graphdecode.errors import GraphdecodeError
 
 _DEMO = Path(__file__).parent / "demo"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
 
@@ -20,8 +21,8 @@ def resolve_model_path(model: str | Path) -> Path:
     """Return the folder of a model.
 
     Args:
-        model: `"demo"` (a folder of that name is `"./demo"`), a folder, or a Hugging Face repository id, which is
-            fetched with a progress bar.
+        model: `"demo"` (a folder of that name is `"./demo"`), a folder (`~` is the user's own), or a Hugging Face
+            repository id, which is fetched with a progress bar.
 
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
@@ -30,12 +31,53 @@ def resolve_model_path(model: str | Path) -> Path:
         raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
     if model == "demo":
         return _DEMO
-    name, path = str(model), Path(model)
+    name, path = str(model), _expanded(Path(model))
     if name and path.is_dir():
         return path
+    if path.is_file():
+        raise ModelSourceError(_not_a_folder(name, path))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
     return _fetched(name)
+
+
+def refuse_pointer(file: Path) -> None:
+    """Refuse the small text that Git LFS leaves where a large file has not been fetched.
+
+    Raises:
+        ModelSourceError: the file is one.
+    """
+    if not file.is_file():
+        return
+    with file.open("rb") as opened:
+        is_pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+    if is_pointer:
+        raise ModelSourceError(
+            f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in {file.parent}"
+        )
+
+
+def gguf_hint(file: Path) -> str:
+    """Return what to do about a GGUF file."""
+    return (
+        f"{file.name} is a GGUF file, which cannot be read: convert it to a folder with config.json and safetensors "
+        f"(transformers reads it by `gguf_file=` and writes the folder by `save_pretrained`)"
+    )
+
+
+def _expanded(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:  # of a user that is not known
+        return path
+
+
+def _not_a_folder(name: str, file: Path) -> str:
+    if file.suffix == ".gguf":
+        return f"model {name!r} is no folder: {gguf_hint(file)}"
+    if file.suffix == ".safetensors":
+        return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
+    return f"model {name!r} is no folder but a file; give a checkpoint folder, a repository id or demo"
 
 
 def _fetched(name: str) -> Path:

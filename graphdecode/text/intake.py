@@ -49,21 +49,14 @@ class Intake:
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return a prompt's token ids.
-
-        Raises:
-            ValueError: an id is outside the vocabulary.
-        """
-        if isinstance(prompt, str):
-            with self._encoding:
-                ids = list(self._tokenizer(prompt, verbose=False).input_ids)
-            if not ids and self._tokenizer.bos_token_id is not None:
-                ids = [self._tokenizer.bos_token_id]
-            return ids
-        wrong = [token for token in prompt if not 0 <= token < self._engine.vocab_size]
-        if wrong:
-            raise ArgumentError(f"token ids must be in 0..{self._engine.vocab_size - 1}, got {wrong[:5]}")
-        return prompt
+        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them."""
+        if not isinstance(prompt, str):
+            return prompt
+        with self._encoding:
+            ids = list(self._tokenizer(prompt, verbose=False).input_ids)
+        if not ids and self._tokenizer.bos_token_id is not None:
+            ids = [self._tokenizer.bos_token_id]
+        return ids
 
     def order(self, prompt: str | list[int], token_ids: list[int], params: SamplingParams) -> Order:
         """Return what a prompt becomes; one that can never be served comes back refused, with `output.error` set."""

@@ -17,7 +17,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, resolve_model_path
+from graphdecode.models import Decoder, check_model, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
@@ -57,6 +57,7 @@ class LLM:
     ) -> None:
         self.engine_config = EngineConfig.of(config, **keywords)
         path = resolve_model_path(model)
+        check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self.tokenizer: Any = load_tokenizer(path)
         runner = load_runner(path, self.engine_config, progress=progress)
         self.engine = Engine(runner, seed=self.engine_config.seed)
@@ -125,8 +126,9 @@ class LLM:
             use_tqdm: show a progress bar on standard error where that is a terminal.
 
         Returns:
-            One output for each prompt, in their order. A prompt that can never fit comes back with `error` set and
-            `finish_reason` "refused", and the others are answered.
+            One output for each prompt, in their order. A prompt that can never be answered (too long, empty, a token
+            id outside the vocabulary) comes back with `error` set and `finish_reason` "refused", and the others are
+            answered.
 
         Raises:
             ValueError: what was given is no prompt, or the numbers of prompts and parameters differ.

@@ -80,7 +80,17 @@ def test_an_empty_prompt_and_foreign_ids_are_named(llm):
     (refused,) = llm.generate([[]], GREEDY)
     assert "empty" in refused.error
     with pytest.raises(ValueError, match=r"0\.\.\d+, got \[99999\]"):
-        llm.generate([[5, 99999]], GREEDY)
+        llm.stream([5, 99999], GREEDY)
+
+
+@pytest.mark.parametrize("wrong", [[5, 99999], [1, -1], [2**70]], ids=str)
+def test_an_id_outside_the_vocabulary_refuses_its_own_prompt_and_no_other(wrong, llm):
+    refused, answered = llm.generate([wrong, "12+30="], GREEDY)
+    foreign = [token for token in wrong if not 0 <= token < llm.engine.vocab_size]
+    assert refused.error == f"token ids must be in 0..{llm.engine.vocab_size - 1}, got {foreign}"
+    assert refused.outputs[0].finish_reason == "refused"
+    assert refused.prompt_token_ids == wrong
+    assert answered.outputs[0].text == "42"
 
 
 @pytest.mark.parametrize("wrong", [5, "greedy", {"temperature": 0.0}, [None], [GREEDY, GREEDY]], ids=repr)
