@@ -47,7 +47,7 @@ class Compiler(NamedTuple):
             raise CompileError(f"compiled kernels are made on Linux alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
-            raise CompileError("no C compiler was found: cc, gcc, clang, or what CC names")
+            raise CompileError("no C compiler was found: install gcc or clang, or name one in CC")
         try:
             words = shlex.split(named)
         except ValueError as error:
@@ -56,13 +56,14 @@ class Compiler(NamedTuple):
             raise CompileError(f"CC is {named!r}, which is no command")
         flags = PORTABLE_FLAGS + (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
         try:
-            told = subprocess.run(
+            version = subprocess.run(
                 [words[0], "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
                 errors="replace", env=_environment(),
             )  # fmt: skip
-            return cls([*words, "-march=native", *flags], told.stdout, _processor())
+            return cls([*words, "-march=native", *flags], version.stdout, _processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
-            raise CompileError(f"the C compiler {words[0]!r} cannot be run: {error}") from error
+            told = f"the C compiler {words[0]!r} cannot be run ({error})"
+            raise CompileError(f"{told}: install it, or name one in CC") from error
 
     def compile(self, text: str, options: list[str], made: Path) -> None:
         """Compile a source text into the file `made`, with no other file but in its folder.
@@ -88,7 +89,8 @@ class Compiler(NamedTuple):
             said = told.strip()[-500:]
             if any(problem in told for problem in _DISK_ERRORS):
                 raise OSError(said)
-            raise CompileError(f"{self.command[0]} could not compile the kernels: {said or process.returncode}")
+            said = said or f"exit code {process.returncode}"
+            raise CompileError(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
 
 
 def _environment() -> dict[str, str]:

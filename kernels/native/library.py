@@ -132,7 +132,7 @@ def _load_once() -> _Loaded:
         return _compiled()
     except (CompileError, OSError) as error:
         _LOG.warning(
-            "graphdecode: no compiled kernels, torch's operators do the work, several times slower: %s "
+            "graphdecode: no compiled kernels, torch's operators do the work, many times slower: %s "
             "(%s=0 says nothing)", " ".join(str(error).split()), SWITCH,
         )  # fmt: skip
         return _Loaded(None, None, None, str(error))
