@@ -27,7 +27,7 @@ README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"python", "bash", "toml", "console"}  # console: what takes long, or needs what is not everywhere
 OWN_TEST_COMMAND = "tools/test"  # what runs this
-SLOW = ("graphdecode profile --model", "graphdecode buckets tune --measure")
+SLOW = ("profile --model", "--measure")  # of a command: it measures
 MAX_README_LINES = 150
 MAX_WALK_FILES = 15
 OPERATORS = "kernels"  # where an operator is entered: its function may be compiled
@@ -125,7 +125,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 @pytest.mark.parametrize(
     ("document", "command"),
     [
-        pytest.param(document, command, marks=[pytest.mark.slow] if command.startswith(SLOW) else [])
+        pytest.param(document, command, marks=[pytest.mark.slow] if any(part in command for part in SLOW) else [])
         for document, command in COMMANDS
         if not command.startswith(OWN_TEST_COMMAND)
     ],
