@@ -40,13 +40,15 @@ def run_command(*arguments: str, stdin: str = "", folder: Path | None = None) ->
         patch.setattr(sys, "argv", ["graphdecode", *arguments])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
         patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "path_importer_cache", {})  # for which "." would be the folder of an earlier run
         patch.setenv("COLUMNS", WIDTH["COLUMNS"])
         if folder is not None:
             patch.chdir(folder)
         status = _status_of_main()
     if folder is not None:
         for name in set(sys.modules) - loaded:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).resolve().is_relative_to(folder.resolve()):
                 del sys.modules[name]
     return subprocess.CompletedProcess(["graphdecode", *arguments], status, stdout.getvalue(), stderr.getvalue())
 
