@@ -44,15 +44,16 @@ def run_command(
         patch.setattr(sys, "argv", ["graphdecode", *arguments])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
         patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "path_importer_cache", {})  # for which "." would be the folder of an earlier run
         for name, value in (WIDTH | environment).items():
             patch.setenv(name, value)
         if folder is not None:
             patch.chdir(folder)
-            sys.path_importer_cache.pop(".", None)  # it stands for the folder that it was first asked in
         status = _status_of_main()
     if folder is not None:
         for name in set(sys.modules) - loaded:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).resolve().is_relative_to(folder.resolve()):
                 del sys.modules[name]
     return subprocess.CompletedProcess(["graphdecode", *arguments], status, stdout.getvalue(), stderr.getvalue())
 

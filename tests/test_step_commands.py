@@ -128,6 +128,16 @@ def test_what_cannot_be_done_is_one_line(run, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_each_run_imports_from_its_own_folder(tmp_path):
+    for reason in ("first", "second"):
+        folder = tmp_path / reason
+        folder.mkdir()
+        (folder / "broken.py").write_text(f"import torch\nimport beside\nraise OSError('{reason}', beside.NAME)\n")
+        (folder / "beside.py").write_text(f"NAME = '{reason}'\n")
+        message = f"broken.py:3: OSError: [Errno {reason}] {reason}"
+        assert message in run_command("check", "broken:step", folder=folder).stderr
+
+
 def test_a_module_that_raises_is_named_with_the_line(run):
     assert "broken.py:2: OSError: no such weights" in run("check", "broken:step").stderr
 
