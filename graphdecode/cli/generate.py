@@ -8,7 +8,7 @@ import textwrap
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,14 +21,28 @@ from graphdecode.cli.options import (
     print_error,
     settings_of,
 )
+from graphdecode.cli.sampling_options import (
+    AnswersOption,
+    FrequencyPenaltyOption,
+    LogitBiasOption,
+    LogprobsOption,
+    MinPOption,
+    MinTokensOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    sampling_fields,
+)
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode import LLM, RequestOutput, SamplingParams
     from graphdecode.text import Stream
     from graphdecode.text.answer import Answer
-
-_CHECKPOINTS = "Left out: the checkpoint's."
 
 
 def generate(
@@ -38,25 +52,19 @@ def generate(
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    min_tokens: Annotated[int | None, typer.Option(help="Tokens before which nothing ends an answer.")] = None,
-    n: Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")] = None,
-    temperature: Annotated[float | None, typer.Option(help=f"0 is greedy. {_CHECKPOINTS}")] = None,
-    top_k: Annotated[int | None, typer.Option(help=f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}")] = None,
-    top_p: Annotated[float | None, typer.Option(help=f"Of the tokens of this much mass. {_CHECKPOINTS}")] = None,
-    min_p: Annotated[
-        float | None, typer.Option(help=f"Of the tokens that are so likely beside the likeliest. {_CHECKPOINTS}")
-    ] = None,
-    repetition_penalty: Annotated[
-        float | None, typer.Option(help=f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}")
-    ] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Taken from logits of generated tokens.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time.")] = None,
-    logit_bias: Annotated[
-        list[str] | None, typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated.")
-    ] = None,
-    logprobs: Annotated[int | None, typer.Option(help="So many likely tokens for each token; with --json.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    min_tokens: MinTokensOption = None,
+    n: AnswersOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
+    logit_bias: LogitBiasOption = None,
+    logprobs: LogprobsOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
@@ -88,23 +96,22 @@ def generate(
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
-    options: dict[str, Any] = {
-        "n": n,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": _biases(logit_bias or []),
-        "seed": settings.seed,
-        "stop": stop,
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "logprobs": logprobs,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = sampling_fields(
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        seed=settings.seed,
+        stop=stop,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
+    )
     SamplingParams(**given)  # what cannot be is said before a model is loaded
     if record_batches is not None:
         check_record(record_batches)
@@ -140,17 +147,6 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
     if not texts:
         raise ArgumentError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
-
-
-def _biases(given: list[str]) -> dict[int, float] | None:
-    biases = {}
-    for text in given:
-        token, _, value = text.partition("=")
-        try:
-            biases[int(token)] = float(value)
-        except ValueError:
-            raise ArgumentError(f"--logit-bias must be a token id and a number, such as 42=-5, got {text!r}") from None
-    return biases or None
 
 
 def _stdin_text() -> str:
