@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 import torch
 from tqdm import tqdm
@@ -220,6 +220,14 @@ class LLM:
     def close(self) -> None:
         """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""
         self.router.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: graphs and caches are this process's own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("an LLM cannot be pickled: make one in each process, from the same model and settings")
 
     def __enter__(self) -> LLM:
         return self
