@@ -1,6 +1,7 @@
 """The command line as a person types it: in a process of its own, or in this one, where the imports are paid for."""
 
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -49,6 +50,7 @@ def run_command(
             patch.setenv(name, value)
         if folder is not None:
             patch.chdir(folder)
+            importlib.invalidate_caches()  # "." was another folder before
         status = _status_of_main()
     if folder is not None:
         for name in set(sys.modules) - loaded:

@@ -34,6 +34,10 @@ def counts(batch):
     batch.y.copy_(batch.x * lengths[0])
 
 
+def misspelt(batch):
+    batch.y.copy_(batch.xs)
+
+
 def reads(batch):
     if batch.x.sum() > 0:
         batch.y.add_(1.0)
@@ -149,10 +153,19 @@ def test_a_number_that_changes_between_steps_is_found(run):
     assert "1 finding in mystep:counts" in done.stdout
 
 
+def test_a_misspelt_slot_is_blamed_on_the_steps_own_line_beside_the_names_of_the_slots(run):
+    done = run("check", "mystep:misspelt")
+    assert done.returncode == 1, done.stderr
+    assert "mystep.py:26: failed" in done.stdout
+    assert "no slot 'xs'; declared are ['live_rows', 'x', 'y']" in done.stdout
+    assert "buffers.py" not in done.stdout
+    assert "1 finding in mystep:misspelt" in done.stdout
+
+
 def test_findings_stand_in_a_table_with_reasons_below(folder):
     done = spawn_command("check", "mystep:reads", folder=folder)
     assert done.returncode == 1
     assert "host-read" in done.stdout
-    assert "mystep.py:26" in done.stdout
+    assert "mystep.py:30" in done.stdout
     assert "why: " in done.stdout
     assert "instead: " in done.stdout
