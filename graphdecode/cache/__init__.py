@@ -4,6 +4,7 @@ from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page
 from .pool import PagePool
+from .untouched import untouched_zeros
 
 __all__ = [
     "CacheFullError",
@@ -13,4 +14,5 @@ __all__ = [
     "UnknownSequenceError",
     "copy_page",
     "require_positive",
+    "untouched_zeros",
 ]

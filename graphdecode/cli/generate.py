@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import time
 from collections import deque
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graphdecode.cli.capacity import check_length, fitted, limited
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -39,6 +41,12 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
@@ -50,6 +58,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
     """Generate text: answers go to stdout as they come, all else to stderr."""
+    began = time.perf_counter()
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
@@ -60,7 +69,9 @@ def generate(
         batch_invariant=batch_invariant or None,
         prefix_cache=False if no_prefix_cache else None,
     )
+    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
+    from graphdecode.models import check_model, load_tokenizer, resolve_model_path
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
@@ -69,8 +80,14 @@ def generate(
     )
     if record_batches is not None:
         check_record(record_batches)
-    with LLM(model, config=settings, progress=True) as llm:
-        summary = RunSummary(llm)
+    path = resolve_model_path(model)
+    trained_length = check_model(path).max_position_embeddings
+    check_length(max_sequence_length, trained_length)
+    tokenizer = load_tokenizer(path)
+    lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
+    settings = fitted(settings, lengths, max_tokens, answers=len(texts), trained_length=trained_length)
+    with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
+        summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
             outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
         finally:
