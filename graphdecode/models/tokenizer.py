@@ -48,6 +48,5 @@ def _plain_config(folder: Path) -> Any:
     if not names_its_class or "auto_map" in settings:
         return None
     config = PreTrainedConfig()
-    config.model_type = settings.get("model_type", "")
-    config.tokenizer_class = settings.get("tokenizer_class")
+    config.update({"model_type": settings.get("model_type", ""), "tokenizer_class": settings.get("tokenizer_class")})
     return config

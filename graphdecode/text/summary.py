@@ -27,15 +27,13 @@ class RunSummary:
         self._buckets = Counter(llm.stats.bucket_steps)
 
     def line(self, outputs: list[RequestOutput]) -> str:
-        """Return the time to load, tokens/s, time to first token, ms per token, the buckets replayed, padding share and backend."""
+        """Return time to load, tokens/s, first token, ms per token, the buckets replayed, padding and backend."""
         stats = self._llm.stats
         seconds = time.perf_counter() - self._began
         tokens = stats.generated_tokens - self._tokens
         first = [t for output in outputs if (t := output.metrics.time_to_first_token) is not None]
-        parts = [
-            f"ready after {self._load_seconds:.2f} s",
-            f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s",
-        ]
+        parts = [f"ready after {self._load_seconds:.2f} s"]
+        parts.append(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")
         if first:
             parts.append(f"first token after {1000 * float(np.median(first)):.1f} ms")
         if stats.step_seconds:
