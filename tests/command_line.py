@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 WIDTH = {"COLUMNS": "120"}
 
 
-def spawn_command(*arguments: str, stdin: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def spawn_command(
+    *arguments: str, stdin: str = "", folder: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """Run `python -m graphdecode` in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "graphdecode", *arguments],
@@ -25,7 +27,7 @@ def spawn_command(*arguments: str, stdin: str = "", folder: Path | None = None) 
         timeout=120,
         check=False,
         cwd=folder,
-        env=os.environ | WIDTH | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env=os.environ | WIDTH | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,
     )
 
 

@@ -204,7 +204,8 @@ def test_prompt_tokens_of_a_step_follow_the_device_unless_they_are_given() -> No
 
 
 def test_the_keywords_are_the_fields() -> None:
-    assert list(EngineKeywords.__annotations__) == [each.field for each in keys_of(EngineConfig)]
+    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig)]
+    assert list(EngineKeywords.__annotations__) == [each.field for each in keys]
 
 
 def test_every_key_has_a_default_that_it_takes_and_a_meaning() -> None:

@@ -7,6 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention
 
 QKV_FORMATS = ("bshd", "sbhd_2bshd", "thd_2bshd")
@@ -26,6 +29,8 @@ def cached_attention(
     logits_soft_cap: float = 0.0,
 ) -> Tensor:
     """Attend from a step's new tokens to all cached tokens of their sequences, causally.
+
+    Where q has one token a row, long rows are split over the chip; all lengths are read on the device either way.
 
     Args:
         q: the step's queries: `bshd` [b, s, hq, d], `sbhd_2bshd` [s, b, hq, d], `thd_2bshd` [t, hq, d] packed by
@@ -65,6 +70,21 @@ def cached_attention(
         if q_rows.shape[0] > rows:
             raise ValueError(f"q has {q_rows.shape[0]} rows, but cu_seqlens_q holds {rows}")
         rows = q_rows.shape[0]
+    scale = 1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale
+    if dims == 4 and q_rows.shape[1] == 1:
+        _decode(
+            out.view(rows, heads, -1),
+            q.reshape(rows, heads, -1),
+            k_cache,
+            v_cache,
+            cu_seqlens_q[: rows + 1],
+            cu_seqlens_kv[: rows + 1],
+            page_table,
+            scale,
+            window_left,
+            logits_soft_cap,
+        )
+        return out
     extend_attention(
         out_rows,
         None,
@@ -74,8 +94,52 @@ def cached_attention(
         cu_seqlens_q[: rows + 1],
         cu_seqlens_kv[: rows + 1],
         page_table,
-        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
+        sm_scale=scale,
         window_left=window_left,
         soft_cap=logits_soft_cap,
     )
     return out
+
+
+def _decode(
+    out: Tensor,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    page_table: Tensor | None,
+    sm_scale: float,
+    window_left: int,
+    soft_cap: float,
+) -> None:
+    """Attend from one token a row, [rows, heads, dim]; rows without a new token get 0."""
+    rows, heads, _ = q.shape
+    device, kv_heads = q.device, k_cache.shape[2]
+    if page_table is None:  # each row of the cache is one page
+        page_table = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
+    new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
+    before = torch.where(new > 0, known, 0) - 1  # a row that attends to nothing has one less than no token
+    wave_items = wave_items_for(device, kv_heads)
+    items = work_items(rows, wave_items)
+    kv_lens = torch.empty(rows, dtype=torch.int32, device=device)
+    plan = torch.empty(plan_size(rows, items), dtype=torch.int32, device=device)
+    live = torch.full((1,), rows, dtype=torch.int32, device=device)
+    attention_plan(kv_lens, plan, before, live, wave_items=wave_items, window_left=window_left)
+    decode_attention(
+        out,
+        None,
+        q,
+        k_cache,
+        v_cache,
+        page_table[:rows],
+        None,
+        kv_lens,
+        plan,
+        torch.empty(items, 1, heads, v_cache.shape[-1], dtype=torch.float32, device=device),
+        torch.empty(items, 1, heads, dtype=torch.float32, device=device),
+        max_items=items,
+        sm_scale=sm_scale,
+        window_left=window_left,
+        soft_cap=soft_cap,
+    )

@@ -7,7 +7,7 @@ import sys
 import textwrap
 import time
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,10 +23,28 @@ from graphdecode.cli.options import (
     print_error,
     settings_of,
 )
+from graphdecode.cli.sampling_options import (
+    AnswersOption,
+    FrequencyPenaltyOption,
+    LogitBiasOption,
+    LogprobsOption,
+    MinPOption,
+    MinTokensOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    sampling_fields,
+)
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode import LLM, RequestOutput, SamplingParams
+    from graphdecode.text import Stream
+    from graphdecode.text.answer import Answer
 
 
 def generate(
@@ -36,11 +54,19 @@ def generate(
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely tokens; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample among the most likely tokens of this much mass.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")] = None,
+    min_tokens: MinTokensOption = None,
+    n: AnswersOption = None,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
+    logit_bias: LogitBiasOption = None,
+    logprobs: LogprobsOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
     ] = None,
@@ -57,8 +83,14 @@ def generate(
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
-    """Generate text: answers go to stdout as they come, all else to stderr."""
+    """Generate text: answers go to stdout as they come, all else to stderr.
+
+    How answers are sampled, unless options say it, is what the checkpoint's generation_config.json asks for: greedy
+    where it does not set do_sample. Without that file it is the library's default: temperature 1.
+    """
     began = time.perf_counter()
+    if logprobs is not None and not as_json:
+        raise ArgumentError("--logprobs are printed with --json alone")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
@@ -75,9 +107,23 @@ def generate(
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=settings.seed, max_tokens=max_tokens, stop=stop
+    given = sampling_fields(
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=logit_bias,
+        seed=settings.seed,
+        stop=stop,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        logprobs=logprobs,
     )
+    SamplingParams(**given)  # what cannot be is said before a model is loaded
     if record_batches is not None:
         check_record(record_batches)
     path = resolve_model_path(model)
@@ -85,8 +131,9 @@ def generate(
     check_length(max_sequence_length, trained_length)
     tokenizer = load_tokenizer(path)
     lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
-    settings = fitted(settings, lengths, max_tokens, answers=len(texts), trained_length=trained_length)
+    settings = fitted(settings, lengths, max_tokens, answers=len(texts) * (n or 1), trained_length=trained_length)
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
+        params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
             outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
@@ -94,6 +141,7 @@ def generate(
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
         STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)
+        _hint_at_chat_template(llm, outputs)
     refused = [output for output in outputs if output.error is not None]
     for output in refused:
         print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")
@@ -129,17 +177,28 @@ def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
     """Stream the answers in the order of their prompts; all of them are computed side by side."""
     from tqdm import tqdm
 
-    streams = [llm.stream(text, params, refuse="return") for text in texts]
+    prompts = _streams(llm, texts, params)
     hidden = len(texts) == 1 or sys.stdout.isatty()
     with tqdm(total=len(texts), desc="generating", unit="prompt", leave=False, disable=hidden or None) as bar:
-        for text, stream in zip(texts, streams, strict=True):
-            if len(texts) > 1:
-                print(f">>> {text}")
-            for piece in stream:
-                print(piece, end="", flush=True)
-            print(flush=True)
+        for text, streams in zip(texts, prompts, strict=True):
+            for number, stream in enumerate(streams, 1):
+                if len(texts) > 1 or params.n > 1:
+                    print(f">>> {text}" + (f" ({number} of {params.n})" if params.n > 1 else ""))
+                for piece in stream:
+                    print(piece, end="", flush=True)
+                print(flush=True)
             bar.update()
-    return [stream.request for stream in streams]
+    return [streams[0].request for streams in prompts]
+
+
+def _streams(llm: LLM, texts: list[str], params: SamplingParams) -> list[list[Stream]]:
+    """Hand all prompts in; return the streams of each one's answers, or one that is empty where it was refused."""
+    from graphdecode.text import Stream
+
+    orders = [llm.intake.order(text, llm.intake.encode(text), params) for text in texts]
+    llm.router.submit(request for order in orders for request in order.requests)
+    refused: list[Answer | None] = [None]
+    return [[Stream(order.output, answer, llm.router) for answer in order.answers or refused] for order in orders]
 
 
 def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
@@ -148,20 +207,33 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
 
     from graphdecode.engine.interrupts import DeferredInterrupt
 
-    streams = [llm.stream(text, params, refuse="return") for text in texts]
-    waiting = deque(stream.request for stream in streams)
+    prompts = _streams(llm, texts, params)
+    waiting = deque(streams[0].request for streams in prompts)
     try:
-        for stream in tqdm(streams, desc="generating", unit="prompt", leave=False, disable=None):
-            for _ in stream:
-                pass
+        for streams in tqdm(prompts, desc="generating", unit="prompt", leave=False, disable=None):
+            for stream in streams:
+                for _ in stream:
+                    pass
             with DeferredInterrupt():  # a line is printed whole, and once
                 _print_record(waiting.popleft())
     finally:
         with DeferredInterrupt():
             for request in waiting:
-                if request.outputs[0].finish_reason not in (None, "abort"):
+                if all(answer.finish_reason not in (None, "abort") for answer in request.outputs):
                     _print_record(request)
-    return [stream.request for stream in streams]
+    return [streams[0].request for streams in prompts]
+
+
+def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
+    """Say what may be the matter where a chat model has nothing to say to a prompt that is no turn of a chat."""
+    silent = any(answer.finish_reason == "stop" and not answer.text.strip() for o in outputs for answer in o.outputs)
+    if silent and llm.tokenizer.chat_template:
+        STDERR.print(
+            "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
+            "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) makes one of a chat",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _print_record(request: RequestOutput) -> None:

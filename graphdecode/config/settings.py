@@ -6,6 +6,7 @@ A file in TOML can hold either (`docs/configuration.md`, made from the fields be
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.config.key import (
+    Key,
     auto_or,
     boolean,
     fraction,
@@ -25,7 +27,7 @@ from graphdecode.config.key import (
     none_or,
     one_of,
 )
-from graphdecode.config.toml_file import ConfigFile, written
+from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.errors import ArgumentError, ConfigError
 
 _AUTO_PREFILL_TOKENS = {"cuda": 2048, "cpu": 512}  # of one engine step
@@ -107,8 +109,19 @@ class BucketConfig:
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The fields of `EngineConfig` that a call can override; torch's own objects are fine."""
+    """The fields of both configurations that a call can override; torch's own objects are fine."""
 
+    max_batch_size: int
+    max_sequence_length: int
+    page_size: int
+    total_num_pages: int | Literal["auto"]
+    memory_fraction: float
+    batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
+    max_graphs: int
+    capture_when: Literal["startup", "first-use"]
+    backend: Literal["auto", "cuda", "recorded", "eager"]
+    warmup_steps: int
+    steps_per_launch: int
     max_prefill_tokens: int | Literal["auto"]
     device: Any  # a name or a torch.device
     dtype: Any  # a name or a torch.dtype
@@ -182,31 +195,41 @@ class EngineConfig:
         Raises:
             ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
         """
-        file = ConfigFile(path, [*keys_of(BucketConfig), *keys_of(EngineConfig)])
-        given = {name: value for section in file.values.values() for name, value in section.items()}
-        of_buckets = {field.name for field in fields(BucketConfig)}
+        return cls._from(ConfigDocument.read(path, _keys()))
+
+    @classmethod
+    def _from(cls, document: ConfigDocument) -> EngineConfig:
+        given = {name: value for section in document.values.values() for name, value in section.items()}
         try:
-            buckets = BucketConfig(**{name: value for name, value in given.items() if name in of_buckets})
-            return cls(buckets=buckets, **{name: value for name, value in given.items() if name not in of_buckets})
+            return cls().with_settings(**given)
         except ConfigError as error:
-            raise file.blamed(error) from error
+            raise document.blamed(error) from error
+
+    def with_settings(self, **changes: Any) -> EngineConfig:
+        """Return a copy with some fields of it and of its buckets changed, checked like any other configuration."""
+        of_buckets = {field.name for field in fields(BucketConfig)}
+        buckets = replace(self.buckets, **{name: value for name, value in changes.items() if name in of_buckets})
+        own = {name: value for name, value in changes.items() if name not in of_buckets}
+        return replace(self, buckets=buckets, **own)
 
     @classmethod
     def of(
-        cls, config: EngineConfig | BucketConfig | str | Path | None, **keywords: Unpack[EngineKeywords]
+        cls,
+        config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None,
+        **keywords: Unpack[EngineKeywords],
     ) -> EngineConfig:
         """Return the configuration that a caller means: what is given, or its defaults, with some fields overridden.
 
         Args:
-            config: a configuration, the path of a file, or None for the defaults.
-            keywords: fields to override; those that a caller left out must be left out here too.
+            config: a configuration, the path of a file, a dict of sections as in a file, or None for the defaults.
+            keywords: fields to override, the buckets' too; those that a caller left out must be left out here too.
 
         Raises:
             ConfigError: a value cannot be used, or the file cannot.
             ArgumentError: `config` is something else.
             TypeError: there is no such field.
         """
-        unknown = sorted(keywords.keys() - {field.name for field in keys_of(EngineConfig)})
+        unknown = sorted(keywords.keys() - {each.field for each in _keys()})
         if unknown:
             known = ", ".join(EngineKeywords.__annotations__)
             raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
@@ -214,12 +237,16 @@ class EngineConfig:
             config = cls()
         elif isinstance(config, (str, Path)):
             config = cls.load(config)
+        elif isinstance(config, Mapping):
+            config = cls._from(ConfigDocument("config", config, _keys()))
         elif isinstance(config, BucketConfig):
             config = cls(buckets=config)
         elif not isinstance(config, EngineConfig):
-            expected = "an EngineConfig, a BucketConfig, the path of a configuration file, or None"
+            expected = (
+                "an EngineConfig, a BucketConfig, the path of a configuration file, a dict of its sections, or None"
+            )
             raise ArgumentError(f"config must be {expected}, got {config!r:.80}")
-        return replace(config, **keywords)
+        return config.with_settings(**keywords)
 
     def to_toml(self) -> str:
         """Return the file that `load` reads back to the same configuration.
@@ -234,6 +261,10 @@ class EngineConfig:
         if isinstance(self.max_prefill_tokens, str):
             return _AUTO_PREFILL_TOKENS[device_type]
         return self.max_prefill_tokens
+
+
+def _keys() -> list[Key]:
+    return [*keys_of(BucketConfig), *keys_of(EngineConfig)]
 
 
 def _check(config: BucketConfig | EngineConfig) -> None:

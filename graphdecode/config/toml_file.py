@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +12,25 @@ from graphdecode.config.key import Key
 from graphdecode.errors import ConfigError
 
 
-class ConfigFile:
-    """What a file says, checked key by key.
+class ConfigDocument:
+    """What a configuration in TOML, or a dict of its sections, says; checked key by key.
 
     Args:
-        path: the file.
+        name: of the document, for messages.
+        document: its sections.
         keys: those that it may hold.
+        text: what it was read from, for the line of what is wrong.
 
     Attributes:
         values: section -> field of the configuration -> value, for what the file holds.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, has an unknown key, a wrong type or an impossible value.
+        ConfigError: it has an unknown key, a wrong type or an impossible value.
     """
 
-    def __init__(self, path: str | Path, keys: Iterable[Key]) -> None:
-        self._path = path
-        try:
-            self._text = Path(path).read_text(encoding="utf-8")
-            document = tomllib.loads(self._text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+    def __init__(self, name: str, document: Mapping[str, Any], keys: Iterable[Key], text: str = "") -> None:
+        self._name = name
+        self._text = text
         sections: dict[str, dict[str, Key]] = {}
         for key in keys:
             sections.setdefault(key.section, {})[key.name] = key
@@ -40,8 +38,21 @@ class ConfigFile:
         for section, entries in document.items():
             self._read_section(section, entries, sections)
 
+    @classmethod
+    def read(cls, path: str | Path, keys: Iterable[Key]) -> ConfigDocument:
+        """Read a file.
+
+        Raises:
+            ConfigError: it cannot be read, is no TOML, or says what cannot be.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls(str(path), tomllib.loads(text), keys, text)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
     def _read_section(self, section: str, entries: Any, sections: dict[str, dict[str, Key]]) -> None:
-        if section not in sections or not isinstance(entries, dict):
+        if section not in sections or not isinstance(entries, Mapping):
             known = ", ".join(f"[{name}]" for name in sections)
             raise ConfigError(f"{self._place(section)}: unknown section or key {section!r}; known: {known}")
         for name, value in entries.items():
@@ -53,13 +64,13 @@ class ConfigFile:
             self.values[section][key.field] = value
 
     def blamed(self, error: ConfigError) -> ConfigError:
-        """Return an error about keys that are each right, but do not go together, with its place in the file."""
+        """Return an error about keys that are each right, but do not go together, with its place in the document."""
         name = str(error).partition(" ")[0]
         section = next((section for section, values in self.values.items() if name in values), "")
         return ConfigError(f"{self._place(section, name)}: {error}")
 
     def _place(self, section: str, name: str | None = None) -> str:
-        return f"{self._path}{_line_of(self._text, section, name)}"
+        return f"{self._name}{_line_of(self._text, section, name)}"
 
 
 def written(config: Any, keys: Iterable[Key]) -> str:

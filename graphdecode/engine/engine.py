@@ -148,7 +148,9 @@ class Engine:
         params = request.sampling_params
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self._stop_ids(request)
-        max_length = min(len(tokens) + params.max_tokens, self.capacity.token_limit)
+        max_length = self.capacity.token_limit
+        if params.max_tokens is not None:
+            max_length = min(len(tokens) + params.max_tokens, max_length)
         seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
         sequence = Sequence(
             request_id,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 
@@ -25,9 +26,12 @@ def _is_listed(value: Any) -> bool:
     return value is None or (isinstance(value, Collection) and not isinstance(value, str | bytes))
 
 
+@refusing(SAMPLING_PARAMS)
 @dataclass(frozen=True)
 class SamplingParams:
     """Sampling and stopping of one request; the names and defaults are vLLM's.
+
+    What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
 
     Args:
         n: how many independent answers to give.
@@ -44,11 +48,14 @@ class SamplingParams:
         stop: text that ends the answer, which is cut before it.
         stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
-        max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well.
+        max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
+            with None.
         min_tokens: until this many tokens are there, end-of-sequence and stop tokens are masked, and stop texts that
             come up do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, 0..20, and of the sampled one.
         skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: let the text end with what stopped it, a stop text or a token.
+        detokenize: make text of the tokens; without, there can be no stop texts.
 
     Raises:
         ValueError: a value outside its range, with the name, the value and the range.
@@ -67,10 +74,12 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,18 +101,19 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
-        self._check("max_tokens", _is_integer(self.max_tokens) and self.max_tokens >= 1, "an integer >= 1")
+        limit = self.max_tokens
+        self._check("max_tokens", limit is None or (_is_integer(limit) and limit >= 1), "None or an integer >= 1")
         self._check(
             "min_tokens",
-            _is_integer(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
-            f"an integer in 0..max_tokens={self.max_tokens}",
+            _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
+            "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={limit}",
         )
         self._check(
             "logprobs",
             self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"None or an integer in 0..{MAX_LOGPROBS}",
         )
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         bias = self.logit_bias or {}
         self._check(
@@ -125,6 +135,9 @@ class SamplingParams:
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         self._check(
             "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
+        )
+        self._check(
+            "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
         )
         object.__setattr__(self, "stop_strings", strings)
 

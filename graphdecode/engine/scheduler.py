@@ -119,7 +119,7 @@ class Scheduler:
         Pages taken together lie side by side, and a page table that is complete never changes. Whoever needs them more
         gets them back in `make_room`.
         """
-        length = min(len(sequence.token_ids) + sequence.params.max_tokens, sequence.max_length)
+        length = sequence.max_length
         if self.cache.pool.free - length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, length)
 

@@ -138,7 +138,9 @@ class GraphManager:
         try:
             with (
                 no_row_live(self.buffers),
-                tqdm(largest_first, desc="capturing", unit="graph", disable=not progress, leave=False) as bar,
+                tqdm(
+                    largest_first, desc="capturing", unit="graph", disable=None if progress else True, leave=False
+                ) as bar,
             ):
                 for bucket in bar:
                     self._capture(bucket)

@@ -23,7 +23,7 @@ from graphdecode.graphs.nested import leaves, mapped
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
-from graphdecode.kernels.native.library import joined
+from graphdecode.kernels.native.calls import joined
 from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay

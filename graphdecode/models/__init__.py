@@ -3,6 +3,7 @@
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import Family, config_of, register_family
+from graphdecode.models.generation_defaults import generation_defaults
 from graphdecode.models.load import check_model, describe_model, load_model, resolve_dtype, weight_bytes
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.sources import register_source
@@ -19,6 +20,7 @@ __all__ = [
     "check_model",
     "config_of",
     "describe_model",
+    "generation_defaults",
     "load_model",
     "load_tokenizer",
     "register_family",

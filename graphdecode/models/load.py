@@ -135,7 +135,9 @@ def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
-    for index in tqdm(range(config.num_hidden_layers), desc="loading", unit="layer", disable=not progress, leave=False):
+    for index in tqdm(
+        range(config.num_hidden_layers), desc="loading", unit="layer", disable=None if progress else True, leave=False
+    ):
         layers.append(family.layer(config, weights, index))
         _return_free_memory()
     decoder = Decoder(config, stem, layers, family.head(config, weights, stem))

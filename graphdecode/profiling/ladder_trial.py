@@ -166,7 +166,7 @@ def try_ladders(
             trials[name] = _Turns(decoder, replace(config, batch_sizes=ladder.sizes), context)
             held.callback(trials[name].close)
         turns = [(index, name) for index in range(rounds + 1) for name in list(ladders)[:: -1 if index % 2 else 1]]
-        for _, name in tqdm(turns, desc="trying ladders", unit="turn", disable=not progress, leave=False):
+        for _, name in tqdm(turns, desc="trying ladders", unit="turn", disable=None if progress else True, leave=False):
             trials[name].run(trace)
         return Trial(
             model,

@@ -112,7 +112,9 @@ class LatencyProfiler:
         rounds = min(ROUNDS, self._steps)
         bandwidths: list[float] = []
         visits = [(index, point) for index in range(rounds) for point in points]
-        for index, (bucket, context) in tqdm(visits, desc="profiling", unit="point", disable=not progress, leave=False):
+        for index, (bucket, context) in tqdm(
+            visits, desc="profiling", unit="point", disable=None if progress else True, leave=False
+        ):
             if len(bandwidths) == index:
                 bandwidths.append(read_bandwidth(device, repeats=2))
             steps = self._steps // rounds + (index < self._steps % rounds)

@@ -83,7 +83,7 @@ def serve(
     )  # requests without a row -> for how long there were so many
     batches_before, preempted_before = llm.stats.batch_sizes.copy(), llm.num_preemptions
     handed_in, began, last = 0, time.perf_counter(), 0.0
-    bar = tqdm(total=len(arrivals), desc=label, unit="request", disable=not progress, leave=False)
+    bar = tqdm(total=len(arrivals), desc=label, unit="request", disable=None if progress else True, leave=False)
     try:
         while handed_in < len(arrivals) or running:
             now = time.perf_counter() - began

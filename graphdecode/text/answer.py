@@ -33,7 +33,16 @@ class Answer:
         self.request = request
         self.pieces: deque[str] = deque()
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, params.stop_strings, params.skip_special_tokens, params.min_tokens)
+        self._includes_stop = params.include_stop_str_in_output
+        self._detokenizer = None
+        if params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                params.skip_special_tokens,
+                params.min_tokens,
+                include_stop=self._includes_stop,
+            )
         self._begun = False
 
     @property
@@ -73,13 +82,14 @@ class Answer:
             self._show()
 
     def _take_tokens(self, event: Event) -> bool:
-        # the token that ends an answer is part of its tokens, and not of its text
-        silent = len(event.token_ids) - 1 if event.finish_reason == "stop" else len(event.token_ids)
+        # the token that ends an answer is part of its tokens, and not of its text unless that is asked for
+        ends_silently = event.finish_reason == "stop" and not self._includes_stop
+        silent = len(event.token_ids) - ends_silently
         for place, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)
             if event.logprobs is not None:
                 self._take_logprobs(token, event.logprobs[place])
-            stop = self._detokenizer.push(token) if place < silent else None
+            stop = self._detokenizer.push(token) if self._detokenizer and place < silent else None
             if stop is not None:
                 self._finish("stop", stop)
                 return True
@@ -96,11 +106,11 @@ class Answer:
         self.output.logprobs.append(entries)
         self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs.sampled
 
-    def _decode(self, token: int) -> str:
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+    def _decode(self, token: int) -> str | None:
+        return None if self._detokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _finish(self, reason: str, stop_reason: str | int | None) -> None:
-        if not isinstance(stop_reason, str):
+        if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
             if late_stop is not None:
                 reason, stop_reason = "stop", late_stop
@@ -109,6 +119,8 @@ class Answer:
 
     def _show(self) -> None:
         """Bring the visible text up to date, for readers of the output and of the stream."""
+        if self._detokenizer is None:
+            return
         piece = self._detokenizer.take(final=self.output.finish_reason is not None)
         if piece:
             self.output.text += piece

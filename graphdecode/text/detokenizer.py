@@ -18,6 +18,7 @@ class Detokenizer:
         stop_strings: texts before which the answer is cut.
         skip_special_tokens: leave special tokens out.
         min_tokens: a stop string that is complete before there are more tokens than this does not stop.
+        include_stop: cut behind the stop string instead, so that nothing has to wait for it.
     """
 
     def __init__(
@@ -26,12 +27,14 @@ class Detokenizer:
         stop_strings: tuple[str, ...] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
         self._min_tokens = min_tokens
+        self._include_stop = include_stop
         self._text = ""
         self._handed_out = 0
         self._ids: list[int] = []
@@ -60,7 +63,7 @@ class Detokenizer:
         if not hits:
             return None
         at, stop = min(hits)
-        self._text = self._text[:at]
+        self._text = self._text[: at + len(stop) if self._include_stop else at]
         return stop
 
     def finish(self) -> str | None:
@@ -78,6 +81,8 @@ class Detokenizer:
         return piece
 
     def _held_back(self) -> int:
+        if self._include_stop:
+            return 0
         longest = 0
         for stop in self._stop_strings:
             for length in range(min(len(stop) - 1, len(self._text)), longest, -1):

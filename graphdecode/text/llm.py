@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from tqdm import tqdm
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
+from graphdecode.config.vllm_names import LLMKeywords, as_settings
 from graphdecode.engine import Engine, EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, check_model, load_tokenizer, resolve_model_path
+from graphdecode.models import Decoder, check_model, generation_defaults, load_tokenizer, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
@@ -35,11 +37,13 @@ class LLM:
 
     Args:
         model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
-        config: all settings, those of the buckets alone, or the path of a configuration file.
+        config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
+            of such a file.
         progress: show bars on standard error while loading and capturing.
-        tokenizer: the model's, where it was loaded already (`graphdecode.models.load_tokenizer`).
-        keywords: settings that override those of `config`: device, dtype, seed, quantize, batch_invariant,
-            prefix_cache, max_prefill_tokens; see `EngineConfig`.
+        tokenizer: the model's own, where it was loaded already (`graphdecode.models.load_tokenizer`).
+        keywords: settings that override those of `config`, such as max_batch_size, max_sequence_length, device, dtype,
+            seed, quantize; see `EngineConfig` and `BucketConfig`. vLLM's names of these are taken too (max_model_len,
+            max_num_seqs, enforce_eager, ...), and what it has beyond is refused with what to do instead.
 
     Attributes:
         engine_config: all settings, with the `max_sequence_length` that holds: where the model was trained for less
@@ -50,21 +54,25 @@ class LLM:
 
     Raises:
         ArgumentError: the model or a setting cannot be used; the message says why.
+        TypeError: there is no such keyword, here or in vLLM.
     """
 
     def __init__(
         self,
         model: str | Path,
         *,
-        config: EngineConfig | BucketConfig | str | Path | None = None,
+        config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None = None,
         progress: bool = False,
         tokenizer: Any = None,
-        **keywords: Unpack[EngineKeywords],
+        **keywords: Unpack[LLMKeywords],
     ) -> None:
         began = time.perf_counter()
-        settings = EngineConfig.of(config, **keywords)
+        if isinstance(tokenizer, (str, Path)):
+            as_settings({"tokenizer": tokenizer})  # vLLM's, which is refused
+        settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        self._sampling_defaults = generation_defaults(path)
         self.tokenizer: Any = load_tokenizer(path) if tokenizer is None else tokenizer
         runner = load_runner(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, runner.capacity)
@@ -119,6 +127,16 @@ class LLM:
     def cache(self) -> PagedKVCache:
         """The key-value cache, whose pool can be asked for free and used pages."""
         return self.engine.cache
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return how the checkpoint wants to be sampled: its `generation_config.json`, else the library's defaults.
+
+        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`.
+
+        Raises:
+            ArgumentError: the file states what cannot be.
+        """
+        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
 
     def generate(
         self,

@@ -9,11 +9,14 @@ from graphdecode.engine import RequestMetrics
 
 @dataclass(frozen=True)
 class Logprob:
-    """The log-probability of one token, natural logarithm, and its rank (1 is the most likely)."""
+    """The log-probability of one token, natural logarithm, its rank (1 is the most likely), and its text.
+
+    There is no text where the request was not to be detokenised.
+    """
 
     logprob: float
     rank: int | None
-    decoded_token: str
+    decoded_token: str | None
 
 
 @dataclass
@@ -22,7 +25,7 @@ class CompletionOutput:
 
     Attributes:
         index: which of the request's `n` answers this is.
-        text: the answer, cut before a stop string.
+        text: the answer, cut before a stop string, or behind it where that was asked for.
         token_ids: the generated tokens, the one that ended the answer included.
         finish_reason: "stop", "length", "abort", "refused" for a request that can never fit, or "error" for one that
             had to be given up.

@@ -6,7 +6,9 @@ import time
 from collections import Counter
 
 import numpy as np
+import torch
 
+from graphdecode.kernels.native import library as native
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 
@@ -27,7 +29,7 @@ class RunSummary:
         self._buckets = Counter(llm.stats.bucket_steps)
 
     def line(self, outputs: list[RequestOutput]) -> str:
-        """Return time to load, tokens/s, first token, ms per token, the buckets replayed, padding and backend."""
+        """Return time to load, tokens/s, first token, ms per token, buckets replayed, padding, backend and kernels."""
         stats = self._llm.stats
         seconds = time.perf_counter() - self._began
         tokens = stats.generated_tokens - self._tokens
@@ -42,5 +44,18 @@ class RunSummary:
         replayed = stats.bucket_steps - self._buckets
         parts.append("buckets " + (", ".join(f"{b} x{replayed[b]}" for b in sorted(replayed)) or "none"))
         parts.append(f"padding {100 * stats.padding_share:.0f}%")
-        parts.append(f"{self._llm.graphs.backend} backend on {self._llm.device.type}")
+        model = self._llm.model
+        parts.append(f"{self._llm.graphs.backend} backend on {model.device.type}")
+        parts.append(_kernels(model.device, model.dtype))
         return "; ".join(parts)
+
+
+def _kernels(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what does a step's work: on a CPU, torch's operators are an order of magnitude slower."""
+    if device.type == "cuda":
+        return "Triton kernels"
+    reason = native.why_not()
+    if reason is None and dtype not in native.ELEMENTS:
+        known = " and ".join(str(each).removeprefix("torch.") for each in native.ELEMENTS)
+        reason = f"compiled ones are for {known}"
+    return "compiled kernels" if reason is None else f"torch's operators ({' '.join(reason.split())})"

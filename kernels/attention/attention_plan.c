@@ -2,11 +2,12 @@
 #include "native.h"
 
 #ifndef ELEMENT_BF16
-/* kv_lens, pre_step_seqlens, live_rows, rows */
-void attention_plan(const arg *args) {
-    int32_t *kv_lens = args[0].p;
-    const int32_t *before = args[1].p;
-    int32_t live = *(const int32_t *)args[2].p;
-    for (int64_t row = 0; row < args[3].i; row++) kv_lens[row] = row < live ? before[row] + 1 : 0;
+KERNEL(attention_plan) {
+    (void)threads;
+    int64_t rows = least_of(a->pre_step_seqlens.size[0], a->kv_lens.size[0]), live = live_of(a->live_rows.data, rows);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t length = row < live ? (int64_t)a->pre_step_seqlens.data[row] + 1 : 0;
+        a->kv_lens.data[row] = (int32_t)least_of(length, INT32_MAX);
+    }
 }
 #endif

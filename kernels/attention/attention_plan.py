@@ -4,14 +4,12 @@ Every layer of a step shares one plan. It is a function of the lengths in device
 and balanced at any later lengths.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 from torch import Tensor
 
-from ..native.library import NativeCall, library
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Written
 
 TILE_TOKENS = 64  # balanced splits are of whole tiles
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
@@ -176,55 +174,6 @@ def paged_attention_plan_triton(
     _launch(kv_lens, plan, indptr, None, last_page_len, rows, page_size, wave_items, fixed_split, window_left, q_len)
 
 
-def bind_attention_plan(
-    kv_lens: Tensor,
-    plan: Tensor,
-    pre_step_seqlens: Tensor,
-    live_rows: Tensor,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-) -> Callable[[], None]:
-    """Return the plan of fixed tensors in host memory: the lengths alone, as nothing is split there."""
-    rows = pre_step_seqlens.shape[0]
-    before, after, live = pre_step_seqlens.numpy(), kv_lens.numpy()[:rows], live_rows.numpy()
-
-    def set_lengths() -> None:
-        count = min(max(int(live[0]), 0), rows)
-        np.add(before[:count], 1, out=after[:count])
-        after[count:] = 0
-
-    return set_lengths
-
-
-def native_attention_plan(
-    kv_lens: Tensor,
-    plan: Tensor,
-    pre_step_seqlens: Tensor,
-    live_rows: Tensor,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-) -> NativeCall | None:
-    """Return the compiled plan over fixed tensors, if there is one; see `attention_plan`."""
-    if library() is None or not pre_step_seqlens.is_contiguous():
-        return None
-    return NativeCall("attention_plan", None, kv_lens, pre_step_seqlens, live_rows, pre_step_seqlens.shape[0])
-
-
-def attention_plan_torch(
-    kv_lens: Tensor,
-    plan: Tensor,
-    pre_step_seqlens: Tensor,
-    live_rows: Tensor,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-) -> None:
-    """Set the lengths on the host; the torch version of attention needs no plan. See `attention_plan`."""
-    bind_attention_plan(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left)()
-
-
 def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices: int, page_size: int) -> None:
     """Raise ValueError for page lists that no row could have.
 
@@ -245,51 +194,16 @@ def check_page_lists(indptr: np.ndarray, last_page_len: np.ndarray, num_indices:
         )
 
 
-def paged_attention_plan_torch(
-    kv_lens: Tensor,
-    plan: Tensor,
-    indptr: Tensor,
-    last_page_len: Tensor,
-    num_indices: int,
-    page_size: int,
-    wave_items: int,
-    fixed_split: int,
-    window_left: int,
-    q_len: int,
-) -> None:
-    """Set the lengths on the host; the torch version of attention needs no plan. See `paged_attention_plan`."""
-    rows = last_page_len.shape[0]
-    starts, last = indptr.numpy(), last_page_len.numpy()
-    check_page_lists(starts, last, num_indices, page_size)
-    pages = np.diff(starts)
-    lengths = kv_lens.numpy()
-    lengths[:rows] = np.where(pages > 0, (pages - 1) * page_size + last, 0)
-    lengths[rows:] = 0
+def _is_served(kv_lens: Tensor, plan: Tensor, pre_step_seqlens: Tensor, live_rows: Tensor, **_sizes: int) -> bool:
+    return pre_step_seqlens.is_contiguous()
 
 
-_attention_plan = operator(
-    "attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor pre_step_seqlens, Tensor live_rows, int wave_items, "
-    "int fixed_split, int window_left) -> ()",
-    torch_version=attention_plan_torch,
-    bound_version=bind_attention_plan,
-    native_version=native_attention_plan,
-    triton_version=attention_plan_triton,
-)
-
-
-_paged_attention_plan = operator(
-    "paged_attention_plan(Tensor(a!) kv_lens, Tensor(b!) plan, Tensor indptr, Tensor last_page_len, "
-    "int num_indices, int page_size, int wave_items, int fixed_split, int window_left, int q_len) -> ()",
-    torch_version=paged_attention_plan_torch,
-    triton_version=paged_attention_plan_triton,
-)
-
-
+@operator(triton_version=attention_plan_triton, is_compiled=_is_served)
 def attention_plan(
-    kv_lens: Tensor,
-    plan: Tensor,
-    pre_step_seqlens: Tensor,
-    live_rows: Tensor,
+    kv_lens: Written[Int32],
+    plan: Written[Int32],
+    pre_step_seqlens: Int32,
+    live_rows: Int32,
     *,
     wave_items: int,
     fixed_split: int = 0,
@@ -306,14 +220,20 @@ def attention_plan(
         fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
         window_left: the window that most layers use, which is what the work is balanced for; -1: none.
     """
-    _attention_plan(kv_lens, plan, pre_step_seqlens, live_rows, wave_items, fixed_split, window_left)
+    # nothing is split on a CPU: the lengths are all of the plan
+    rows = pre_step_seqlens.shape[0]
+    lengths = kv_lens.numpy()[:rows]
+    count = min(max(int(live_rows), 0), rows)
+    np.add(pre_step_seqlens.numpy()[:count], 1, out=lengths[:count])
+    lengths[count:] = 0
 
 
+@operator(triton_version=paged_attention_plan_triton)
 def paged_attention_plan(
-    kv_lens: Tensor,
-    plan: Tensor,
-    indptr: Tensor,
-    last_page_len: Tensor,
+    kv_lens: Written[Int32],
+    plan: Written[Int32],
+    indptr: Int32,
+    last_page_len: Int32,
     *,
     num_indices: int,
     page_size: int,
@@ -339,6 +259,10 @@ def paged_attention_plan(
     Raises:
         ValueError: on a CPU, lengths that cannot be. A GPU is not waited for.
     """
-    _paged_attention_plan(
-        kv_lens, plan, indptr, last_page_len, num_indices, page_size, wave_items, fixed_split, window_left, q_len
-    )
+    rows = last_page_len.shape[0]
+    starts, last = indptr.numpy(), last_page_len.numpy()
+    check_page_lists(starts, last, num_indices, page_size)
+    pages = np.diff(starts)
+    lengths = kv_lens.numpy()
+    lengths[:rows] = np.where(pages > 0, (pages - 1) * page_size + last, 0)
+    lengths[rows:] = 0

@@ -145,8 +145,9 @@ static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t c
 }
 
 /* Find where a block's entries begin. */
-static int64_t NAME(locate)(int64_t *places, const arg *args, const int32_t *row_pages, int64_t first, int64_t length) {
-    int64_t page_size = args[10].i, pages = args[11].i, entry = args[7].i * args[9].i;
+static int64_t NAME(locate)(int64_t *places, const decode_attention_args *a, const int32_t *row_pages, int64_t first,
+                            int64_t length) {
+    int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], entry = a->k_cache.size[2] * a->k_cache.size[3];
     int64_t count = length - first < BLOCK ? length - first : BLOCK;
     for (int64_t j = 0; j < count; j++) {
         int64_t page = row_pages[(first + j) / page_size];
@@ -158,28 +159,30 @@ static int64_t NAME(locate)(int64_t *places, const arg *args, const int32_t *row
 
 /* One row's attention over key heads `head` to `last`, whose entries stand side by side: a block of them is read as one
  * stream. */
-static void NAME(attend_heads)(const arg *args, int64_t row, int64_t head, int64_t last) {
-    const int32_t *row_pages = (const int32_t *)args[4].p + row * args[12].i;
-    int64_t kv_heads = args[7].i, group = args[8].i, dim = args[9].i, most = args[12].i * args[10].i;
-    int64_t window = args[13].i, heads = (last - head) * group, length = ((const int32_t *)args[5].p)[row];
-    int64_t at = (row * kv_heads + head) * group * dim;
-    element *out = (element *)args[0].p + at;
-    const element *q = (const element *)args[1].p + at;
-    const element *k_cache = (const element *)args[2].p + head * dim, *v_cache = (const element *)args[3].p + head * dim;
-    float scaled[heads * dim], sums[heads * dim], largest[heads], total[heads], logits[heads * BLOCK];
+static void NAME(attend_heads)(const decode_attention_args *a, int64_t row, int64_t head, int64_t last) {
+    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3], group = a->q.size[1] / kv_heads;
+    int64_t heads = (last - head) * group, window = a->window_left, at = (row * kv_heads + head) * group * dim;
+    int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+    const int32_t *row_pages = a->table.data + row * a->table.size[1];
+    element *out = (element *)a->out.data + at;
+    const element *q = (const element *)a->q.data + at;
+    const element *k_cache = (const element *)a->k_cache.data + head * dim;
+    const element *v_cache = (const element *)a->v_cache.data + head * dim;
     const element *found[BLOCK];
     int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1];
-    length = length < most ? length : most;
     if (length <= 0) {
         memset(out, 0, heads * dim * sizeof(element));
         return;
     }
-    for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)args[14].d, sums[i] = 0.0f;
+    float *room = scratch(heads * (2 * dim + BLOCK + 2) + 2 * LANES), *scaled = carved(&room, heads * dim);
+    float *sums = carved(&room, heads * dim), *logits = carved(&room, heads * BLOCK);
+    float *largest = carved(&room, heads), *total = carved(&room, heads);
+    for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)a->sm_scale, sums[i] = 0.0f;
     for (int64_t h = 0; h < heads; h++) largest[h] = -INFINITY, total[h] = 0.0f;
     int64_t first = window >= 0 && window < length ? length - 1 - window : 0;
-    int64_t count = NAME(locate)(places, args, row_pages, first, length), coming;
+    int64_t count = NAME(locate)(places, a, row_pages, first, length), coming;
     for (; count > 0; count = coming, first += BLOCK) {
-        coming = first + BLOCK < length ? NAME(locate)(next, args, row_pages, first + BLOCK, length) : 0;
+        coming = first + BLOCK < length ? NAME(locate)(next, a, row_pages, first + BLOCK, length) : 0;
         for (int64_t h = 0; h < heads; h += group) {
             const element *of_head = k_cache + h / group * dim;
             NAME(ask_for)(of_head, next, coming, dim);
@@ -201,26 +204,26 @@ static void NAME(attend_heads)(const arg *args, int64_t row, int64_t head, int64
         for (int64_t i = 0; i < dim; i++) out[h * dim + i] = narrow(sums[h * dim + i] / total[h]);
 }
 
-/* In how many parts a row's key heads are shared out: as few as keep all threads busy, for whole rows are one stream. */
-static int64_t NAME(parts_of_row)(const arg *args) {
-    int64_t parts = 1 + 2 * atomic_load(&pool.threads) / args[6].i;
-    return parts < args[7].i ? parts : args[7].i;
-}
+struct NAME(attention) {
+    const decode_attention_args *a;
+    int64_t parts; /* that a row's key heads are shared out in */
+};
 
 static void NAME(attend_parts)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    int64_t parts = NAME(parts_of_row)(args), kv_heads = args[7].i;
+    const decode_attention_args *a = ((const struct NAME(attention) *)job)->a;
+    int64_t parts = ((const struct NAME(attention) *)job)->parts, kv_heads = a->k_cache.size[2];
     for (int64_t task = begin; task < end; task++) {
         int64_t part = task % parts;
-        NAME(attend_heads)(args, task / parts, part * kv_heads / parts, (part + 1) * kv_heads / parts);
+        NAME(attend_heads)(a, task / parts, part * kv_heads / parts, (part + 1) * kv_heads / parts);
     }
 }
 
-/* out, q, k_cache, v_cache, page_table, kv_lens, rows, key heads, group, head_dim, page size, pages, pages of a row,
- * window or -1, scale */
-void NAME(decode_attention)(const arg *args) {
-    const int32_t *kv_lens = args[5].p;
-    int64_t rows = args[6].i, heads = args[7].i * args[8].i, keys = 0, tasks = rows * NAME(parts_of_row)(args);
-    for (int64_t row = 0; row < rows; row++) keys += kv_lens[row] > 0 ? kv_lens[row] : 0;
-    parallel(NAME(attend_parts), args, tasks, items_of(tasks * PARALLEL_WORK, keys * heads * args[9].i));
+KERNEL(decode_attention) {
+    int64_t rows = least_of(a->q.size[0], least_of(a->table.size[0], a->kv_lens.size[0])), keys = 0;
+    if (rows == 0) return;
+    /* as few parts as keep all threads busy, for whole rows are one stream */
+    struct NAME(attention) job = {a, least_of(1 + 2 * threads / rows, a->k_cache.size[2])};
+    for (int64_t row = 0; row < rows; row++) keys += a->kv_lens.data[row] > 0 ? a->kv_lens.data[row] : 0;
+    int64_t tasks = rows * job.parts, work = keys * a->q.size[1] * a->q.size[2];
+    parallel(threads, NAME(attend_parts), &job, tasks, items_of(tasks * PARALLEL_WORK, work));
 }

@@ -5,126 +5,19 @@
 """
 
 import math
-from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from ..native.library import LANES, NativeCall, fits
+from ..native.library import LANES
 from ..native.registration import operator
+from ..native.signature import Float32, Int32, OneOf, Written
 from .attention_tile import LOG2_E
-from .attention_torch import LogitOptions, attend_row, is_slow, row_entries
-from .bare_decode import bind_bare_decode
+from .attention_torch import LogitOptions, attend_row, row_entries
 from .split_decode import decode_attention_triton
 
-POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
-
-
-def bind_decode_attention(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    indptr: Tensor | None,
-    kv_lens: Tensor,
-    plan: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
-    q_len: int,
-    max_items: int,
-    sm_scale: float,
-    v_scale: float,
-    window_left: int,
-    soft_cap: float,
-    position_mode: str,
-    rope_scale: float,
-    rope_theta: float,
-) -> Callable[[], None]:
-    """Return the attention of fixed tensors in host memory, each row over its own pages; see `decode_attention`."""
-    rows = q.shape[0] // q_len
-    kv_heads, dim = k_cache.shape[2:]
-    group = q.shape[1] // kv_heads
-    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta)
-    is_bare = options.plain and v_scale == 1.0 and lse is None and indptr is None and q_len == 1 and q.is_contiguous()
-    same_shapes = k_cache.shape == v_cache.shape and k_cache.is_contiguous() and v_cache.is_contiguous()
-    is_bare = is_bare and not is_slow(q.dtype, group)
-    if is_bare and same_shapes and q.dtype == k_cache.dtype == v_cache.dtype:
-        return bind_bare_decode(out, q, k_cache, v_cache, table, kv_lens, sm_scale, window_left)
-    lengths, pages = kv_lens.numpy()[:rows], table.numpy()
-    starts = None if indptr is None else indptr.numpy()
-    split = (rows, q_len, kv_heads, group)
-    row_queries = q.view(*split, dim).transpose(1, 2).unsqueeze(1).unbind(0)
-    row_outs = out.view(*split, -1)
-    row_lses = None if lse is None else lse.view(split)
-
-    def attend() -> None:
-        outs: list[Tensor | None] = []
-        lses: list[Tensor | None] = []
-        for row, kv_len in enumerate(lengths.tolist()):
-            if kv_len <= 0:
-                outs.append(None)
-                lses.append(None)
-                continue
-            begin = max(kv_len - q_len - window_left, 0) if window_left >= 0 else 0
-            own = pages[row] if starts is None else pages[starts[row] :]
-            k, v = row_entries(k_cache, v_cache, own, begin, kv_len)
-            result, row_lse = attend_row(row_queries[row], k, v, kv_len, options)
-            outs.append(result.transpose(1, 2))
-            lses.append(row_lse.transpose(1, 2) * LOG2_E)
-        _write(row_outs, outs, 0.0)
-        if row_lses is not None:
-            _write(row_lses, lses, -math.inf)
-
-    return attend
-
-
-def decode_attention_torch(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    table: Tensor,
-    indptr: Tensor | None,
-    kv_lens: Tensor,
-    plan: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
-    q_len: int,
-    max_items: int,
-    sm_scale: float,
-    v_scale: float,
-    window_left: int,
-    soft_cap: float,
-    position_mode: str,
-    rope_scale: float,
-    rope_theta: float,
-) -> None:
-    """Attend row by row on the host's threads, each over its own pages; see `decode_attention`."""
-    bind_decode_attention(
-        out,
-        lse,
-        q,
-        k_cache,
-        v_cache,
-        table,
-        indptr,
-        kv_lens,
-        plan,
-        partial,
-        partial_lse,
-        q_len,
-        max_items,
-        sm_scale,
-        v_scale,
-        window_left,
-        soft_cap,
-        position_mode,
-        rope_scale,
-        rope_theta,
-    )()
+POSITION_MODES = OneOf(("NONE", "ROPE_LLAMA", "ALIBI"))
 
 
 def _write(out: Tensor, parts: list[Tensor | None], empty: float) -> None:
@@ -151,7 +44,7 @@ def _join(out: Tensor, parts: list[Tensor]) -> None:
         torch.cat(parts, out=out)
 
 
-def native_decode_attention(
+def _is_served(
     out: Tensor,
     lse: Tensor | None,
     q: Tensor,
@@ -159,55 +52,32 @@ def native_decode_attention(
     v_cache: Tensor,
     table: Tensor,
     indptr: Tensor | None,
-    kv_lens: Tensor,
-    plan: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
+    *_plan: Tensor,
     q_len: int,
-    max_items: int,
-    sm_scale: float,
     v_scale: float,
-    window_left: int,
     soft_cap: float,
     position_mode: str,
-    rope_scale: float,
-    rope_theta: float,
-) -> NativeCall | None:
-    """Return the compiled attention of fixed tensors, if it serves them; see `decode_attention`."""
+    **_others: float,
+) -> bool:
     dense = (out, q, k_cache, v_cache, table)
-    pages, page_size, kv_heads, dim = k_cache.shape
     is_bare = position_mode == "NONE" and soft_cap <= 0.0 and v_scale == 1.0 and lse is None and indptr is None
-    is_bare = is_bare and q_len == 1 and k_cache.shape == v_cache.shape and dim % LANES == 0
-    if not is_bare or not all(tensor.is_contiguous() for tensor in dense) or not fits(out, q, k_cache, v_cache):
-        return None
-    sizes = (q.shape[0], kv_heads, q.shape[1] // kv_heads, dim, page_size, pages, table.shape[1], window_left)
-    return NativeCall("decode_attention", q.dtype, out, q, k_cache, v_cache, table, kv_lens, *sizes, float(sm_scale))
+    is_bare = is_bare and q_len == 1 and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
+    return is_bare and all(tensor.is_contiguous() for tensor in dense)
 
 
-_decode_attention = operator(
-    "decode_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, Tensor table, "
-    "Tensor? indptr, Tensor kv_lens, Tensor plan, Tensor(c!) partial, Tensor(d!) partial_lse, int q_len, "
-    "int max_items, float sm_scale, float v_scale, int window_left, float soft_cap, str position_mode, "
-    "float rope_scale, float rope_theta) -> ()",
-    torch_version=decode_attention_torch,
-    bound_version=bind_decode_attention,
-    native_version=native_decode_attention,
-    triton_version=decode_attention_triton,
-)
-
-
+@operator(triton_version=decode_attention_triton, is_compiled=_is_served)
 def decode_attention(
-    out: Tensor,
-    lse: Tensor | None,
+    out: Written[Tensor],
+    lse: Written[Float32] | None,
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    table: Tensor,
-    indptr: Tensor | None,
-    kv_lens: Tensor,
-    plan: Tensor,
-    partial: Tensor,
-    partial_lse: Tensor,
+    table: Int32,
+    indptr: Int32 | None,
+    kv_lens: Int32,
+    plan: Int32,
+    partial: Written[Float32],
+    partial_lse: Written[Float32],
     *,
     q_len: int = 1,
     max_items: int,
@@ -215,7 +85,7 @@ def decode_attention(
     v_scale: float = 1.0,
     window_left: int = -1,
     soft_cap: float = 0.0,
-    position_mode: str = "NONE",
+    position_mode: Annotated[str, POSITION_MODES] = "NONE",
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> None:
@@ -243,25 +113,29 @@ def decode_attention(
         rope_scale: divides the rotation angles.
         rope_theta: base of the rotation frequencies.
     """
-    _decode_attention(
-        out,
-        lse,
-        q,
-        k_cache,
-        v_cache,
-        table,
-        indptr,
-        kv_lens,
-        plan,
-        partial,
-        partial_lse,
-        q_len,
-        max_items,
-        sm_scale,
-        v_scale,
-        window_left,
-        soft_cap,
-        position_mode,
-        rope_scale,
-        rope_theta,
-    )
+    rows = q.shape[0] // q_len
+    kv_heads, dim = k_cache.shape[2:]
+    group = q.shape[1] // kv_heads
+    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta)
+    lengths, pages = kv_lens.numpy()[:rows], table.numpy()
+    starts = None if indptr is None else indptr.numpy()
+    split = (rows, q_len, kv_heads, group)
+    row_queries = q.view(*split, dim).transpose(1, 2).unsqueeze(1).unbind(0)
+    row_outs = out.view(*split, -1)
+    row_lses = None if lse is None else lse.view(split)
+    outs: list[Tensor | None] = []
+    lses: list[Tensor | None] = []
+    for row, kv_len in enumerate(lengths.tolist()):
+        if kv_len <= 0:
+            outs.append(None)
+            lses.append(None)
+            continue
+        begin = max(kv_len - q_len - window_left, 0) if window_left >= 0 else 0
+        own = pages[row] if starts is None else pages[starts[row] :]
+        k, v = row_entries(k_cache, v_cache, own, begin, kv_len)
+        result, row_lse = attend_row(row_queries[row], k, v, kv_len, options)
+        outs.append(result.transpose(1, 2))
+        lses.append(row_lse.transpose(1, 2) * LOG2_E)
+    _write(row_outs, outs, 0.0)
+    if row_lses is not None:
+        _write(row_lses, lses, -math.inf)

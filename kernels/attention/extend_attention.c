@@ -90,10 +90,11 @@ static int mask_block(float *logits, int64_t first, int64_t position, int64_t wi
 
 /* Bring a block of one head's keys and values out of their pages: keys as [feature][key], values as [key][feature].
  * Before `begin`, which nobody sees, and from `count` on they are zeros. */
-static void NAME(gather_block)(float *keys, float *values, const arg *args, int64_t row, int64_t head, int64_t first,
-                               int64_t begin, int64_t count) {
-    const int32_t *row_pages = (const int32_t *)args[4].p + row * args[13].i;
-    int64_t kv_heads = args[8].i, dim = args[10].i, page_size = args[11].i, pages = args[12].i;
+static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, int64_t row, int64_t head,
+                               int64_t first, int64_t begin, int64_t count) {
+    const int32_t *row_pages = a->page_table.data + row * a->page_table.size[1];
+    int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1];
+    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3];
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < begin || j >= count) {
             for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = values[j * dim + i] = 0.0f;
@@ -102,33 +103,36 @@ static void NAME(gather_block)(float *keys, float *values, const arg *args, int6
         int64_t page = row_pages[(first + j) / page_size];
         page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
         int64_t at = ((page * page_size + (first + j) % page_size) * kv_heads + head) * dim;
-        const element *key = (const element *)args[2].p + at, *value = (const element *)args[3].p + at;
+        const element *key = (const element *)a->k_cache.data + at, *value = (const element *)a->v_cache.data + at;
         for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = widen(key[i]);
         for (int64_t i = 0; i < dim; i += LANES) store_f32(values + j * dim + i, load(value + i));
     }
 }
 
 /* Some neighbouring tokens of a row, over one key head. */
-static void NAME(extend_tokens)(const arg *args, int64_t row, int64_t begin, int64_t end, int64_t head) {
-    const int32_t *cu_q = args[5].p, *cu_kv = args[6].p;
-    int64_t group = args[9].i, dim = args[10].i, heads = args[8].i * group, window = args[14].i;
-    int64_t queries = (end - begin) * group, most = args[13].i * args[11].i;
-    int64_t length = cu_kv[row + 1] - cu_kv[row], position = length - (cu_q[row + 1] - cu_q[row]) + begin;
-    float q[queries * dim], sums[queries * dim], logits[queries * BLOCK], largest[queries], total[queries];
-    float keys[BLOCK * dim], values[BLOCK * dim];
-    element *out = (element *)args[0].p + ((cu_q[row] + begin) * heads + head * group) * dim;
-    const element *given = (const element *)args[1].p + ((cu_q[row] + begin) * heads + head * group) * dim;
+static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
+    const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
+    int64_t heads = a->q.size[1], dim = a->q.size[2], group = heads / a->k_cache.size[2], window = a->window_left;
+    int64_t queries = (end - begin) * group, length = (int64_t)cu_kv[row + 1] - cu_kv[row];
+    int64_t position = length - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
+    float *room = scratch(queries * (2 * dim + BLOCK + 2) + 2 * BLOCK * dim + 4 * LANES);
+    float *q = carved(&room, queries * dim), *sums = carved(&room, queries * dim);
+    float *logits = carved(&room, queries * BLOCK), *keys = carved(&room, BLOCK * dim);
+    float *values = carved(&room, BLOCK * dim), *largest = carved(&room, queries), *total = carved(&room, queries);
+    int64_t at = ((cu_q[row] + begin) * heads + head * group) * dim;
+    element *out = (element *)a->out.data + at;
+    const element *given = (const element *)a->q.data + at;
     for (int64_t r = 0; r < queries; r++) {
         for (int64_t i = 0; i < dim; i++)
-            q[r * dim + i] = widen(given[(r / group * heads + r % group) * dim + i]) * (float)args[15].d;
+            q[r * dim + i] = widen(given[(r / group * heads + r % group) * dim + i]) * (float)a->sm_scale;
         largest[r] = -INFINITY, total[r] = 0.0f;
     }
-    memset(sums, 0, sizeof sums);
-    int64_t last = position + end - begin < most ? position + end - begin : most;
+    memset(sums, 0, queries * dim * sizeof(float));
+    int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
     int64_t begins = window >= 0 && position > window ? position - window : 0;
     for (int64_t first = begins / BLOCK * BLOCK; first < last; first += BLOCK) {
         int64_t count = last - first < BLOCK ? last - first : BLOCK;
-        NAME(gather_block)(keys, values, args, row, head, first, begins - first, count);
+        NAME(gather_block)(keys, values, a, row, head, first, begins - first, count);
         all_logits(logits, q, keys, queries, dim);
         for (int64_t r = 0; r < queries; r++) {
             if (mask_block(logits + r * BLOCK, first, position + r / group, window))
@@ -145,33 +149,36 @@ static void NAME(extend_tokens)(const arg *args, int64_t row, int64_t begin, int
         }
 }
 
-static int64_t NAME(tokens_together)(const arg *args) { return items_of(QUERIES - 1, args[9].i); }
+static int64_t NAME(tokens_together)(const extend_attention_args *a) {
+    return items_of(QUERIES - 1, a->q.size[1] / a->k_cache.size[2]);
+}
+
+/* How many tokens of a row there are to do: none where what stands there cannot be. */
+static int64_t NAME(tokens_of)(const extend_attention_args *a, int64_t row) {
+    int64_t begin = a->cu_seqlens_q.data[row], end = a->cu_seqlens_q.data[row + 1];
+    return begin >= 0 && end >= begin && end <= a->q.size[0] ? end - begin : 0;
+}
 
 static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    const int32_t *cu_q = args[5].p;
-    int64_t kv_heads = args[8].i, together = NAME(tokens_together)(args);
-    int64_t row = 0, before = 0, here = 0;
+    const extend_attention_args *a = job;
+    int64_t kv_heads = a->k_cache.size[2], together = NAME(tokens_together)(a), row = 0, before = 0, here = 0;
     for (int64_t task = begin; task < end; task++) {
         for (;; row++, before += here) { /* which row's task it is */
-            here = (cu_q[row + 1] - cu_q[row] + together - 1) / together * kv_heads;
+            here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
             if (task < before + here) break;
         }
-        int64_t first = (task - before) / kv_heads * together, tokens = cu_q[row + 1] - cu_q[row];
-        int64_t last = first + together < tokens ? first + together : tokens;
-        NAME(extend_tokens)(args, row, first, last, (task - before) % kv_heads);
+        int64_t first = (task - before) / kv_heads * together, last = least_of(first + together, NAME(tokens_of)(a, row));
+        NAME(extend_tokens)(a, row, first, last, (task - before) % kv_heads);
     }
 }
 
-/* out, q, k_cache, v_cache, page_table, cu_seqlens_q, cu_seqlens_kv, rows, key heads, group, head_dim, page size, pages,
- * pages of a row, window or -1, scale */
-void NAME(extend_attention)(const arg *args) {
-    const int32_t *cu_q = args[5].p, *cu_kv = args[6].p;
-    int64_t kv_heads = args[8].i, together = NAME(tokens_together)(args), tasks = 0, work = 0;
-    for (int64_t row = 0; row < args[7].i; row++) {
-        int64_t tokens = cu_q[row + 1] - cu_q[row];
+KERNEL(extend_attention) {
+    int64_t kv_heads = a->k_cache.size[2], together = NAME(tokens_together)(a), tasks = 0, work = 0;
+    int64_t rows = least_of(least_of(a->cu_seqlens_q.size[0], a->cu_seqlens_kv.size[0]) - 1, a->page_table.size[0]);
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t tokens = NAME(tokens_of)(a, row), keys = (int64_t)a->cu_seqlens_kv.data[row + 1] - a->cu_seqlens_kv.data[row];
         tasks += (tokens + together - 1) / together * kv_heads;
-        work += tokens * (cu_kv[row + 1] - cu_kv[row]) * kv_heads * args[9].i * args[10].i;
+        work += tokens * (keys > 0 ? keys : 0) * a->q.size[1] * a->q.size[2];
     }
-    if (tasks > 0) parallel(NAME(extend_tasks), args, tasks, items_of(tasks * PARALLEL_WORK, work));
+    if (tasks > 0) parallel(threads, NAME(extend_tasks), a, tasks, items_of(tasks * PARALLEL_WORK, work));
 }

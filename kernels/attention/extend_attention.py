@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native.library import LANES, NativeCall, fits
+from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Float32, Int32, Written
 from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes
 from .attention_torch import LogitOptions, attend_row, row_entries
 
@@ -212,7 +213,7 @@ def extend_attention_triton(
     )
 
 
-def extend_attention_torch(
+def _is_served(
     out: Tensor,
     lse: Tensor | None,
     q: Tensor,
@@ -221,11 +222,46 @@ def extend_attention_torch(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
-    sm_scale: float,
-    window_left: int,
+    *,
     soft_cap: float,
+    **_others: float,
+) -> bool:
+    if lse is not None or page_table is None or q.dim() != 3 or soft_cap > 0.0 or k_cache.shape[3] % LANES:
+        return False
+    dense = (out, q, k_cache, v_cache, page_table)
+    return k_cache.shape == v_cache.shape and all(tensor.is_contiguous() for tensor in dense)
+
+
+@operator(triton_version=extend_attention_triton, is_compiled=_is_served)
+def extend_attention(
+    out: Written[Tensor],
+    lse: Written[Float32] | None,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Int32,
+    cu_seqlens_kv: Int32,
+    page_table: Int32 | None,
+    *,
+    sm_scale: float,
+    window_left: int = -1,
+    soft_cap: float = 0.0,
 ) -> None:
-    """Attend row by row on the host's threads, each over its own pages; see `extend_attention`."""
+    """Write the causal attention of each row's newest tokens over the row's own pages into `out`.
+
+    Args:
+        out: like q with dv, any strides but the last. What belongs to no query is left alone.
+        lse: fp32, like out without its last dimension, base 2; or None.
+        q: [tokens, hq, d] packed, or [rows, width, hq, d] with each row's queries at its beginning.
+        k_cache: [pages, page_size, hkv, d], any strides.
+        v_cache: [pages, page_size, hkv, dv].
+        cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
+        cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
+        page_table: int32 [rows, max_pages]; None where page i of the cache is row i.
+        sm_scale: multiplies the logits.
+        window_left: keeps the newest `window_left + 1` keys of each query where it is >= 0.
+        soft_cap: caps the logits where it is > 0.
+    """
     kv_heads = k_cache.shape[2]
     options = LogitOptions(sm_scale, 1.0, window_left, soft_cap)
     q_ends = cu_seqlens_q.tolist()
@@ -251,72 +287,3 @@ def extend_attention_torch(
         row_out.unflatten(1, (kv_heads, -1)).copy_(result[0].transpose(0, 1))
         if lse is not None:
             lse[chosen].unflatten(1, (kv_heads, -1)).copy_(row_lse[0].transpose(0, 1) * LOG2_E)
-
-
-def native_extend_attention(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-    sm_scale: float,
-    window_left: int,
-    soft_cap: float,
-) -> NativeCall | None:
-    """Return the compiled attention of these tensors, if it serves them; see `extend_attention`."""
-    if lse is not None or page_table is None or q.dim() != 3 or soft_cap > 0.0 or not fits(out, q, k_cache, v_cache):
-        return None
-    pages, page_size, kv_heads, dim = k_cache.shape
-    dense = (out, q, k_cache, v_cache, page_table)
-    if k_cache.shape != v_cache.shape or dim % LANES or not all(tensor.is_contiguous() for tensor in dense):
-        return None
-    tensors = (*dense, cu_seqlens_q, cu_seqlens_kv)
-    sizes = (cu_seqlens_q.shape[0] - 1, kv_heads, q.shape[1] // kv_heads, dim, page_size, pages, page_table.shape[1])
-    return NativeCall("extend_attention", q.dtype, *tensors, *sizes, window_left, float(sm_scale))
-
-
-_extend_attention = operator(
-    "extend_attention(Tensor(a!) out, Tensor(b!)? lse, Tensor q, Tensor k_cache, Tensor v_cache, "
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_kv, Tensor? page_table, float sm_scale, int window_left, "
-    "float soft_cap) -> ()",
-    torch_version=extend_attention_torch,
-    native_version=native_extend_attention,
-    triton_version=extend_attention_triton,
-)
-
-
-def extend_attention(
-    out: Tensor,
-    lse: Tensor | None,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
-    *,
-    sm_scale: float,
-    window_left: int = -1,
-    soft_cap: float = 0.0,
-) -> None:
-    """Write the causal attention of each row's newest tokens over the row's own pages into `out`.
-
-    Args:
-        out: like q with dv, any strides but the last. What belongs to no query is left alone.
-        lse: fp32, like out without its last dimension, base 2; or None.
-        q: [tokens, hq, d] packed, or [rows, width, hq, d] with each row's queries at its beginning.
-        k_cache: [pages, page_size, hkv, d], any strides.
-        v_cache: [pages, page_size, hkv, dv].
-        cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
-        cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
-        page_table: int32 [rows, max_pages]; None where page i of the cache is row i.
-        sm_scale: multiplies the logits.
-        window_left: keeps the newest `window_left + 1` keys of each query where it is >= 0.
-        soft_cap: caps the logits where it is > 0.
-    """
-    _extend_attention(
-        out, lse, q, k_cache, v_cache, cu_seqlens_q, cu_seqlens_kv, page_table, sm_scale, window_left, soft_cap
-    )

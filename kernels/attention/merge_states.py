@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Written
 
 
 # One program merges one head of one row: it reads states * (dim * itemsize + 4) bytes and writes one state.
@@ -129,8 +130,11 @@ def merge_state_triton(
     )
 
 
-def merge_states_torch(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
-    """Merge with torch operators; see `merge_states`."""
+def _merge_in_place_triton(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None) -> None:
+    merge_state_triton(v, s, v, s, v_other, s_other, mask)
+
+
+def _merge_many(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
     if v.shape[1] == 0:
         v_out.zero_()
         s_out.fill_(-float("inf"))
@@ -144,35 +148,17 @@ def merge_states_torch(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> No
     s_out.copy_(top.squeeze(1) + torch.log2(norm.squeeze(-1)))
 
 
-def merge_state_torch(
+def _merge_two(
     v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor, mask: Tensor | None
 ) -> None:
-    """Merge with torch operators; see `merge_state`."""
     v, s = torch.empty_like(v_out), torch.empty_like(s_out)
-    merge_states_torch(v, s, torch.stack([v_a, v_b], dim=1), torch.stack([s_a, s_b], dim=1))
+    _merge_many(v, s, torch.stack([v_a, v_b], dim=1), torch.stack([s_a, s_b], dim=1))
     v_out.copy_(v if mask is None else torch.where(mask.bool().view(-1, 1, 1), v, v_out))
     s_out.copy_(s if mask is None else torch.where(mask.bool().view(-1, 1), s, s_out))
 
 
-_merge_states = operator(
-    "merge_states(Tensor(a!) v_out, Tensor(b!) s_out, Tensor v, Tensor s) -> ()",
-    torch_version=merge_states_torch,
-    triton_version=merge_states_triton,
-)
-_merge_state = operator(
-    "merge_state(Tensor(a!) v_out, Tensor(b!) s_out, Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b, Tensor? mask) "
-    "-> ()",
-    torch_version=merge_state_torch,
-    triton_version=merge_state_triton,
-)
-_merge_state_in_place = operator(
-    "merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask) -> ()",
-    torch_version=lambda v, s, v_b, s_b, mask: merge_state_torch(v, s, v, s, v_b, s_b, mask),
-    triton_version=lambda v, s, v_b, s_b, mask: merge_state_triton(v, s, v, s, v_b, s_b, mask),
-)
-
-
-def merge_states(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
+@operator(triton_version=merge_states_triton)
+def merge_states(v_out: Written[Tensor], s_out: Written[Tensor], v: Tensor, s: Tensor) -> None:
     """Merge any number of states into one.
 
     Args:
@@ -181,10 +167,19 @@ def merge_states(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
         v: [rows, states, heads, dim].
         s: fp32 [rows, states, heads].
     """
-    _merge_states(v_out, s_out, v, s)
+    _merge_many(v_out, s_out, v, s)
 
 
-def merge_state(v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> None:
+@operator(triton_version=merge_state_triton)
+def merge_state(
+    v_out: Written[Tensor],
+    s_out: Written[Tensor],
+    v_a: Tensor,
+    s_a: Tensor,
+    v_b: Tensor,
+    s_b: Tensor,
+    mask: Tensor | None = None,
+) -> None:
     """Merge two states into another.
 
     Args:
@@ -194,11 +189,15 @@ def merge_state(v_out: Tensor, s_out: Tensor, v_a: Tensor, s_a: Tensor, v_b: Ten
         s_a: fp32 [rows, heads].
         v_b: [rows, heads, dim].
         s_b: fp32 [rows, heads].
+        mask: bool or int [rows]; rows where it is 0 keep what v_out and s_out hold. None: all are merged.
     """
-    _merge_state(v_out, s_out, v_a, s_a, v_b, s_b, None)
+    _merge_two(v_out, s_out, v_a, s_a, v_b, s_b, mask)
 
 
-def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
+@operator(triton_version=_merge_in_place_triton)
+def merge_state_in_place(
+    v: Written[Tensor], s: Written[Tensor], v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
+) -> None:
     """Merge a state into the first.
 
     Args:
@@ -208,4 +207,4 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         s_other: fp32 [rows, heads], contiguous.
         mask: bool or int [rows]; rows where it is 0 are left alone. None: all are merged.
     """
-    _merge_state_in_place(v, s, v_other, s_other, mask)
+    _merge_two(v, s, v, s, v_other, s_other, mask)

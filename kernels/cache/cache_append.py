@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Written
 
 _MAX_TILE = 4096
 
@@ -144,16 +145,39 @@ def cache_append_triton(
     )
 
 
-def cache_append_torch(
-    k_cache: Tensor,
-    v_cache: Tensor,
+def _write(cache: Tensor, new: Tensor, target: Tensor, alive: Tensor) -> None:
+    flat = cache.view(-1, *cache.shape[2:])
+    if cache.is_cpu:
+        flat.index_copy_(0, target[alive], new[alive])
+        return
+    target, alive = target.reshape(-1), alive.reshape(-1)
+    new = new.reshape(-1, *new.shape[-2:])
+    at_zero = alive & (target == 0)
+    first = torch.where(at_zero.any(), new[at_zero.long().argmax()], flat[0])
+    flat.index_copy_(0, torch.where(alive, target, 0), torch.where(alive[:, None, None], new, first))
+
+
+@operator(triton_version=cache_append_triton)
+def cache_append(
+    k_cache: Written[Tensor],
+    v_cache: Written[Tensor],
     new_k: Tensor,
     new_v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None,
+    cu_seqlens_q: Int32,
+    cu_seqlens_kv: Int32,
+    page_table: Int32 | None = None,
 ) -> None:
-    """Append with torch operators; see `cache_append`."""
+    """Write each row's new keys and values at the end of what it has.
+
+    Args:
+        k_cache: [rows, max_seq, h, d_k], or with a page table [pages, page_size, h, d_k]; contiguous.
+        v_cache: the same with d_v.
+        new_k: [b, s, h, d_k], row r's tokens in front, any strides; or packed [t, h, d_k].
+        new_v: the same with d_v.
+        cu_seqlens_q: int32 [rows + 1], sums of the step lengths.
+        cu_seqlens_kv: int32 [rows + 1], sums of the lengths after the step.
+        page_table: int32 [rows, pages a row], or None for contiguous rows.
+    """
     if k_cache.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
         k_cache, v_cache, new_k, new_v = (t.view(torch.uint8) for t in (k_cache, v_cache, new_k, new_v))
     packed = new_k.dim() == 3
@@ -187,46 +211,3 @@ def cache_append_torch(
     # what goes nowhere is written over place 0 with what place 0 holds in the end
     _write(k_cache, new_k, target, alive)
     _write(v_cache, new_v, target, alive)
-
-
-def _write(cache: Tensor, new: Tensor, target: Tensor, alive: Tensor) -> None:
-    flat = cache.view(-1, *cache.shape[2:])
-    if cache.is_cpu:
-        flat.index_copy_(0, target[alive], new[alive])
-        return
-    target, alive = target.reshape(-1), alive.reshape(-1)
-    new = new.reshape(-1, *new.shape[-2:])
-    at_zero = alive & (target == 0)
-    first = torch.where(at_zero.any(), new[at_zero.long().argmax()], flat[0])
-    flat.index_copy_(0, torch.where(alive, target, 0), torch.where(alive[:, None, None], new, first))
-
-
-_cache_append = operator(
-    "cache_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor new_k, Tensor new_v, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_kv, Tensor? page_table) -> ()",
-    torch_version=cache_append_torch,
-    triton_version=cache_append_triton,
-)
-
-
-def cache_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    new_k: Tensor,
-    new_v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    page_table: Tensor | None = None,
-) -> None:
-    """Write each row's new keys and values at the end of what it has.
-
-    Args:
-        k_cache: [rows, max_seq, h, d_k], or with a page table [pages, page_size, h, d_k]; contiguous.
-        v_cache: the same with d_v.
-        new_k: [b, s, h, d_k], row r's tokens in front, any strides; or packed [t, h, d_k].
-        new_v: the same with d_v.
-        cu_seqlens_q: int32 [rows + 1], sums of the step lengths.
-        cu_seqlens_kv: int32 [rows + 1], sums of the lengths after the step.
-        page_table: int32 [rows, pages a row], or None for contiguous rows.
-    """
-    _cache_append(k_cache, v_cache, new_k, new_v, cu_seqlens_q, cu_seqlens_kv, page_table)

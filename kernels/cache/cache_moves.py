@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Written
 
 PLAN_HEADER = 2
 _TEMPORARY = -1
@@ -142,29 +143,6 @@ def move_rows_triton(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
     )
 
 
-def plan_row_moves_torch(
-    plan: Tensor, owners: Tensor, tags: Tensor, origins: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor
-) -> None:
-    """Plan on a CPU, whose memory the host can read as a kernel reads its own; see `plan_row_moves`."""
-    plan[:PLAN_HEADER] = 0
-    if torch.equal(owners, tags):
-        return
-    row_of = {owner: row for row, owner in enumerate(owners.tolist()) if owner > 0}
-    source: dict[int, int] = {}
-    for row, (tag, origin) in enumerate(zip(tags.tolist(), origins.tolist(), strict=True)):
-        found = row_of.get(tag, row_of.get(origin))
-        if found is not None and found != row:
-            source[row] = found
-    if source:
-        before = cu_seqlens_kv.diff() - cu_seqlens_q.diff()
-        bound = max(int(before[row]) for row in source)
-        moves = _ordered(source)
-        plan[: PLAN_HEADER + 2 * len(moves)] = torch.tensor(
-            [len(moves), bound, *(row for move in moves for row in move)], dtype=torch.int32
-        )
-    owners.copy_(tags)
-
-
 def _ordered(source: dict[int, int]) -> list[tuple[int, int]]:
     """Order the moves `row <- source[row]` so that each row is read before it is written."""
     readers: dict[int, int] = {}
@@ -190,37 +168,14 @@ def _ordered(source: dict[int, int]) -> list[tuple[int, int]]:
     return moves
 
 
-def move_rows_torch(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
-    """Move on a CPU; see `move_rows`."""
-    count, length = plan[:PLAN_HEADER].tolist()
-    if not count:
-        return
-    moves = plan[PLAN_HEADER : PLAN_HEADER + 2 * count].view(count, 2).tolist()
-    for cache in (k_cache, v_cache):
-        saved = cache.new_empty(0)
-        for to, origin in moves:
-            moved = saved if origin == _TEMPORARY else cache[origin, :length]
-            if to == _TEMPORARY:
-                saved = moved.clone()
-            else:
-                cache[to, :length] = moved
-
-
-_plan_row_moves = operator(
-    "plan_row_moves(Tensor(a!) plan, Tensor(b!) owners, Tensor tags, Tensor origins, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_kv) -> ()",
-    torch_version=plan_row_moves_torch,
-    triton_version=plan_row_moves_triton,
-)
-_move_rows = operator(
-    "move_rows(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor plan) -> ()",
-    torch_version=move_rows_torch,
-    triton_version=move_rows_triton,
-)
-
-
+@operator(triton_version=plan_row_moves_triton)
 def plan_row_moves(
-    plan: Tensor, owners: Tensor, tags: Tensor, origins: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor
+    plan: Written[Int32],
+    owners: Written[Int32],
+    tags: Int32,
+    origins: Int32,
+    cu_seqlens_q: Int32,
+    cu_seqlens_kv: Int32,
 ) -> None:
     """Plan the moves that bring each row the tokens it is meant to have, and note the new owners.
 
@@ -235,10 +190,27 @@ def plan_row_moves(
         cu_seqlens_q: int32 [rows + 1], sums of the step lengths.
         cu_seqlens_kv: int32 [rows + 1], sums of the lengths after the step; the tokens before the step are moved.
     """
-    _plan_row_moves(plan, owners, tags, origins, cu_seqlens_q, cu_seqlens_kv)
+    plan[:PLAN_HEADER] = 0
+    if torch.equal(owners, tags):
+        return
+    row_of = {owner: row for row, owner in enumerate(owners.tolist()) if owner > 0}
+    source: dict[int, int] = {}
+    for row, (tag, origin) in enumerate(zip(tags.tolist(), origins.tolist(), strict=True)):
+        found = row_of.get(tag, row_of.get(origin))
+        if found is not None and found != row:
+            source[row] = found
+    if source:
+        before = cu_seqlens_kv.diff() - cu_seqlens_q.diff()
+        bound = max(int(before[row]) for row in source)
+        moves = _ordered(source)
+        plan[: PLAN_HEADER + 2 * len(moves)] = torch.tensor(
+            [len(moves), bound, *(row for move in moves for row in move)], dtype=torch.int32
+        )
+    owners.copy_(tags)
 
 
-def move_rows(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
+@operator(triton_version=move_rows_triton)
+def move_rows(k_cache: Written[Tensor], v_cache: Written[Tensor], plan: Int32) -> None:
     """Move rows in place as planned by `plan_row_moves`.
 
     Args:
@@ -246,4 +218,15 @@ def move_rows(k_cache: Tensor, v_cache: Tensor, plan: Tensor) -> None:
         v_cache: [rows, max_seq, h, d_v], contiguous.
         plan: int32, see the head of this file.
     """
-    _move_rows(k_cache, v_cache, plan)
+    count, length = plan[:PLAN_HEADER].tolist()
+    if not count:
+        return
+    moves = plan[PLAN_HEADER : PLAN_HEADER + 2 * count].view(count, 2).tolist()
+    for cache in (k_cache, v_cache):
+        saved = cache.new_empty(0)
+        for to, origin in moves:
+            moved = saved if origin == _TEMPORARY else cache[origin, :length]
+            if to == _TEMPORARY:
+                saved = moved.clone()
+            else:
+                cache[to, :length] = moved

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Written
 
 _MAX_TILE = 4096
 
@@ -68,8 +69,16 @@ def page_gather_triton(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlen
     )
 
 
-def page_gather_torch(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlens_kv: Tensor) -> None:
-    """Gather with torch operators; see `page_gather`."""
+@operator(triton_version=page_gather_triton)
+def page_gather(out: Written[Tensor], cache: Tensor, page_table: Int32, cu_seqlens_kv: Int32) -> None:
+    """Write each row's tokens into a contiguous row, and zeros behind them.
+
+    Args:
+        out: [b, max_seq, h, d], contiguous.
+        cache: [pages, page_size, h, d], contiguous.
+        page_table: int32 [>= b, pages a row].
+        cu_seqlens_kv: int32 [>= b + 1], sums of the rows' lengths.
+    """
     if out.element_size() == 1:  # fp8 has bits to copy, but hardly any operators
         out, cache = out.view(torch.uint8), cache.view(torch.uint8)
     rows, max_length = out.shape[:2]
@@ -81,22 +90,3 @@ def page_gather_torch(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlens
     place = torch.where(alive, pages * cache.shape[1] + position % cache.shape[1], 0)
     found = cache.view(-1, *cache.shape[2:])[place.view(-1)].view(out.shape)
     out.copy_(found.masked_fill_(~alive[..., None, None], 0))
-
-
-_page_gather = operator(
-    "page_gather(Tensor(a!) out, Tensor cache, Tensor page_table, Tensor cu_seqlens_kv) -> ()",
-    torch_version=page_gather_torch,
-    triton_version=page_gather_triton,
-)
-
-
-def page_gather(out: Tensor, cache: Tensor, page_table: Tensor, cu_seqlens_kv: Tensor) -> None:
-    """Write each row's tokens into a contiguous row, and zeros behind them.
-
-    Args:
-        out: [b, max_seq, h, d], contiguous.
-        cache: [pages, page_size, h, d], contiguous.
-        page_table: int32 [>= b, pages a row].
-        cu_seqlens_kv: int32 [>= b + 1], sums of the rows' lengths.
-    """
-    _page_gather(out, cache, page_table, cu_seqlens_kv)

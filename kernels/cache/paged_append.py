@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Written
 
 
 # One program copies one token's heads: it reads and writes heads * (HEAD_DIM + VALUE_DIM) * itemsize bytes.
@@ -112,17 +113,29 @@ def paged_append_triton(
     )
 
 
-def paged_append_torch(
-    k_cache: Tensor,
-    v_cache: Tensor,
+@operator(triton_version=paged_append_triton)
+def paged_append(
+    k_cache: Written[Tensor],
+    v_cache: Written[Tensor],
     key: Tensor,
     value: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
+    batch_indices: Int32,
+    positions: Int32,
+    indices: Int32,
+    indptr: Int32,
 ) -> None:
-    """Write with one indexed copy a cache; see `paged_append`."""
+    """Write new keys and values to their places.
+
+    Args:
+        k_cache: [pages, page_size, heads, d], strided but for the last dimension; any float dtype, fp8 too.
+        v_cache: [pages, page_size, heads, dv].
+        key: [tokens, heads, d].
+        value: [tokens, heads, dv].
+        batch_indices: int32 [tokens], the row of each token; -1: skip it.
+        positions: int32 [tokens], its position in its row.
+        indices: int32, pages of all rows, one row after another.
+        indptr: int32 [rows + 1], where each row's pages begin.
+    """
     page_size = k_cache.shape[1]
     rows = indptr.shape[0] - 1
     named = (batch_indices >= 0) & (batch_indices < rows) & (positions >= 0)
@@ -137,36 +150,3 @@ def paged_append_torch(
             cache.view(torch.uint8)[pages, places] = chosen.view(torch.uint8)
         else:
             cache[pages, places] = chosen
-
-
-_paged_append = operator(
-    "paged_append(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor key, Tensor value, Tensor batch_indices, "
-    "Tensor positions, Tensor indices, Tensor indptr) -> ()",
-    torch_version=paged_append_torch,
-    triton_version=paged_append_triton,
-)
-
-
-def paged_append(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    key: Tensor,
-    value: Tensor,
-    batch_indices: Tensor,
-    positions: Tensor,
-    indices: Tensor,
-    indptr: Tensor,
-) -> None:
-    """Write new keys and values to their places.
-
-    Args:
-        k_cache: [pages, page_size, heads, d], strided but for the last dimension; any float dtype, fp8 too.
-        v_cache: [pages, page_size, heads, dv].
-        key: [tokens, heads, d].
-        value: [tokens, heads, dv].
-        batch_indices: int32 [tokens], the row of each token; -1: skip it.
-        positions: int32 [tokens], its position in its row.
-        indices: int32, pages of all rows, one row after another.
-        indptr: int32 [rows + 1], where each row's pages begin.
-    """
-    _paged_append(k_cache, v_cache, key, value, batch_indices, positions, indices, indptr)

@@ -21,37 +21,31 @@ static void NAME(rotate_head)(element *out, const element *x, const element *wei
 }
 
 static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    element *q_out = args[0].p, *k_cache = args[1].p, *v_cache = args[2].p;
-    const element *qkv = args[3].p, *q_norm = args[9].p, *k_norm = args[10].p;
-    const int32_t *rows = args[4].p, *positions = args[5].p, *page_table = args[7].p;
-    const float *cos_sin = args[8].p;
-    int64_t qo_heads = args[12].i, kv_heads = args[13].i, dim = args[14].i, half = args[15].i;
-    int64_t page_size = args[16].i, pages = args[17].i, row_pages = args[18].i;
-    float eps = (float)args[19].d;
-    int64_t heads = qo_heads + 2 * kv_heads;
+    const rope_append_args *a = job;
+    const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
+    const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + 2 * kv_heads;
+    const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
+    float eps = (float)a->eps, *wide = scratch(dim);
     for (int64_t token = begin; token < end; token++) {
-        float wide[dim];
-        const element *x = qkv + token * heads * dim;
-        int64_t position = positions[token];
-        const float *cos = cos_sin + position * 2 * half;
+        const element *x = (const element *)a->qkv.data + token * heads * dim;
+        int64_t position = a->positions.data[token], row = a->rows.data[token];
+        if (position < 0 || position >= a->cos_sin.size[0]) continue; /* no angle, so no place either */
+        const float *cos = a->cos_sin.data + position * 2 * half;
+        element *q_out = (element *)a->q_out.data + token * qo_heads * dim;
         for (int64_t head = 0; head < qo_heads; head++)
-            NAME(rotate_head)
-        (q_out + (token * qo_heads + head) * dim, x + head * dim, q_norm, cos, half, dim, eps, wide);
-        int64_t page = page_table[rows[token] * row_pages + position / page_size];
+            NAME(rotate_head)(q_out + head * dim, x + head * dim, a->q_norm.data, cos, half, dim, eps, wide);
+        if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) continue;
+        int64_t page = a->page_table.data[row * row_pages + position / page_size];
         if (page < 0 || page >= pages) continue; /* a page table that is wrong must not reach other memory */
         int64_t place = (page * page_size + position % page_size) * kv_heads * dim;
+        element *keys = (element *)a->k_cache.data + place, *values = (element *)a->v_cache.data + place;
         for (int64_t head = 0; head < kv_heads; head++)
-            NAME(rotate_head)
-        (k_cache + place + head * dim, x + (qo_heads + head) * dim, k_norm, cos, half, dim, eps, wide);
-        memcpy(v_cache + place, x + (qo_heads + kv_heads) * dim, kv_heads * dim * sizeof(element));
+            NAME(rotate_head)(keys + head * dim, x + (qo_heads + head) * dim, a->k_norm.data, cos, half, dim, eps, wide);
+        memcpy(values, x + (qo_heads + kv_heads) * dim, kv_heads * dim * sizeof(element));
     }
 }
 
-/* q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm or null, k_norm or null,
- * tokens, query heads, key heads, head_dim, half, page size, pages, pages of a row, eps */
-void NAME(rope_append)(const arg *args) {
-    int64_t live = *(const int32_t *)args[6].p, tokens = live < args[11].i ? live : args[11].i;
-    int64_t size = (args[12].i + 2 * args[13].i) * args[14].i;
-    parallel(NAME(append_tokens), args, tokens, items_of(PARALLEL_WORK, size));
+KERNEL(rope_append) {
+    int64_t tokens = live_of(a->live.data, a->q_out.size[0]), size = a->qkv.size[1];
+    parallel(threads, NAME(append_tokens), a, tokens, items_of(PARALLEL_WORK, size));
 }

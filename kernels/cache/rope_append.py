@@ -4,20 +4,15 @@ Rotary embedding (Su et al., 2021) in its half-split form: of each head's first 
 `i + rot/2` are rotated by the angle of the token's position. Queries and keys may be RMS-normed per head before.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from ..native.library import NativeCall, fits
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..norm.rms_norm import rms_norm_torch
+from ..native.signature import Float32, Int32, Written
+from ..norm.rms_norm import normed
 
 _HEADS_AT_ONCE = 4  # of one program on a GPU
-_MOST_SINGLE_COPIES = 3  # from here on one indexed copy is faster than a copy for each token
 
 
 # One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,
@@ -147,46 +142,7 @@ def rope_append_triton(
     )
 
 
-@dataclass(frozen=True)
-class _Rotation:
-    """Views and memory for the rotation of one number of tokens; rotating runs over the same memory every time."""
-
-    positions: Tensor
-    angles: Tensor  # float32 [t, 2, rot / 2]
-    cos: Tensor
-    sin: Tensor
-    source: Tensor  # queries and keys as the product left them
-    wide: Tensor  # float32, the same; the very same where they are float32 already and stay as they are
-    first: Tensor
-    second: Tensor
-    rotated: Tensor  # float32
-    rotated_first: Tensor
-    rotated_second: Tensor
-
-    @classmethod
-    def of(cls, count: int, positions: Tensor, joined: Tensor, heads: int, half: int, is_normed: bool) -> "_Rotation":
-        source = joined[:count, :heads]
-        in_place = source.dtype == torch.float32 and not is_normed  # the norm is written over what it is of
-        wide = source if in_place else torch.empty(source.shape, dtype=torch.float32)
-        rotated = torch.empty(source.shape, dtype=torch.float32)
-        angles = torch.empty(count, 2, half)
-        low, high = slice(0, half), slice(half, 2 * half)
-        return cls(
-            positions[:count],
-            angles,
-            angles[:, :1],
-            angles[:, 1:],
-            source,
-            wide,
-            wide[..., low],
-            wide[..., high],
-            rotated,
-            rotated[..., low],
-            rotated[..., high],
-        )
-
-
-def bind_rope_append(
+def _is_served(
     q_out: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -196,117 +152,22 @@ def bind_rope_append(
     live: Tensor,
     page_table: Tensor,
     cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> Callable[[], None]:
-    """Return rotation and append of fixed tensors in host memory; see `rope_append`."""
-    page_size, kv_heads, head_dim = k_cache.shape[1:]
-    capacity, qo_heads = q_out.shape[:2]
-    heads = qo_heads + kv_heads
-    half = cos_sin.shape[-1]
-    key_places, value_places = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
-    joined = qkv.view(capacity, heads + kv_heads, head_dim)
-    live_count, row_of, position_of, pages_of = live.numpy(), rows.numpy(), positions.numpy(), page_table.numpy()
-    rotations: dict[int, _Rotation] = {}
-
-    def append() -> None:
-        count = min(int(live_count[0]), capacity)
-        if count == 0:
-            return
-        if count not in rotations:
-            rotations[count] = _Rotation.of(count, positions, joined, heads, half, q_norm is not None)
-        memory = rotations[count]
-        if memory.wide is not memory.source:
-            memory.wide.copy_(memory.source)
-        if q_norm is not None and k_norm is not None:
-            rms_norm_torch(memory.rotated[:, :qo_heads], memory.wide[:, :qo_heads], q_norm, eps)
-            rms_norm_torch(memory.rotated[:, qo_heads:], memory.wide[:, qo_heads:], k_norm, eps)
-            memory.wide.copy_(memory.rotated)
-        elif 2 * half < head_dim:
-            memory.rotated.copy_(memory.wide)
-        torch.index_select(cos_sin, 0, memory.positions, out=memory.angles)
-        torch.mul(memory.first, memory.cos, out=memory.rotated_first).addcmul_(memory.second, memory.sin, value=-1)
-        torch.mul(memory.second, memory.cos, out=memory.rotated_second).addcmul_(memory.first, memory.sin)
-        q_out[:count].copy_(memory.rotated[:, :qo_heads])
-        keys, values = memory.rotated[:, qo_heads:], joined[:count, heads:]
-        if count <= _MOST_SINGLE_COPIES:
-            for token in range(count):
-                page, place = divmod(int(position_of[token]), page_size)
-                place += int(pages_of[row_of[token], page]) * page_size
-                key_places[place].copy_(keys[token])
-                value_places[place].copy_(values[token])
-        else:
-            pages = pages_of[row_of[:count], position_of[:count] // page_size]
-            places = torch.from_numpy(pages.astype(np.int64) * page_size + position_of[:count] % page_size)
-            key_places.index_copy_(0, places, keys.to(k_cache.dtype))
-            value_places.index_copy_(0, places, values.to(v_cache.dtype))
-
-    return append
+    *_norms: Tensor | float | None,
+) -> bool:
+    return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
 
 
-def rope_append_torch(
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qkv: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> None:
-    """Rotate and append in host memory; see `rope_append`."""
-    bind_rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)()
-
-
-def native_rope_append(
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    qkv: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-) -> NativeCall | None:
-    """Return the compiled rotation and append of fixed tensors, if it serves them; see `rope_append`."""
-    is_dense = all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
-    if not is_dense or not fits(q_out, k_cache, v_cache, qkv, q_norm, k_norm):
-        return None
-    pages, page_size, kv_heads, head_dim = k_cache.shape
-    heads = (*q_out.shape[:2], kv_heads, head_dim, cos_sin.shape[-1])
-    memory = (q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm)
-    return NativeCall("rope_append", qkv.dtype, *memory, *heads, page_size, pages, page_table.shape[1], float(eps))
-
-
-_rope_append = operator(
-    "rope_append(Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor qkv, Tensor rows, Tensor positions, "
-    "Tensor live, Tensor page_table, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
-    torch_version=rope_append_torch,
-    bound_version=bind_rope_append,
-    native_version=native_rope_append,
-    triton_version=rope_append_triton,
-)
-
-
+@operator(triton_version=rope_append_triton, is_compiled=_is_served)
 def rope_append(
-    q_out: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    q_out: Written[Tensor],
+    k_cache: Written[Tensor],
+    v_cache: Written[Tensor],
     qkv: Tensor,
-    rows: Tensor,
-    positions: Tensor,
-    live: Tensor,
-    page_table: Tensor,
-    cos_sin: Tensor,
+    rows: Int32,
+    positions: Int32,
+    live: Int32,
+    page_table: Int32,
+    cos_sin: Float32,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
@@ -327,4 +188,21 @@ def rope_append(
         k_norm: [head_dim] or None, weight of the keys' RMSNorm.
         eps: of these norms.
     """
-    _rope_append(q_out, k_cache, v_cache, qkv, rows, positions, live, page_table, cos_sin, q_norm, k_norm, eps)
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    capacity, qo_heads = q_out.shape[:2]
+    count, half = min(int(live), capacity), cos_sin.shape[-1]
+    if count <= 0:
+        return
+    position, row = positions[:count].long(), rows[:count].long()
+    joined = qkv.view(capacity, -1, head_dim)[:count]
+    queries, keys, values = joined.split((qo_heads, kv_heads, kv_heads), dim=1)
+    if q_norm is not None and k_norm is not None:
+        queries, keys = normed(queries, q_norm, eps), normed(keys, k_norm, eps)
+    cos, sin = cos_sin[position].unsqueeze(2).unbind(1)  # [t, 1, rot / 2] each
+    wide = torch.cat((queries, keys), dim=1).float()
+    first, second = wide[..., :half], wide[..., half : 2 * half]
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
+    q_out[:count] = rotated[:, :qo_heads]
+    pages = page_table[row, position // page_size].long()
+    k_cache[pages, position % page_size] = rotated[:, qo_heads:].to(k_cache.dtype)
+    v_cache[pages, position % page_size] = values.to(v_cache.dtype)

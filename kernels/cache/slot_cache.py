@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Written
 
 _SHIFT_BLOCK = 64
 
@@ -163,56 +164,9 @@ def slot_shift_triton(cache: Tensor, new: Tensor, slots: Tensor | None) -> None:
     )
 
 
-def slot_scatter_torch(
-    cache: Tensor,
-    new: Tensor,
-    slots: Tensor | None,
-    positions: Tensor | None,
-    owned: Tensor | None,
-    shards: int,
-    offset: int,
-) -> None:
-    """Scatter on a CPU; see `slot_scatter`."""
-    rows, _, tokens, _ = new.shape
-    length = cache.shape[2]
-    slot = torch.arange(rows) if slots is None else slots.long()
-    slot = slot[:, None].expand(rows, tokens)
-    position = torch.arange(tokens) + offset if positions is None else positions.long()
-    place = position.expand(rows, tokens)
-    alive = (slot >= 0) & (slot < cache.shape[0]) & (place >= 0)
-    if owned is not None:
-        mine = owned.bool()
-        place = torch.where(mine, place // shards, length - 1)
-        alive = alive & ((place < length - 1) | ~mine)
-    alive = alive & (place < length)
-    cache[slot[alive], :, place[alive]] = new.transpose(1, 2)[alive]
-
-
-def slot_shift_torch(cache: Tensor, new: Tensor, slots: Tensor | None) -> None:
-    """Shift on a CPU; see `slot_shift`."""
-    kept = cache.shape[2] - new.shape[2]
-    named = range(new.shape[0]) if slots is None else slots.tolist()
-    for row, slot in enumerate(named):
-        if 0 <= slot < cache.shape[0]:
-            cache[slot, :, :kept] = cache[slot, :, new.shape[2] :].clone()
-            cache[slot, :, kept:] = new[row]
-
-
-_slot_scatter = operator(
-    "slot_scatter(Tensor(a!) cache, Tensor new, Tensor? slots, Tensor? positions, Tensor? owned, int shards, "
-    "int offset) -> ()",
-    torch_version=slot_scatter_torch,
-    triton_version=slot_scatter_triton,
-)
-_slot_shift = operator(
-    "slot_shift(Tensor(a!) cache, Tensor new, Tensor? slots) -> ()",
-    torch_version=slot_shift_torch,
-    triton_version=slot_shift_triton,
-)
-
-
+@operator(triton_version=slot_scatter_triton)
 def slot_scatter(
-    cache: Tensor,
+    cache: Written[Tensor],
     new: Tensor,
     slots: Tensor | None = None,
     positions: Tensor | None = None,
@@ -232,10 +186,23 @@ def slot_scatter(
         shards: over how many shards positions are dealt.
         offset: the first position where `positions` is None.
     """
-    _slot_scatter(cache, new, slots, positions, owned, shards, offset)
+    rows, _, tokens, _ = new.shape
+    length = cache.shape[2]
+    slot = torch.arange(rows) if slots is None else slots.long()
+    slot = slot[:, None].expand(rows, tokens)
+    position = torch.arange(tokens) + offset if positions is None else positions.long()
+    place = position.expand(rows, tokens)
+    alive = (slot >= 0) & (slot < cache.shape[0]) & (place >= 0)
+    if owned is not None:
+        mine = owned.bool()
+        place = torch.where(mine, place // shards, length - 1)
+        alive = alive & ((place < length - 1) | ~mine)
+    alive = alive & (place < length)
+    cache[slot[alive], :, place[alive]] = new.transpose(1, 2)[alive]
 
 
-def slot_shift(cache: Tensor, new: Tensor, slots: Tensor | None = None) -> None:
+@operator(triton_version=slot_shift_triton)
+def slot_shift(cache: Written[Tensor], new: Tensor, slots: Tensor | None = None) -> None:
     """Drop the oldest tokens of each named slot at the left, and append the new ones at the right.
 
     Args:
@@ -243,4 +210,9 @@ def slot_shift(cache: Tensor, new: Tensor, slots: Tensor | None = None) -> None:
         new: [rows, h, n, d] with n <= length, any strides.
         slots: int [rows], unique; None means row i is slot i.
     """
-    _slot_shift(cache, new, slots)
+    kept = cache.shape[2] - new.shape[2]
+    named = range(new.shape[0]) if slots is None else slots.tolist()
+    for row, slot in enumerate(named):
+        if 0 <= slot < cache.shape[0]:
+            cache[slot, :, :kept] = cache[slot, :, new.shape[2] :].clone()
+            cache[slot, :, kept:] = new[row]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..native.registration import operator
+from ..native.signature import Written
 
 # torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
 # weight is faster. It is vectorised for bf16 alone.
@@ -11,24 +12,8 @@ _INT8_DEQUANTISE_ROWS = {torch.bfloat16: 17, torch.float16: 17, torch.float32: 3
 _INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
 
 
-def int8_linear_torch(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-    """Multiply with an int8 weight; see `int8_linear`."""
-    if _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
-        out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
-    else:
-        torch.mm(x, qweight.to(x.dtype).t(), out=out)
-        out.mul_(scales)
-    if bias is not None:
-        out.add_(bias)
-
-
-_int8_linear = operator(
-    "int8_linear(Tensor(a!) out, Tensor x, Tensor qweight, Tensor scales, Tensor? bias) -> ()",
-    torch_version=int8_linear_torch,
-)
-
-
-def int8_linear(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+@operator()
+def int8_linear(out: Written[Tensor], x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
     """Write `x @ (qweight * scales[:, None]).T + bias` into `out`: int8 weights, activations untouched.
 
     Made for bf16 on a CPU: torch's int8 product is vectorised for bf16 alone, and fp32 activations take a product
@@ -41,7 +26,13 @@ def int8_linear(out: Tensor, x: Tensor, qweight: Tensor, scales: Tensor, bias: T
         scales: [out_features], of x's dtype.
         bias: [out_features] or None.
     """
-    _int8_linear(out, x, qweight, scales, bias)
+    if _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
+        out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
+    else:
+        torch.mm(x, qweight.to(x.dtype).t(), out=out)
+        out.mul_(scales)
+    if bias is not None:
+        out.add_(bias)
 
 
 def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:

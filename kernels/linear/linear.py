@@ -1,34 +1,22 @@
 """Linear layers, `out = x @ weight.T + bias`, with the plain weight: cuBLAS on a GPU, torch's own product on a CPU."""
 
-import functools
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..native.registration import operator
+from ..native.signature import Written
 
 
-def bind_linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
-    """Return the product of fixed tensors with the plain weight; see `linear`."""
+def plain_product(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Multiply with torch's own product; see `linear`."""
     if bias is None:
-        return functools.partial(torch.mm, x, weight.t(), out=out)
-    return functools.partial(torch.addmm, bias, x, weight.t(), out=out)
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias, x, weight.t(), out=out)
 
 
-def linear_torch(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Multiply with the plain weight; see `linear`."""
-    bind_linear(out, x, weight, bias)()
-
-
-_linear = operator(
-    "linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias) -> ()",
-    torch_version=linear_torch,
-    bound_version=bind_linear,
-)
-
-
-def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+@operator()
+def linear(out: Written[Tensor], x: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
     """Write `x @ weight.T + bias` into `out`.
 
     Args:
@@ -37,4 +25,4 @@ def linear(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None) -
         weight: [out_features, in_features].
         bias: [out_features] or None.
     """
-    _linear(out, x, weight, bias)
+    plain_product(out, x, weight, bias)

@@ -20,12 +20,10 @@
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 
 struct product {
-    const arg *args;
+    const native_linear_args *a;
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
 };
-
-static int64_t panels_to_share(int64_t rows, int64_t in) { return items_of(SHARED_WORK, rows * in * PANEL); }
 
 typedef vec panel_sums[VECTORS];
 
@@ -106,13 +104,12 @@ INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t
 #define input float
 #endif
 
-/* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in
- * `memory`, or where they are. */
-static const float *NAME(widened)(const element *x, int64_t *stride, void *memory, int64_t rows, int64_t in,
-                                  int64_t multiple) {
+/* Return the rows in the type that products take, each padded with zeros to a multiple of `multiple` features: in the
+ * caller's scratch, which all threads of the product read, or where they are. */
+static const float *NAME(widened)(const element *x, int64_t *stride, int64_t rows, int64_t in, int64_t multiple) {
     int64_t padded = (in + multiple - 1) / multiple * multiple;
     if (sizeof(element) == sizeof(float) && padded == in) return (const float *)x;
-    float *wide = memory;
+    float *wide = scratch(rows * padded);
     for (int64_t row = 0; row < rows; row++) {
         int64_t i = 0;
         for (; i + LANES <= in; i += LANES) store_f32(wide + row * padded + i, load(x + row * *stride + i));
@@ -122,10 +119,10 @@ static const float *NAME(widened)(const element *x, int64_t *stride, void *memor
     return wide;
 }
 
-static const input *NAME(prepared)(const element *x, int64_t *stride, void *memory, int64_t rows, int64_t in) {
-    if (sizeof(input) == sizeof(float)) return (const input *)NAME(widened)(x, stride, memory, rows, in, STEP);
+static const input *NAME(prepared)(const element *x, int64_t *stride, int64_t rows, int64_t in) {
+    if (sizeof(input) == sizeof(float)) return (const input *)NAME(widened)(x, stride, rows, in, STEP);
     if (in % STEP == 0) return (const input *)x;
-    input *copy = memory;
+    input *copy = (input *)scratch(rows * (in + 1));
     for (int64_t row = 0; row < rows; row++) {
         memcpy(copy + row * (in + 1), x + row * *stride, in * sizeof(input));
         copy[row * (in + 1) + in] = 0;
@@ -188,13 +185,13 @@ INLINE void NAME(int8_tile)(const int count, panel_sums *out, const float *x, in
 /* The fields of one product, for the loops over its panels. */
 #undef PRODUCT
 #define PRODUCT(WEIGHT, INPUT)                                                          \
-    const arg *args = ((const struct product *)job)->args;                              \
+    const native_linear_args *a = ((const struct product *)job)->a;                     \
     int64_t stride = ((const struct product *)job)->stride;                             \
     const INPUT *x = ((const struct product *)job)->x;                                  \
-    element *out = args[0].p;                                                           \
-    const WEIGHT *weight = args[2].p;                                                   \
-    const element *bias = args[3].p, *scales = args[9].p;                               \
-    int64_t rows = args[5].i, in = args[6].i, out_features = args[7].i;
+    element *out = a->out.data;                                                         \
+    const WEIGHT *weight = a->panels.data;                                              \
+    const element *bias = a->bias.data, *scales = a->scales.data;                       \
+    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1];
 
 #undef PANEL_LOOP
 #define PANEL_LOOP(TILE_FUNCTION, WIDTH)                                                                        \
@@ -217,16 +214,14 @@ static void NAME(int8_panels)(const void *job, int64_t begin, int64_t end) {
     PANEL_LOOP(NAME(int8_tile), INT8_STEP)
 }
 
-/* out, x, weight, bias or null, memory for the rows as floats, rows, in features, out features, stride of x, scales */
-void NAME(linear)(const arg *args) {
-    struct product job = {args, 0, args[8].i};
-    job.x = NAME(prepared)(args[1].p, &job.stride, args[4].p, args[5].i, args[6].i);
-    parallel(NAME(linear_panels), &job, (args[7].i + PANEL - 1) / PANEL, panels_to_share(args[5].i, args[6].i));
-}
-
-/* the same */
-void NAME(int8_linear)(const arg *args) {
-    struct product job = {args, 0, args[8].i};
-    job.x = NAME(widened)(args[1].p, &job.stride, args[4].p, args[5].i, args[6].i, INT8_STEP);
-    parallel(NAME(int8_panels), &job, (args[7].i + PANEL - 1) / PANEL, panels_to_share(args[5].i, args[6].i));
+KERNEL(native_linear) {
+    int64_t rows = a->x.size[0], in = a->x.size[1], least = items_of(SHARED_WORK, rows * in * PANEL);
+    struct product job = {a, 0, a->x.stride[0]};
+    if (a->scales.data) {
+        job.x = NAME(widened)(a->x.data, &job.stride, rows, in, INT8_STEP);
+        parallel(threads, NAME(int8_panels), &job, a->panels.size[0], least);
+    } else {
+        job.x = NAME(prepared)(a->x.data, &job.stride, rows, in);
+        parallel(threads, NAME(linear_panels), &job, a->panels.size[0], least);
+    }
 }

@@ -9,8 +9,9 @@ threads.
 import torch
 from torch import Tensor
 
-from ..native.library import ELEMENTS, NativeCall, fits
+from ..native.library import ELEMENTS, fits
 from ..native.registration import operator
+from ..native.signature import AnyElement, Written
 
 PANEL = 32
 _STEPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand in one 32-bit word
@@ -37,32 +38,17 @@ def to_panels(weight: Tensor) -> Tensor:
     return padded.view(panels, PANEL, steps, step).transpose(1, 2).contiguous()
 
 
-def bind_native_linear(
-    out: Tensor, x: Tensor, panels: Tensor, scales: Tensor | None, bias: Tensor | None
-) -> NativeCall:
-    """Return the product of fixed tensors; see `native_linear`."""
-    rows, in_features = x.shape
-    padded = panels.shape[1] * panels.shape[3]
-    wide = torch.empty(rows, padded)
-    kernel = "linear" if scales is None else "int8_linear"
-    sizes = (rows, in_features, out.shape[1], x.stride(0))
-    return NativeCall(kernel, x.dtype, out, x, panels, bias, wide, *sizes, scales)
+def _is_served(out: Tensor, x: Tensor, panels: Tensor, scales: Tensor | None, bias: Tensor | None) -> bool:
+    return panels.dtype == (x.dtype if scales is None else torch.int8) and x.stride(1) == 1
 
 
-def native_linear_on_host(out: Tensor, x: Tensor, panels: Tensor, scales: Tensor | None, bias: Tensor | None) -> None:
-    """Multiply with a weight in panels; see `native_linear`."""
-    bind_native_linear(out, x, panels, scales, bias)()
-
-
-_native_linear = operator(
-    "native_linear(Tensor(a!) out, Tensor x, Tensor panels, Tensor? scales, Tensor? bias) -> ()",
-    torch_version=native_linear_on_host,
-    bound_version=bind_native_linear,
-)
-
-
+@operator(is_compiled=_is_served)
 def native_linear(
-    out: Tensor, x: Tensor, panels: Tensor, scales: Tensor | None = None, bias: Tensor | None = None
+    out: Written[Tensor],
+    x: Tensor,
+    panels: AnyElement,
+    scales: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> None:
     """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. CPU alone.
 
@@ -73,4 +59,9 @@ def native_linear(
         scales: [out_features], for int8.
         bias: [out_features] or None.
     """
-    _native_linear(out, x, panels, scales, bias)
+    weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[: out.shape[1], : x.shape[1]].to(x.dtype)
+    torch.mm(x, weight.t(), out=out)
+    if scales is not None:
+        out.mul_(scales)
+    if bias is not None:
+        out.add_(bias)

@@ -4,14 +4,13 @@ torch's plain product reaches a third of it at batch 8. Small matrices are the o
 product's overhead shows.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..native.registration import operator
+from ..native.signature import Written
 
 _PACKED_ROWS = 8  # oneDNN's layout for so many rows is as good for one, and a third better than that for one at eight
 _PACK: Any = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
@@ -29,26 +28,8 @@ def pack(weight: Tensor) -> Tensor:
     return _PACK(weight, _PACKED_ROWS)
 
 
-def bind_packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> Callable[[], Tensor]:
-    """Return the product of fixed tensors with a weight packed by oneDNN; see `packed_linear`."""
-    product = functools.partial(_PACKED_PRODUCT.default._op, x, packed, bias, "none", [], "")
-    return lambda: out.copy_(product())
-
-
-def packed_linear_torch(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
-    """Multiply with a weight packed by oneDNN; see `packed_linear`."""
-    bind_packed_linear(out, x, packed, bias)()
-
-
-_packed_linear = operator(
-    "packed_linear(Tensor(a!) out, Tensor x, Tensor packed, Tensor? bias) -> ()",
-    torch_version=packed_linear_torch,
-    bound_version=bind_packed_linear,
-    keys=("MkldnnCPU",),
-)
-
-
-def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = None) -> None:
+@operator(keys=("MkldnnCPU",))
+def packed_linear(out: Written[Tensor], x: Tensor, packed: Tensor, bias: Tensor | None = None) -> None:
     """Write `x @ weight.T + bias` into `out`, the weight as oneDNN packed it. CPU alone.
 
     Args:
@@ -57,4 +38,4 @@ def packed_linear(out: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None = 
         packed: what `pack(weight)` returned: an opaque tensor.
         bias: [out_features] or None.
     """
-    _packed_linear(out, x, packed, bias)
+    out.copy_(_PACKED_PRODUCT.default._op(x, packed, bias, "none", [], ""))

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from .linear import linear_torch
+from ..native.signature import Written
+from .linear import plain_product
 from .small_linear_config import GEMV_ROWS, TILE_ROWS, SmallLinearConfig
 
 KINDS = ("dot", "gemv")
@@ -226,13 +227,14 @@ def small_linear_triton(
         )  # fmt: skip
 
 
-def small_linear_torch(
-    out: Tensor,
+@operator(triton_version=small_linear_triton)
+def _small_linear(
+    out: Written[Tensor],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    partial: Tensor | None,
-    counters: Tensor | None,
+    partial: Written[Tensor] | None,
+    counters: Written[Tensor] | None,
     kind: str,
     block_n: int,
     block_k: int,
@@ -242,15 +244,7 @@ def small_linear_torch(
     pdl: bool,
 ) -> None:
     """Multiply with torch's own product, which needs none of the configuration; see `small_linear`."""
-    linear_torch(out, x, weight, bias)
-
-
-_small_linear = operator(
-    "small_linear(Tensor(a!) out, Tensor x, Tensor weight, Tensor? bias, Tensor(b!)? partial, Tensor(c!)? counters, "
-    "str kind, int block_n, int block_k, int splits, int num_warps, int num_stages, bool pdl) -> ()",
-    torch_version=small_linear_torch,
-    triton_version=small_linear_triton,
-)
+    plain_product(out, x, weight, bias)
 
 
 def small_linear(

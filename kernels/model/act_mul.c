@@ -3,11 +3,9 @@
 
 #ifndef GRAPHDECODE_ACT_MUL
 #define GRAPHDECODE_ACT_MUL
-enum { SILU, GELU_TANH, GELU };
-
 static inline vec activate(vec gate, int64_t activation) {
-    if (activation == SILU) return gate / (1.0f + exp_lanes(-gate));
-    if (activation == GELU_TANH) { /* 0.5 (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3) */
+    if (activation == ACTIVATION_SILU) return gate / (1.0f + exp_lanes(-gate));
+    if (activation == ACTIVATION_GELU_TANH) { /* 0.5 (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) (x + 0.044715 x^3) */
         vec twice = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
         return gate / (1.0f + exp_lanes(-twice));
     }
@@ -31,17 +29,12 @@ static void NAME(gate_row)(element *out, const element *gate, const element *up,
 }
 
 static void NAME(gate_rows)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    element *out = args[0].p;
-    const element *gate_up = args[1].p;
-    int64_t width = args[3].i, stride = args[4].i, activation = args[5].i;
+    const act_mul_args *a = job;
+    int64_t width = a->out.size[1];
     for (int64_t row = begin; row < end; row++) {
-        const element *gate = gate_up + row * stride;
-        NAME(gate_row)(out + row * width, gate, gate + width, width, activation);
+        const element *gate = (const element *)a->gate_up.data + row * a->gate_up.stride[0];
+        NAME(gate_row)((element *)a->out.data + row * width, gate, gate + width, width, a->activation);
     }
 }
 
-/* out, gate and up, rows, width, stride of gate and up, activation */
-void NAME(act_mul)(const arg *args) {
-    parallel(NAME(gate_rows), args, args[2].i, items_of(PARALLEL_WORK, args[3].i));
-}
+KERNEL(act_mul) { parallel(threads, NAME(gate_rows), a, a->out.size[0], items_of(PARALLEL_WORK, a->out.size[1])); }

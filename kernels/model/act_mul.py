@@ -4,18 +4,17 @@ Activations: `silu` (x * sigmoid(x)), `gelu_tanh` (Hendrycks and Gimpel, 2016, t
 (the exact one, by erf).
 """
 
-import functools
-from collections.abc import Callable
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from ..native.early_start import has_early_start
-from ..native.library import NativeCall, fits
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import OneOf, Written
 
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = OneOf(("silu", "gelu_tanh", "gelu"))
 _MAX_BLOCK = 2048
 
 
@@ -50,46 +49,12 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     )
 
 
-def bind_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> Callable[[], None]:
-    """Return the product of fixed tensors, the activation rounded to the dtype first; see `act_mul`."""
-    width = out.shape[-1]
-    gate, up = gate_up[:, :width], gate_up[:, width:]
-    if activation == "silu":
-        activate = functools.partial(torch.ops.aten.silu.out, gate, out=out)
-    else:
-        approximate = "tanh" if activation == "gelu_tanh" else "none"
-        activate = functools.partial(torch.ops.aten.gelu.out, gate, approximate=approximate, out=out)
-
-    def multiply() -> None:
-        activate()
-        out.mul_(up)
-
-    return multiply
+def _is_served(out: Tensor, gate_up: Tensor, activation: str) -> bool:
+    return gate_up.stride(1) == 1
 
 
-def act_mul_torch(out: Tensor, gate_up: Tensor, activation: str) -> None:
-    """Compute with torch operators; see `act_mul`."""
-    bind_act_mul(out, gate_up, activation)()
-
-
-def native_act_mul(out: Tensor, gate_up: Tensor, activation: str) -> NativeCall | None:
-    """Return the compiled product of fixed tensors, if it serves them; see `act_mul`."""
-    if gate_up.stride(1) != 1 or not fits(out, gate_up):
-        return None
-    sizes = (*out.shape, gate_up.stride(0))
-    return NativeCall("act_mul", out.dtype, out, gate_up, *sizes, ACTIVATIONS.index(activation))
-
-
-_act_mul = operator(
-    "act_mul(Tensor(a!) out, Tensor gate_up, str activation) -> ()",
-    torch_version=act_mul_torch,
-    bound_version=bind_act_mul,
-    native_version=native_act_mul,
-    triton_version=act_mul_triton,
-)
-
-
-def act_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
+@operator(triton_version=act_mul_triton, is_compiled=_is_served)
+def act_mul(out: Written[Tensor], gate_up: Tensor, activation: Annotated[str, ACTIVATIONS]) -> None:
     """Write `activation(gate) * up` into `out`.
 
     Args:
@@ -100,6 +65,9 @@ def act_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
     Raises:
         ValueError: the activation is not known.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}; it must be one of {', '.join(ACTIVATIONS)}")
-    _act_mul(out, gate_up, activation)
+    gate, up = gate_up.chunk(2, dim=1)
+    if activation == "silu":
+        torch.ops.aten.silu.out(gate, out=out)
+    else:
+        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
+    out.mul_(up)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..native.library import NativeCall, library
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Float32, Int32, Int64, Written
 from ..sampling.sampling_slots import FLAG_LOGPROBS, FLAG_PENALTIES, LogprobOutputs, SamplingSlots
 
 
@@ -34,16 +34,16 @@ class AdvanceState(NamedTuple):
         ring_top_ids: int32 [R, b_max, MAX_LOGPROBS] or None.
     """
 
-    tokens: Tensor
-    pre_step_seqlens: Tensor
-    finished: Tensor
-    step_index: Tensor
-    running: Tensor
-    ring_tokens: Tensor
-    token_counts: Tensor | None = None
-    ring_logprob: Tensor | None = None
-    ring_top_logprobs: Tensor | None = None
-    ring_top_ids: Tensor | None = None
+    tokens: Int64
+    pre_step_seqlens: Int32
+    finished: Int32
+    step_index: Int64
+    running: Int32
+    ring_tokens: Int64
+    token_counts: Int32 | None = None
+    ring_logprob: Float32 | None = None
+    ring_top_logprobs: Float32 | None = None
+    ring_top_ids: Int32 | None = None
 
 
 # One program does the whole batch: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30.
@@ -122,148 +122,48 @@ def _advance_kernel(
 
 
 def advance_triton(
-    tokens: Tensor,
-    pre_step_seqlens: Tensor,
-    finished: Tensor,
-    step_index: Tensor,
-    running: Tensor,
-    ring_tokens: Tensor,
-    token_counts: Tensor | None,
-    ring_logprob: Tensor | None,
-    ring_top_logprobs: Tensor | None,
-    ring_top_ids: Tensor | None,
+    state: AdvanceState,
     sampled: Tensor,
-    sampled_logprob: Tensor | None,
-    top_logprobs: Tensor | None,
-    top_ids: Tensor | None,
     live_rows: Tensor,
-    sampling_flags: Tensor,
-    stop_ids: Tensor,
-    min_position: Tensor,
-    last_position: Tensor,
+    slots: SamplingSlots,
+    logprobs: LogprobOutputs | None,
 ) -> None:
     """Launch the kernel; see `advance`."""
-    ring_length, ring_rows = ring_tokens.shape
-    tops = 1 if top_ids is None else top_ids.shape[1]
+    ring_length, ring_rows = state.ring_tokens.shape
+    tops = 1 if logprobs is None else logprobs.top_ids.shape[1]
     _advance_kernel[(1,)](
-        tokens,
-        pre_step_seqlens,
-        finished,
-        step_index,
-        running,
-        ring_tokens,
-        token_counts,
-        ring_logprob,
-        ring_top_logprobs,
-        ring_top_ids,
+        *state,
         sampled,
-        sampled_logprob,
-        top_logprobs,
-        top_ids,
+        *(logprobs or (None, None, None)),
         live_rows,
-        sampling_flags,
-        stop_ids,
-        min_position,
-        last_position,
+        slots.sampling_flags,
+        slots.stop_ids,
+        slots.min_position,
+        slots.last_position,
         ring_length,
         ring_rows,
-        0 if token_counts is None else token_counts.stride(0),
-        PENALTIES=token_counts is not None,
+        0 if state.token_counts is None else state.token_counts.stride(0),
+        PENALTIES=state.token_counts is not None,
         PENALTIES_FLAG=FLAG_PENALTIES,
-        LOGPROBS=ring_logprob is not None and sampled_logprob is not None,
+        LOGPROBS=state.ring_logprob is not None and logprobs is not None,
         LOGPROBS_FLAG=FLAG_LOGPROBS,
         ROWS=triton.next_power_of_2(ring_rows),
-        STOPS=stop_ids.shape[1],
+        STOPS=slots.stop_ids.shape[1],
         TOPS=tops,
         TOPS_BLOCK=triton.next_power_of_2(tops),
         num_warps=4,
     )
 
 
-def advance_torch(
-    tokens: Tensor,
-    pre_step_seqlens: Tensor,
-    finished: Tensor,
-    step_index: Tensor,
-    running: Tensor,
-    ring_tokens: Tensor,
-    token_counts: Tensor | None,
-    ring_logprob: Tensor | None,
-    ring_top_logprobs: Tensor | None,
-    ring_top_ids: Tensor | None,
-    sampled: Tensor,
-    sampled_logprob: Tensor | None,
-    top_logprobs: Tensor | None,
-    top_ids: Tensor | None,
-    live_rows: Tensor,
-    sampling_flags: Tensor,
-    stop_ids: Tensor,
-    min_position: Tensor,
-    last_position: Tensor,
-) -> None:
-    """Advance row by row in host memory; see `advance`."""
-    live = int(live_rows.item())
-    step = int(step_index.item())
-    entry = step % ring_tokens.shape[0]
-    ring = ring_tokens.numpy()[entry]
-    ring.fill(-1)
-    next_tokens, seqlens, ended = tokens.numpy(), pre_step_seqlens.numpy(), finished.numpy()
-    # Python lists of a few numbers are read faster than tensors or arrays.
-    new_tokens, positions = sampled.numpy()[:live].tolist(), seqlens[:live].tolist()
-    flags, stops = sampling_flags.numpy()[:live].tolist(), stop_ids.numpy()[:live].tolist()
-    first, last = min_position.numpy()[:live].tolist(), last_position.numpy()[:live].tolist()
-    still = 0
-    for row, was_ended in enumerate(ended[:live].tolist()):
-        if was_ended:
-            continue
-        token, position = new_tokens[row], positions[row] + 1
-        ring[row] = token
-        if flags[row] & FLAG_PENALTIES and token_counts is not None:
-            token_counts.numpy()[row, token] += 1
-        if flags[row] & FLAG_LOGPROBS and ring_logprob is not None and sampled_logprob is not None:
-            ring_logprob[entry, row] = sampled_logprob[row]
-            ring_top_logprobs[entry, row] = top_logprobs[row]  # type: ignore[index]
-            ring_top_ids[entry, row] = top_ids[row]  # type: ignore[index]
-        if position >= last[row] or (token in stops[row] and position >= first[row]):
-            ended[row] = 1
-        else:
-            next_tokens[row] = token
-            seqlens[row] = position
-            still += 1
-    running.numpy()[0] = still
-    step_index.numpy()[0] = step + 1
-
-
-def native_advance(*tensors: Tensor | None) -> NativeCall | None:
-    """Return the compiled kernel over the tensors of `advance_torch`; None if there is no compiler."""
-    if library() is None:
-        return None
-    ring_tokens, token_counts, stop_ids, top_ids = tensors[5], tensors[6], tensors[16], tensors[13]
-    sizes = (
-        *ring_tokens.shape,  # type: ignore[union-attr]
-        0 if token_counts is None else token_counts.stride(0),
-        stop_ids.shape[1],  # type: ignore[union-attr]
-        0 if top_ids is None else top_ids.shape[1],
-    )
-    return NativeCall("advance", None, *tensors, FLAG_PENALTIES, FLAG_LOGPROBS, *sizes)
-
-
-_advance = operator(
-    "advance(Tensor(a!) tokens, Tensor(b!) pre_step_seqlens, Tensor(c!) finished, Tensor(d!) step_index, "
-    "Tensor(e!) running, Tensor(f!) ring_tokens, Tensor(g!)? token_counts, Tensor(h!)? ring_logprob, "
-    "Tensor(i!)? ring_top_logprobs, Tensor(j!)? ring_top_ids, Tensor sampled, Tensor? sampled_logprob, "
-    "Tensor? top_logprobs, Tensor? top_ids, Tensor live_rows, Tensor sampling_flags, Tensor stop_ids, "
-    "Tensor min_position, Tensor last_position) -> ()",
-    torch_version=advance_torch,
-    native_version=native_advance,
+@operator(
     triton_version=advance_triton,
+    is_compiled=True,
+    constants={"FLAG_PENALTIES": FLAG_PENALTIES, "FLAG_LOGPROBS": FLAG_LOGPROBS},
 )
-
-
 def advance(
-    state: AdvanceState,
-    sampled: Tensor,
-    live_rows: Tensor,
+    state: Written[AdvanceState],
+    sampled: Int64,
+    live_rows: Int32,
     slots: SamplingSlots,
     logprobs: LogprobOutputs | None = None,
 ) -> None:
@@ -281,14 +181,33 @@ def advance(
         slots: sampling_flags, stop_ids, min_position and last_position are read.
         logprobs: from `token_logprobs`, or None.
     """
-    outputs = (None, None, None) if logprobs is None else logprobs
-    _advance(
-        *state,
-        sampled,
-        *outputs,
-        live_rows,
-        slots.sampling_flags,
-        slots.stop_ids,
-        slots.min_position,
-        slots.last_position,
-    )
+    live = int(live_rows.item())
+    step = int(state.step_index.item())
+    entry = step % state.ring_tokens.shape[0]
+    ring = state.ring_tokens.numpy()[entry]
+    ring.fill(-1)
+    next_tokens, seqlens, ended = state.tokens.numpy(), state.pre_step_seqlens.numpy(), state.finished.numpy()
+    # Python lists of a few numbers are read faster than tensors or arrays.
+    new_tokens, positions = sampled.numpy()[:live].tolist(), seqlens[:live].tolist()
+    flags, stops = slots.sampling_flags.numpy()[:live].tolist(), slots.stop_ids.numpy()[:live].tolist()
+    first, last = slots.min_position.numpy()[:live].tolist(), slots.last_position.numpy()[:live].tolist()
+    still = 0
+    for row, was_ended in enumerate(ended[:live].tolist()):
+        if was_ended:
+            continue
+        token, position = new_tokens[row], positions[row] + 1
+        ring[row] = token
+        if flags[row] & FLAG_PENALTIES and state.token_counts is not None:
+            state.token_counts.numpy()[row, token] += 1
+        if flags[row] & FLAG_LOGPROBS and state.ring_logprob is not None and logprobs is not None:
+            state.ring_logprob[entry, row] = logprobs.sampled_logprob[row]
+            state.ring_top_logprobs[entry, row] = logprobs.top_logprobs[row]  # type: ignore[index]
+            state.ring_top_ids[entry, row] = logprobs.top_ids[row]  # type: ignore[index]
+        if position >= last[row] or (token in stops[row] and position >= first[row]):
+            ended[row] = 1
+        else:
+            next_tokens[row] = token
+            seqlens[row] = position
+            still += 1
+    state.running.numpy()[0] = still
+    state.step_index.numpy()[0] = step + 1

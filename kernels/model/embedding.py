@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ..native.library import NativeCall, fits
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
 
 _MAX_BLOCK = 2048
 
@@ -31,8 +31,20 @@ def embedding_triton(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) 
     _embedding_kernel[grid](out, tokens, weight, live, hidden, weight.stride(0), BLOCK=block, num_warps=4)
 
 
-def embedding_torch(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -> None:
-    """Gather with torch operators; see `embedding`."""
+def _is_served(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -> bool:
+    return weight.stride(1) == 1
+
+
+@operator(triton_version=embedding_triton, is_compiled=_is_served)
+def embedding(out: Written[Tensor], tokens: Int64, weight: Tensor, live: Int32) -> None:
+    """Write `weight[tokens[i]]` into `out[i]`; tokens past the live count read row 0.
+
+    Args:
+        out: [tokens, hidden], contiguous, of the weight's dtype.
+        tokens: int64 [tokens]; the live ones must lie in [0, vocab), the dead ones may hold anything.
+        weight: [vocab, hidden], rows may be strided.
+        live: int32 [1], how many of the tokens are live.
+    """
     if not tokens.is_cpu:
         alive = torch.arange(tokens.shape[0], device=tokens.device) < live
         torch.index_select(weight, 0, torch.where(alive, tokens, 0), out=out)
@@ -43,31 +55,3 @@ def embedding_torch(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -
         return
     torch.index_select(weight, 0, tokens[:count], out=out[:count])
     out[count:] = weight[0]
-
-
-def native_embedding(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -> NativeCall | None:
-    """Return the compiled gather over fixed tensors, if it serves them; see `embedding`."""
-    if not fits(out, weight) or weight.stride(1) != 1:
-        return None
-    sizes = (tokens.shape[0], weight.shape[1], weight.stride(0), weight.shape[0])
-    return NativeCall("embedding", out.dtype, out, tokens, weight, live, *sizes)
-
-
-_embedding = operator(
-    "embedding(Tensor(a!) out, Tensor tokens, Tensor weight, Tensor live) -> ()",
-    torch_version=embedding_torch,
-    native_version=native_embedding,
-    triton_version=embedding_triton,
-)
-
-
-def embedding(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor) -> None:
-    """Write `weight[tokens[i]]` into `out[i]`; tokens past the live count read row 0.
-
-    Args:
-        out: [tokens, hidden], contiguous, of the weight's dtype.
-        tokens: int64 [tokens]; the live ones must lie in [0, vocab), the dead ones may hold anything.
-        weight: [vocab, hidden], rows may be strided.
-        live: int32 [1], how many of the tokens are live.
-    """
-    _embedding(out, tokens, weight, live)

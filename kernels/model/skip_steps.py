@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
 
 
 # One program writes 8 bytes for each row of the ring and skipped step, and reads and writes three numbers.
@@ -26,23 +27,8 @@ def skip_steps_triton(step_index: Tensor, ring_tokens: Tensor, loop_limit: Tenso
     _skip_steps_kernel[(1,)](step_index, ring_tokens, loop_limit, loop_count, length, rows, ROWS=block, num_warps=4)
 
 
-def skip_steps_torch(step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop_count: Tensor) -> None:
-    """Skip in host memory; see `skip_steps`."""
-    step, ring = step_index.numpy(), ring_tokens.numpy()
-    skipped = max(int(loop_limit.numpy()[0]) - int(loop_count.numpy()[0]), 0)
-    for later in range(int(step[0]), int(step[0]) + skipped):
-        ring[later % len(ring)] = -1
-    step[0] += skipped
-
-
-_skip_steps = operator(
-    "skip_steps(Tensor(a!) step_index, Tensor(b!) ring_tokens, Tensor loop_limit, Tensor loop_count) -> ()",
-    torch_version=skip_steps_torch,
-    triton_version=skip_steps_triton,
-)
-
-
-def skip_steps(step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop_count: Tensor) -> None:
+@operator(triton_version=skip_steps_triton)
+def skip_steps(step_index: Written[Int64], ring_tokens: Written[Int64], loop_limit: Int32, loop_count: Int32) -> None:
     """Go on to the step behind the last one of a launch, and leave no tokens in the places of those that did not run.
 
     Args:
@@ -51,4 +37,8 @@ def skip_steps(step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop
         loop_limit: int32 [1], steps that the launch was asked for.
         loop_count: int32 [1], steps that it ran.
     """
-    _skip_steps(step_index, ring_tokens, loop_limit, loop_count)
+    step, ring = step_index.numpy(), ring_tokens.numpy()
+    skipped = max(int(loop_limit.numpy()[0]) - int(loop_count.numpy()[0]), 0)
+    for later in range(int(step[0]), int(step[0]) + skipped):
+        ring[later % len(ring)] = -1
+    step[0] += skipped

@@ -7,7 +7,14 @@ FOLDER_VARIABLE = "GRAPHDECODE_CACHE_DIR"
 
 
 def cache_folder() -> Path:
-    """Return `$GRAPHDECODE_CACHE_DIR`, else `graphdecode` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
+    """Return `$GRAPHDECODE_CACHE_DIR`, else `graphdecode` in `$XDG_CACHE_HOME`, else in `~/.cache`.
+
+    Raises:
+        FileNotFoundError: this user has no home.
+    """
     if os.environ.get(FOLDER_VARIABLE):
         return Path(os.environ[FOLDER_VARIABLE])
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphdecode"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphdecode"
+    except RuntimeError as error:
+        raise FileNotFoundError(f"this user has no home: {error}") from error

@@ -10,6 +10,8 @@
 
 #include <math.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "native_threads.h"
@@ -33,12 +35,52 @@ typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
-/* Kernels take one array of such arguments, so that all have one type and a list of them can be run in one call. */
-typedef union {
-    int64_t i;
-    double d;
-    void *p;
-} arg;
+/* Kernels are given one struct, which is made from the operation's signature (signature.py): a tensor is where it
+ * begins, its sizes and its strides in elements; null is no tensor. */
+#define TENSOR(type)             \
+    struct {                     \
+        type *data;              \
+        int64_t size[4];         \
+        int64_t stride[4];       \
+    }
+
+/* A kernel of an operation: it sees its arguments as `a`, and may have `threads` threads for each job of its. All kernels
+ * have one type, so that a list of them can be run in one call. */
+#define KERNEL(operation)                                                              \
+    static void NAME(operation##_of)(const operation##_args *a, int64_t threads);      \
+    void NAME(operation)(const void *args, int threads) {                          \
+        NAME(operation##_of)(args, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads); \
+    }                                                                                  \
+    static void NAME(operation##_of)(const operation##_args *a, int64_t threads)
+
+static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* How many rows are alive: what a step was told, within what there is. */
+static inline int64_t live_of(const int32_t *live, int64_t rows) { return *live < 0 ? 0 : least_of(*live, rows); }
+
+/* Memory of the calling thread, at least so many floats, aligned to a vector; the next call takes it back. It stays for
+ * the next kernel: a step that has run before allocates nothing. */
+static float *scratch(int64_t floats) {
+    size_t bytes = (size_t)(floats > 0 ? floats : 1) * sizeof(float);
+    if (bytes > own_memory.size) {
+        free(own_memory.at);
+        own_memory.size = (bytes + 4095) / 4096 * 4096;
+        own_memory.at = aligned_alloc(64, own_memory.size);
+        if (!own_memory.at) { /* where Linux grants what it has not got, this is not reached */
+            fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", own_memory.size);
+            abort();
+        }
+        pthread_setspecific(memory_key, own_memory.at);
+    }
+    return own_memory.at;
+}
+
+/* The next `count` floats of `*at`, which goes on behind them, to the next whole vector. */
+static inline float *carved(float **at, int64_t count) {
+    float *found = *at;
+    *at += (count + LANES - 1) / LANES * LANES;
+    return found;
+}
 
 static inline vec splat(float value) { return (vec){0} + value; }
 

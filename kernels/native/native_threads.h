@@ -13,12 +13,14 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <stdlib.h>
 
 #define MOST_THREADS 256
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, after which a thread without work goes to sleep */
 #define YIELD_SPINS 1000 /* pauses after which a waiting caller offers its core */
 #define CHUNKS_PER_THREAD 6
-#define CHUNK_BITS 20
+#define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
+_Static_assert(MOST_THREADS * CHUNKS_PER_THREAD < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
 
@@ -29,12 +31,19 @@ static struct {
     _Atomic uint64_t ticket;  /* number of the job, its chunks, the next of them: CHUNK_BITS each of the last two */
     _Atomic int64_t finished; /* chunks that are done */
     _Atomic int64_t sleeping;
-    _Atomic int64_t threads; /* that share work, the caller's own among them */
+    _Atomic int64_t threads; /* that share the job, the caller's own among them */
     int64_t started;
     body run;
     const void *job;
     int64_t items, chunk;
-} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT, .threads = 1};
+} pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
+
+/* Each thread's workspace; see scratch(). */
+static _Thread_local struct {
+    void *at;
+    size_t size;
+} own_memory;
+static pthread_key_t memory_key; /* frees it when the thread ends */
 
 static inline void pause_core(void) {
 #if defined(__x86_64__)
@@ -96,9 +105,9 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. */
-static void parallel(body run, const void *job, int64_t items, int64_t least) {
-    int64_t threads = atomic_load(&pool.threads);
+/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
+ * thread's job is shared, this thread does its own alone. */
+static void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     int64_t even = (items + threads * CHUNKS_PER_THREAD - 1) / (threads * CHUNKS_PER_THREAD);
     int64_t chunk = even > least ? even : least;
     if (threads < 2 || items <= chunk || atomic_flag_test_and_set(&pool.busy)) {
@@ -108,6 +117,7 @@ static void parallel(body run, const void *job, int64_t items, int64_t least) {
     if (pool.started < threads - 1) start_threads(threads);
     int64_t chunks = (items + chunk - 1) / chunk;
     uint64_t number = job_of(atomic_load(&pool.ticket)) + 1;
+    atomic_store(&pool.threads, threads);
     pool.run = run, pool.job = job, pool.items = items, pool.chunk = chunk;
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, (number << CHUNK_BITS | (uint64_t)chunks) << CHUNK_BITS);
@@ -125,18 +135,17 @@ static void parallel(body run, const void *job, int64_t items, int64_t least) {
     atomic_flag_clear(&pool.busy);
 }
 
-/* Let so many threads share work from now on. */
-void use_threads(int64_t threads) {
-    atomic_store(&pool.threads, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads);
-}
-
-static void after_fork(void) { /* the child has none of the threads, and locks in any state */
+static void after_fork(void) { /* the child has none of the threads, and locks and a job in any state */
     pthread_mutex_init(&pool.lock, 0);
     pthread_cond_init(&pool.wake, 0);
     atomic_flag_clear(&pool.busy);
     atomic_store(&pool.sleeping, 0);
+    atomic_store(&pool.ticket, 0);
     pool.started = 0;
 }
 
-__attribute__((constructor)) static void at_load(void) { pthread_atfork(0, 0, after_fork); }
+__attribute__((constructor)) static void at_load(void) {
+    pthread_key_create(&memory_key, free);
+    pthread_atfork(0, 0, after_fork);
+}
 #endif

@@ -1,81 +1,113 @@
 """How an operation becomes a `torch.library` operator.
 
-An operator has one schema, a torch version (the CPU path, and the oracle of the tests), a Triton version (the CUDA
-path), a fake, and for the hot ones a compiled version (the CPU path where there is a C compiler). Being registered is
-what makes a step recordable on a CPU, traceable by FakeTensor and checkable with `torch.library.opcheck`.
+The function that is decorated is the operation: its annotations are the only place where its signature stands (see
+`signature.py`), its docstring says what callers give it, its body computes with torch operators and is the oracle of
+the tests. Beside it an operation may have a Triton version, which runs on CUDA tensors, and a kernel in C of the same
+name, which runs on a CPU where there is a C compiler. Being registered is what makes a step recordable on a CPU,
+traceable by FakeTensor and checkable with `torch.library.opcheck`.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
-from .library import NativeCall
+from . import library
+from .calls import NativeCall
+from .signature import Signature
 
 NAMESPACE = "graphdecode"
+P = ParamSpec("P")
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
-_BOUND_VERSIONS: dict[Any, Callable[..., Any]] = {}  # filled while the operators' files are imported, and then read
 
 
-def _writes_only(*_arguments: Any, **_options: Any) -> None:
-    """The fake of an operator that returns nothing: it only writes into tensors that it was given."""
+class Versions(NamedTuple):
+    """The versions of one operator; all take its arguments one by one, as the dispatcher does.
+
+    Attributes:
+        torch: computes with torch operators.
+        triton: launches the Triton kernel; the torch version where there is none.
+        native: returns the compiled kernel over these tensors, or None where it does not serve them; None where there
+            is no such kernel.
+    """
+
+    torch: Callable[..., None]
+    triton: Callable[..., None]
+    native: Callable[..., NativeCall | None] | None
+
+    def bound(self, *arguments: Any) -> Callable[[], Any]:
+        """Return a function without arguments that computes over these CPU tensors, natively if that can be."""
+        call = None if self.native is None else self.native(*arguments)
+        return call or functools.partial(self.torch, *arguments)
+
+
+_VERSIONS: dict[Any, Versions] = {}  # filled while the operators' files are imported, and then read
 
 
 def operator(
-    schema: str,
     *,
-    torch_version: Callable[..., Any],
-    bound_version: Callable[..., Callable[[], Any]] | None = None,
-    native_version: Callable[..., NativeCall | None] | None = None,
     triton_version: Callable[..., Any] | None = None,
-    fake: Callable[..., Any] = _writes_only,
+    is_compiled: Callable[..., bool] | bool = False,
+    constants: dict[str, int] | None = None,
     keys: tuple[str, ...] = (),
-) -> Any:
-    """Register one operator and return it as a callable.
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Return a decorator that registers a function as an operator, and returns what callers call instead.
 
     Args:
-        schema: `name(arguments) -> ()` in torch's schema language; written tensors are marked `Tensor(a!)`.
-        torch_version: runs on CPU tensors, and on CUDA tensors where there is no Triton version.
-        bound_version: takes the same arguments and returns a function without any that does the same, bit for bit, on
-            CPU tensors. What follows from where the tensors are (views of them) is done once, for a recorded step
-            that runs over the same tensors again and again. None means that nothing is to be gained.
-        native_version: takes the same arguments and returns the compiled kernel over these CPU tensors, or None where
-            it does not serve them; then the torch version does.
-        triton_version: runs on CUDA tensors.
-        fake: infers outputs without data; operators that return nothing need none.
-        keys: further dispatch keys that `torch_version` answers (packed CPU weights have one of their own).
+        triton_version: takes the function's arguments; runs on CUDA tensors.
+        is_compiled: takes the function's arguments and says whether the kernel of the operation's name in C serves
+            them, their dtypes apart; True: all; False: there is no such kernel.
+        constants: integers that the kernel knows by these names.
+        keys: further dispatch keys that the torch version answers (packed CPU weights have one of their own).
     """
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    bound = bound_version or functools.partial(functools.partial, torch_version)
-    on_host = torch_version
-    if native_version is not None:
-        bound = functools.partial(_bind_natively, native_version, bound)
-        on_host = functools.partial(_run_natively, native_version, torch_version)
-    for key in ("CPU", *keys):
-        _LIBRARY.impl(name, on_host, key)
-    _LIBRARY.impl(name, triton_version or torch_version, "CUDA")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    registered = getattr(getattr(torch.ops, NAMESPACE), name).default
-    _BOUND_VERSIONS[registered] = bound
+
+    def registered(function: Callable[P, None]) -> Callable[P, None]:
+        signature = Signature(function)
+        on_host = plain = signature.flat(function)
+        native = None
+        if is_compiled is not False:
+            library.declare(signature, constants or {})
+            serves = None if is_compiled is True else signature.flat(is_compiled)
+            native = functools.partial(_native, signature, serves)
+            on_host = functools.partial(_run_on_host, native, plain)
+        on_device = plain if triton_version is None else signature.flat(triton_version)
+        _LIBRARY.define(signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", *keys):
+            _LIBRARY.impl(signature.name, on_host, key)
+        _LIBRARY.impl(signature.name, on_device, "CUDA")
+        torch.library.register_fake(f"{NAMESPACE}::{signature.name}", _writes_only, lib=_LIBRARY)
+        overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
+        _VERSIONS[overload] = Versions(plain, on_device, native)
+        return signature.face(overload)
+
     return registered
 
 
-def _bind_natively(
-    native_version: Callable[..., NativeCall | None], otherwise: Callable[..., Callable[[], Any]], *arguments: Any
-) -> Callable[[], Any]:
-    return native_version(*arguments) or otherwise(*arguments)
+def _writes_only(*_arguments: Any) -> None:
+    """The fake of an operator that returns nothing: it only writes into tensors that it was given."""
 
 
-def _run_natively(
-    native_version: Callable[..., NativeCall | None], otherwise: Callable[..., Any], *arguments: Any
-) -> None:
-    call = native_version(*arguments)
+def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments: Any) -> NativeCall | None:
+    if library.library() is None or (serves is not None and not serves(*arguments)):
+        return None
+    packed = signature.packed(arguments)
+    if packed is None or (signature.has_element and packed[1] not in library.ELEMENTS):
+        return None
+    return NativeCall(library.kernel(signature.name, packed[1]), packed[0], arguments)
+
+
+def _run_on_host(native: Callable[..., NativeCall | None], otherwise: Callable[..., None], *arguments: Any) -> None:
+    call = native(*arguments)
     if call is None:
         otherwise(*arguments)
     else:
         call()
+
+
+def versions(name: str) -> Versions:
+    """Return the versions of an operator whose file has been imported."""
+    return _VERSIONS[getattr(getattr(torch.ops, NAMESPACE), name).default]
 
 
 def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
@@ -83,5 +115,5 @@ def bind(registered: Any, *arguments: Any) -> Callable[[], Any] | None:
 
     A recorded step calls it without the dispatcher in between, which would cost more than some of the operators.
     """
-    bound_version = _BOUND_VERSIONS.get(registered)
-    return None if bound_version is None else bound_version(*arguments)
+    found = _VERSIONS.get(registered)
+    return None if found is None else found.bound(*arguments)

@@ -23,17 +23,24 @@ static void NAME(norm_row)(element *out, element *residual, const element *x, co
 }
 
 static void NAME(norm_rows)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    element *out = args[0].p, *residual = args[1].p;
-    const element *x = args[2].p, *weight = args[3].p;
-    int64_t hidden = args[5].i, stride = args[6].i;
-    float eps = (float)args[7].d;
-    for (int64_t row = begin; row < end; row++)
-        NAME(norm_row)
-    (out + row * hidden, residual ? residual + row * hidden : 0, x + row * stride, weight, hidden, eps);
+    const rms_norm_args *a = job;
+    int64_t hidden = a->x.size[1];
+    for (int64_t row = begin; row < end; row++) {
+        element *out = (element *)a->out.data + row * hidden;
+        NAME(norm_row)(out, 0, (const element *)a->x.data + row * a->x.stride[0], a->weight.data, hidden, (float)a->eps);
+    }
 }
 
-/* out, residual or null, x, weight, rows, hidden, stride of x, eps */
-void NAME(rms_norm)(const arg *args) {
-    parallel(NAME(norm_rows), args, args[4].i, items_of(PARALLEL_WORK, args[5].i));
+static void NAME(add_norm_rows)(const void *job, int64_t begin, int64_t end) {
+    const add_rms_norm_args *a = job;
+    int64_t hidden = a->x.size[1];
+    for (int64_t row = begin; row < end; row++) {
+        element *out = (element *)a->out.data + row * hidden, *residual = (element *)a->residual.data + row * hidden;
+        const element *x = (const element *)a->x.data + row * a->x.stride[0];
+        NAME(norm_row)(out, residual, x, a->weight.data, hidden, (float)a->eps);
+    }
 }
+
+KERNEL(rms_norm) { parallel(threads, NAME(norm_rows), a, a->x.size[0], items_of(PARALLEL_WORK, a->x.size[1])); }
+
+KERNEL(add_rms_norm) { parallel(threads, NAME(add_norm_rows), a, a->x.size[0], items_of(PARALLEL_WORK, a->x.size[1])); }

@@ -4,15 +4,13 @@
 `residual += x` first, and the norm of the sum.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from ..native.early_start import has_early_start
-from ..native.library import NativeCall, fits
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Written
 
 
 # One program normalises one row: it reads the row (twice with a residual) and the weight, and writes the row
@@ -74,80 +72,22 @@ def add_rms_norm_triton(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor
     _launch(out, residual, x, weight, eps)
 
 
-def bind_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], None]:
-    """Return the norm of fixed tensors, in as few torch operators as can be; see `rms_norm`."""
-    width = x.shape[-1]
-    # x / sqrt(mean(x^2) + eps) * weight = x / sqrt(sum(x^2) + width * eps) * (weight * sqrt(width))
-    root_eps = torch.full((), (width * eps) ** 0.5, device=x.device)
-    gain = weight.float() * width**0.5
-    is_wide = x.dtype == out.dtype == torch.float32 and x.data_ptr() != out.data_ptr()
-
-    def norm() -> None:
-        if is_wide:
-            length = torch.linalg.vector_norm(x, 2, -1, True).hypot_(root_eps)
-            torch.mul(x, gain, out=out).div_(length)
-        else:
-            wide = x.float()
-            length = torch.linalg.vector_norm(wide, 2, -1, True).hypot_(root_eps)
-            torch.mul(wide / length, gain, out=out)
-
-    return norm
+def _is_served(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1
 
 
-def bind_add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Callable[[], None]:
-    """Return the sum and norm of fixed tensors; see `add_rms_norm`."""
-    norm = bind_rms_norm(out, residual, weight, eps)
-
-    def add_and_norm() -> None:
-        residual.add_(x)
-        norm()
-
-    return add_and_norm
+def _is_sum_served(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> bool:
+    return x.dim() == 2 and x.stride(1) == 1
 
 
-def rms_norm_torch(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Normalise with torch operators; see `rms_norm`."""
-    bind_rms_norm(out, x, weight, eps)()
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm of `x` in fp32, computed with torch operators."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps)) * weight.float()
 
 
-def add_rms_norm_torch(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Add and normalise with torch operators; see `add_rms_norm`."""
-    bind_add_rms_norm(out, residual, x, weight, eps)()
-
-
-def native_rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
-    """Return the compiled norm of fixed tensors, if it serves them; see `rms_norm`."""
-    return _native(out, None, x, weight, eps)
-
-
-def native_add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
-    """Return the compiled sum and norm of fixed tensors, if it serves them; see `add_rms_norm`."""
-    return _native(out, residual, x, weight, eps)
-
-
-def _native(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> NativeCall | None:
-    if x.dim() != 2 or x.stride(1) != 1 or not fits(out, residual, x, weight):
-        return None
-    return NativeCall("rms_norm", x.dtype, out, residual, x, weight, *x.shape, x.stride(0), float(eps))
-
-
-_rms_norm = operator(
-    "rms_norm(Tensor(a!) out, Tensor x, Tensor weight, float eps) -> ()",
-    torch_version=rms_norm_torch,
-    bound_version=bind_rms_norm,
-    native_version=native_rms_norm,
-    triton_version=rms_norm_triton,
-)
-_add_rms_norm = operator(
-    "add_rms_norm(Tensor(a!) out, Tensor(b!) residual, Tensor x, Tensor weight, float eps) -> ()",
-    torch_version=add_rms_norm_torch,
-    bound_version=bind_add_rms_norm,
-    native_version=native_add_rms_norm,
-    triton_version=add_rms_norm_triton,
-)
-
-
-def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+@operator(triton_version=rms_norm_triton, is_compiled=_is_served)
+def rms_norm(out: Written[Tensor], x: Tensor, weight: Tensor, eps: float) -> None:
     """Write RMSNorm of `x` into `out`.
 
     Args:
@@ -156,10 +96,11 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
         weight: [hidden].
         eps: added to the mean square.
     """
-    _rms_norm(out, x, weight, eps)
+    out.copy_(normed(x, weight, eps))
 
 
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+@operator(triton_version=add_rms_norm_triton, is_compiled=_is_sum_served)
+def add_rms_norm(out: Written[Tensor], residual: Written[Tensor], x: Tensor, weight: Tensor, eps: float) -> None:
     """Add `x` to `residual` in place, and write RMSNorm of the sum into `out`.
 
     Args:
@@ -169,4 +110,5 @@ def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: 
         weight: [hidden].
         eps: added to the mean square.
     """
-    _add_rms_norm(out, residual, x, weight, eps)
+    residual.add_(x)
+    out.copy_(normed(residual, weight, eps))

@@ -2,17 +2,14 @@
 #include "native.h"
 
 static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
-    const arg *args = job;
-    float *sampled_logprob = args[0].p, *top_logprobs = args[1].p;
-    int32_t *top_ids = args[2].p;
-    const int64_t *sampled = args[4].p;
-    const int32_t *flags = args[6].p;
-    int64_t wanted = args[7].i, tops = args[8].i, vocab = args[9].i, live = *(const int32_t *)args[5].p;
-    for (int64_t row = begin; row < end && row < live; row++) {
-        if (!(flags[row] & wanted)) continue;
-        const element *logits = (const element *)args[3].p + row * args[10].i;
-        float *values = top_logprobs + row * tops, largest = -INFINITY;
-        int32_t *ids = top_ids + row * tops;
+    const token_logprobs_args *a = job;
+    int64_t tops = a->top_ids.size[1], vocab = a->logits.size[1];
+    for (int64_t row = begin; row < end; row++) {
+        if (!(a->sampling_flags.data[row] & FLAG_LOGPROBS)) continue;
+        const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
+        float *values = a->top_logprobs.data + row * tops, largest = -INFINITY;
+        int32_t *ids = a->top_ids.data + row * tops;
+        int64_t sampled = a->sampled.data[row];
         for (int64_t i = 0; i < tops; i++) values[i] = -INFINITY, ids[i] = -1;
         /* the likeliest so far, in order; what equals one of them comes behind it */
         for (int64_t i = 0; i < vocab; i++) {
@@ -42,13 +39,12 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
         for (; i + LANES <= vocab; i += LANES) sums += exp_lanes(load(logits + i) - largest);
         for (; i < vocab; i++) rest += expf(widen(logits[i]) - largest);
         float total = largest + logf(sum_lanes(sums) + rest);
-        sampled_logprob[row] = widen(logits[sampled[row]]) - total;
+        a->sampled_logprob.data[row] = sampled >= 0 && sampled < vocab ? widen(logits[sampled]) - total : -INFINITY;
         for (int64_t place = 0; place < tops; place++) values[place] -= total;
     }
 }
 
-/* sampled_logprob, top_logprobs, top_ids, logits, sampled, live_rows, sampling_flags, flag of rows that want them,
- * likeliest ones, vocabulary, stride of logits, rows */
-void NAME(token_logprobs)(const arg *args) {
-    parallel(NAME(logprob_rows), args, args[11].i, items_of(PARALLEL_WORK, args[9].i));
+KERNEL(token_logprobs) {
+    int64_t live = live_of(a->live_rows.data, a->logits.size[0]);
+    parallel(threads, NAME(logprob_rows), a, live, items_of(PARALLEL_WORK, a->logits.size[1]));
 }

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native.library import NativeCall, fits
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
 from .sampling_slots import FLAG_LOGPROBS, MAX_LOGPROBS, LogprobOutputs
 
 _BLOCK = 4096
@@ -94,9 +94,7 @@ def _top_logprobs_kernel(
 
 
 def token_logprobs_triton(
-    sampled_logprob: Tensor,
-    top_logprobs: Tensor,
-    top_ids: Tensor,
+    outputs: LogprobOutputs,
     logits: Tensor,
     sampled: Tensor,
     live_rows: Tensor,
@@ -121,9 +119,7 @@ def token_logprobs_triton(
         BLOCK=block,
     )
     _top_logprobs_kernel[(rows,)](
-        sampled_logprob,
-        top_logprobs,
-        top_ids,
+        *outputs,
         block_max,
         block_sum,
         logits,
@@ -140,62 +136,15 @@ def token_logprobs_triton(
     )
 
 
-def token_logprobs_torch(
-    sampled_logprob: Tensor,
-    top_logprobs: Tensor,
-    top_ids: Tensor,
-    logits: Tensor,
-    sampled: Tensor,
-    live_rows: Tensor,
-    sampling_flags: Tensor,
-) -> None:
-    """Compute row by row; see `token_logprobs`."""
-    count = min(MAX_LOGPROBS, logits.shape[1])
-    for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
-        if not flags & FLAG_LOGPROBS:
-            continue
-        line = logits[row].float()
-        wide = line.numpy()
-        largest = wide.max()
-        total = largest + np.log(np.exp(wide - largest).sum())
-        sampled_logprob[row] = float(wide[sampled[row]] - total)
-        candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
-        ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
-        top_logprobs[row] = -torch.inf
-        top_logprobs[row, :count] = torch.from_numpy(wide[ids] - total)
-        top_ids[row] = -1
-        top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))
-
-
-def native_token_logprobs(
-    sampled_logprob: Tensor,
-    top_logprobs: Tensor,
-    top_ids: Tensor,
-    logits: Tensor,
-    sampled: Tensor,
-    live_rows: Tensor,
-    sampling_flags: Tensor,
-) -> NativeCall | None:
-    """Return the compiled kernel over these tensors, if there is one for them; see `token_logprobs`."""
-    if not fits(logits) or logits.stride(1) != 1:
-        return None
-    rows, vocab = logits.shape
-    outputs = (sampled_logprob, top_logprobs, top_ids)
-    sizes = (FLAG_LOGPROBS, top_ids.shape[1], vocab, logits.stride(0), rows)
-    return NativeCall("token_logprobs", logits.dtype, *outputs, logits, sampled, live_rows, sampling_flags, *sizes)
-
-
-_token_logprobs = operator(
-    "token_logprobs(Tensor(a!) sampled_logprob, Tensor(b!) top_logprobs, Tensor(c!) top_ids, Tensor logits, "
-    "Tensor sampled, Tensor live_rows, Tensor sampling_flags) -> ()",
-    torch_version=token_logprobs_torch,
-    native_version=native_token_logprobs,
-    triton_version=token_logprobs_triton,
-)
-
-
-def token_logprobs(
+def _is_served(
     outputs: LogprobOutputs, logits: Tensor, sampled: Tensor, live_rows: Tensor, sampling_flags: Tensor
+) -> bool:
+    return logits.stride(1) == 1
+
+
+@operator(triton_version=token_logprobs_triton, is_compiled=_is_served, constants={"FLAG_LOGPROBS": FLAG_LOGPROBS})
+def token_logprobs(
+    outputs: Written[LogprobOutputs], logits: Tensor, sampled: Int64, live_rows: Int32, sampling_flags: Int32
 ) -> None:
     """Write log-probabilities for the live rows whose flags have FLAG_LOGPROBS; other rows' outputs stay.
 
@@ -207,4 +156,18 @@ def token_logprobs(
         live_rows: int32 [1].
         sampling_flags: int32 [b].
     """
-    _token_logprobs(*outputs, logits, sampled, live_rows, sampling_flags)
+    count = min(MAX_LOGPROBS, logits.shape[1])
+    for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
+        if not flags & FLAG_LOGPROBS:
+            continue
+        line = logits[row].float()
+        wide = line.numpy()
+        largest = wide.max()
+        total = largest + np.log(np.exp(wide - largest).sum())
+        outputs.sampled_logprob[row] = float(wide[sampled[row]] - total)
+        candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
+        ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
+        outputs.top_logprobs[row] = -torch.inf
+        outputs.top_logprobs[row, :count] = torch.from_numpy(wide[ids] - total)
+        outputs.top_ids[row] = -1
+        outputs.top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))

@@ -22,24 +22,6 @@ typedef float half_vec __attribute__((vector_size(4 * HALF)));
 typedef int32_t half_ivec __attribute__((vector_size(4 * HALF)));
 typedef int64_t wide_ivec __attribute__((vector_size(8 * HALF)));
 
-/* What is known of a call: its arguments by name. */
-struct sampling {
-    int64_t *sampled;
-    const void *logits;
-    const int32_t *positions, *live_rows, *flags;
-    const float *temperature;
-    const int32_t *top_k;
-    const float *top_p, *min_p;
-    const int64_t *seed;
-    const float *repetition, *presence, *frequency;
-    const int32_t *bias_ids;
-    const float *bias_values;
-    const int32_t *stop_ids, *min_position, *counts;
-    float *memory; /* of each lane: the row's logits, their weights, and ids */
-    int64_t rows, vocab, stride, counts_stride, biases, stops, lanes, dead_token, count_mask;
-    int64_t sample_flag, penalties_flag, bias_flag, stop_flag;
-};
-
 /* One row at work; `padded` is `vocab` rounded up to whole vectors, and what is behind `vocab` has weight 0. */
 struct line {
     float *logits, *weights;
@@ -48,14 +30,6 @@ struct line {
     float largest, lowest;
     int64_t least;
 };
-
-static struct sampling sampling_of(const arg *a) {
-    struct sampling s = {a[0].p,  a[1].p,  a[2].p,  a[3].p,  a[4].p,  a[5].p,  a[6].p,  a[7].p,  a[8].p,  a[9].p,
-                         a[10].p, a[11].p, a[12].p, a[13].p, a[14].p, a[15].p, a[16].p, a[17].p, a[18].p, a[19].i,
-                         a[20].i, a[21].i, a[22].i, a[23].i, a[24].i, a[25].i, a[26].i, a[27].i, a[28].i, a[29].i,
-                         a[30].i, a[31].i};
-    return s;
-}
 
 static uint64_t philox_bits(uint64_t seed, uint32_t position) {
     uint32_t c[4] = {position, 0, 0, 0}, key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
@@ -90,26 +64,29 @@ static inline float value_of_key(int32_t key) {
     return value;
 }
 
-static void penalise(const struct sampling *s, int64_t row, float *logits) {
-    const int32_t *counts = s->counts + row * s->counts_stride;
-    float repetition = s->repetition[row], presence = s->presence[row], frequency = s->frequency[row];
-    for (int64_t i = 0; i < s->vocab; i++) {
+static void penalise(const sample_args *a, int64_t row, float *logits) {
+    const int32_t *counts = a->token_counts.data + row * a->token_counts.stride[0];
+    float repetition = a->repetition_penalty.data[row], presence = a->presence_penalty.data[row];
+    float frequency = a->frequency_penalty.data[row];
+    for (int64_t i = 0; i < a->logits.size[1]; i++) {
         if (counts[i] == 0) continue;
-        float generated = (float)(counts[i] & s->count_mask);
+        float generated = (float)(counts[i] & COUNT_MASK);
         float value = logits[i] > 0 ? logits[i] / repetition : logits[i] * repetition;
         logits[i] = value - (presence * (generated > 0) + frequency * generated);
     }
 }
 
-static void process_line(const struct sampling *s, int64_t row, float *logits) {
-    int32_t flags = s->flags[row];
-    if (flags & s->bias_flag)
-        for (int64_t i = row * s->biases; i < (row + 1) * s->biases; i++)
-            if (s->bias_ids[i] >= 0 && s->bias_ids[i] < s->vocab) logits[s->bias_ids[i]] += s->bias_values[i];
-    if ((flags & s->penalties_flag) && s->counts) penalise(s, row, logits);
-    if ((flags & s->stop_flag) && s->positions[row] + 1 < s->min_position[row])
-        for (int64_t i = row * s->stops; i < (row + 1) * s->stops; i++)
-            if (s->stop_ids[i] >= 0 && s->stop_ids[i] < s->vocab) logits[s->stop_ids[i]] = -INFINITY;
+static void process_line(const sample_args *a, int64_t row, float *logits) {
+    int32_t flags = a->sampling_flags.data[row];
+    int64_t vocab = a->logits.size[1], biases = a->bias_ids.size[1], stops = a->stop_ids.size[1];
+    const int32_t *bias_ids = a->bias_ids.data + row * biases, *stop_ids = a->stop_ids.data + row * stops;
+    if (flags & FLAG_BIAS)
+        for (int64_t i = 0; i < biases; i++)
+            if (bias_ids[i] >= 0 && bias_ids[i] < vocab) logits[bias_ids[i]] += a->bias_values.data[row * biases + i];
+    if ((flags & FLAG_PENALTIES) && a->token_counts.data) penalise(a, row, logits);
+    if ((flags & FLAG_STOP_MASK) && (int64_t)a->positions.data[row] + 1 < a->min_position.data[row])
+        for (int64_t i = 0; i < stops; i++)
+            if (stop_ids[i] >= 0 && stop_ids[i] < vocab) logits[stop_ids[i]] = -INFINITY;
 }
 
 /* Divide by the temperature, and weigh. */
@@ -204,18 +181,19 @@ static float threshold(const struct line *line, int64_t needed, int by_weight) {
     return value_of_key((int32_t)(top - distance));
 }
 
-static int64_t draw_token(const struct sampling *s, int64_t row, struct line *line) {
-    weigh_line(line, s->temperature[row]);
-    int64_t k = s->top_k[row];
+static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) {
+    weigh_line(line, a->temperature.data[row]);
+    int64_t k = a->top_k.data[row];
     if (k > 0 && k < line->vocab) line->lowest = threshold(line, k, 0);
-    float top_p = s->top_p[row], min_p = s->min_p[row];
+    float top_p = a->top_p.data[row], min_p = a->min_p.data[row];
     if (top_p < 1.0f) {
         int64_t share = (int64_t)(top_p * (float)(1 << FRACTION_BITS));
         int64_t needed = fraction_of(kept_sum(line, 0, line->padded), share);
         line->lowest = threshold(line, needed > 1 ? needed : 1, 1);
     }
     if (min_p > 0.0f) line->least = (int64_t)(min_p * WEIGHT_SCALE);
-    int64_t before = 0, bits = philox_bits((uint64_t)s->seed[row], (uint32_t)(s->positions[row] + 1));
+    int64_t before = 0, position = (int64_t)a->positions.data[row] + 1;
+    int64_t bits = (int64_t)philox_bits((uint64_t)a->seed.data[row], (uint32_t)position);
     int64_t target = fraction_of(kept_sum(line, 0, line->padded), bits), begin = 0;
     for (; begin + SUM_BLOCK < line->vocab; begin += SUM_BLOCK) {
         int64_t inside = kept_sum(line, begin, begin + SUM_BLOCK);
@@ -254,39 +232,35 @@ static int64_t NAME(argmax)(const element *x, int64_t count) {
 }
 
 #ifndef ELEMENT_BF16 /* a processed line is in floats, whatever the logits were */
-static int64_t choose_token(const struct sampling *s, int64_t row, struct line *line) {
-    process_line(s, row, line->logits);
+static int64_t choose_token(const sample_args *a, int64_t row, struct line *line) {
+    process_line(a, row, line->logits);
     int64_t best = argmax_f32(line->logits, line->vocab);
     line->largest = line->logits[best];
-    return s->flags[row] & s->sample_flag && isfinite(line->largest) ? draw_token(s, row, line) : best;
+    int draws = (a->sampling_flags.data[row] & FLAG_SAMPLE) && isfinite(line->largest);
+    return draws ? draw_token(a, row, line) : best;
 }
 #endif
 
-/* A lane takes every so-and-so-many-th row, and has memory for one. */
-static void NAME(sample_lanes)(const void *job, int64_t begin, int64_t end) {
-    const struct sampling *s = job;
-    int32_t changes = s->sample_flag | s->penalties_flag | s->bias_flag | s->stop_flag;
-    int64_t padded = (s->vocab + LANES - 1) / LANES * LANES;
-    for (int64_t lane = begin; lane < end; lane++)
-        for (int64_t row = lane; row < *s->live_rows; row += s->lanes) {
-            const element *logits = (const element *)s->logits + row * s->stride;
-            if (!(s->flags[row] & changes)) {
-                s->sampled[row] = NAME(argmax)(logits, s->vocab);
-                continue;
-            }
-            float *memory = s->memory + lane * 3 * padded;
-            struct line line = {memory, memory + padded, (int32_t *)(memory + 2 * padded), s->vocab, padded,
-                                0, -INFINITY, 1};
-            int64_t i = 0;
-            for (; i + LANES <= s->vocab; i += LANES) store_f32(memory + i, load(logits + i));
-            for (; i < s->vocab; i++) memory[i] = widen(logits[i]);
-            s->sampled[row] = choose_token(s, row, &line);
+static void NAME(sample_rows)(const void *job, int64_t begin, int64_t end) {
+    const sample_args *a = job;
+    int64_t vocab = a->logits.size[1], padded = (vocab + LANES - 1) / LANES * LANES;
+    for (int64_t row = begin; row < end; row++) {
+        const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
+        if (!(a->sampling_flags.data[row] & (FLAG_SAMPLE | FLAG_PENALTIES | FLAG_BIAS | FLAG_STOP_MASK))) {
+            a->sampled.data[row] = NAME(argmax)(logits, vocab);
+            continue;
         }
+        float *memory = scratch(3 * padded);
+        struct line line = {memory, memory + padded, (int32_t *)(memory + 2 * padded), vocab, padded, 0, -INFINITY, 1};
+        int64_t i = 0;
+        for (; i + LANES <= vocab; i += LANES) store_f32(memory + i, load(logits + i));
+        for (; i < vocab; i++) memory[i] = widen(logits[i]);
+        a->sampled.data[row] = choose_token(a, row, &line);
+    }
 }
 
-/* the fields of `struct sampling` in their order */
-void NAME(sample)(const arg *args) {
-    struct sampling s = sampling_of(args);
-    for (int64_t row = *s.live_rows; row < s.rows; row++) s.sampled[row] = s.dead_token;
-    parallel(NAME(sample_lanes), &s, s.lanes, items_of(PARALLEL_WORK, s.vocab));
+KERNEL(sample) {
+    int64_t rows = a->logits.size[0], live = live_of(a->live_rows.data, rows);
+    for (int64_t row = live; row < rows; row++) a->sampled.data[row] = DEAD_TOKEN;
+    parallel(threads, NAME(sample_rows), a, live, items_of(PARALLEL_WORK, a->logits.size[1]));
 }

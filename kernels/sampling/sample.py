@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
 from .logit_processing import COUNT_MASK, add_bias, apply_penalties, mask_stops, processed_logits
 from .logprobs import token_logprobs
-from .native_sample import native_sample
 from .philox import uniform_bits, uniform_bits_of
 from .sampling_slots import (
     DEAD_TOKEN,
@@ -45,6 +45,14 @@ from .token_filters import (
 )
 
 _BLOCK = 4096
+_CONSTANTS = {
+    "DEAD_TOKEN": DEAD_TOKEN,
+    "COUNT_MASK": COUNT_MASK,
+    "FLAG_SAMPLE": FLAG_SAMPLE,
+    "FLAG_PENALTIES": FLAG_PENALTIES,
+    "FLAG_BIAS": FLAG_BIAS,
+    "FLAG_STOP_MASK": FLAG_STOP_MASK,
+}
 
 
 # One program reads one block of one row and finds its largest logit, after bias, penalties and stop mask: that is
@@ -190,19 +198,7 @@ def sample_triton(
     logits: Tensor,
     positions: Tensor,
     live_rows: Tensor,
-    sampling_flags: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    repetition_penalty: Tensor,
-    presence_penalty: Tensor,
-    frequency_penalty: Tensor,
-    bias_ids: Tensor,
-    bias_values: Tensor,
-    stop_ids: Tensor,
-    min_position: Tensor,
+    slots: SamplingSlots,
     token_counts: Tensor | None,
     block: int = _BLOCK,
 ) -> None:
@@ -219,15 +215,15 @@ def sample_triton(
         logits,
         positions,
         live_rows,
-        sampling_flags,
-        temperature,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-        bias_ids,
-        bias_values,
-        stop_ids,
-        min_position,
+        slots.sampling_flags,
+        slots.temperature,
+        slots.repetition_penalty,
+        slots.presence_penalty,
+        slots.frequency_penalty,
+        slots.bias_ids,
+        slots.bias_values,
+        slots.stop_ids,
+        slots.min_position,
         token_counts,
         vocab,
         logits.stride(0),
@@ -238,8 +234,8 @@ def sample_triton(
         BIAS_FLAG=FLAG_BIAS,
         STOP_MASK_FLAG=FLAG_STOP_MASK,
         COUNT_BITS=COUNT_MASK,
-        BIASES=bias_ids.shape[1],
-        STOPS=stop_ids.shape[1],
+        BIASES=slots.bias_ids.shape[1],
+        STOPS=slots.stop_ids.shape[1],
         BLOCK=block,
         num_warps=8,
     )
@@ -250,12 +246,12 @@ def sample_triton(
         scaled,
         positions,
         live_rows,
-        sampling_flags,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seed,
+        slots.sampling_flags,
+        slots.temperature,
+        slots.top_k,
+        slots.top_p,
+        slots.min_p,
+        slots.seed,
         vocab,
         SAMPLE_FLAG=FLAG_SAMPLE,
         DEAD=DEAD_TOKEN,
@@ -292,31 +288,31 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     return int(np.searchsorted(cumulative, target, side="right"))
 
 
-def sample_torch(
+def _is_served(
     sampled: Tensor,
     logits: Tensor,
     positions: Tensor,
     live_rows: Tensor,
-    sampling_flags: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seed: Tensor,
-    repetition_penalty: Tensor,
-    presence_penalty: Tensor,
-    frequency_penalty: Tensor,
-    bias_ids: Tensor,
-    bias_values: Tensor,
-    stop_ids: Tensor,
-    min_position: Tensor,
+    slots: SamplingSlots,
     token_counts: Tensor | None,
+) -> bool:
+    return logits.stride(1) == 1
+
+
+@operator(triton_version=sample_triton, is_compiled=_is_served, constants=_CONSTANTS)
+def _sample(
+    sampled: Written[Int64],
+    logits: Tensor,
+    positions: Int32,
+    live_rows: Int32,
+    slots: SamplingSlots,
+    token_counts: Int32 | None,
 ) -> None:
-    """Choose in host memory, row by row; see `sample`."""
+    """Write the next token of each live row; see `sample`."""
     live = int(live_rows.item())
     tokens = sampled.numpy()
     tokens[live:] = DEAD_TOKEN
-    for row, flags in enumerate(sampling_flags.numpy()[:live].tolist()):
+    for row, flags in enumerate(slots.sampling_flags.numpy()[:live].tolist()):
         line = logits[row].float().numpy()  # numpy's argmax is several times faster than torch's
         if not flags & ~FLAG_LOGPROBS:
             tokens[row] = line.argmax()
@@ -325,39 +321,28 @@ def sample_torch(
             line = line.copy()
         position = int(positions[row]) + 1
         if flags & FLAG_BIAS:
-            add_bias(line, bias_ids.numpy()[row], bias_values.numpy()[row])
+            add_bias(line, slots.bias_ids.numpy()[row], slots.bias_values.numpy()[row])
         if flags & FLAG_PENALTIES and token_counts is not None:
             apply_penalties(
                 line,
                 token_counts.numpy()[row],
-                repetition_penalty.numpy()[row],
-                presence_penalty.numpy()[row],
-                frequency_penalty.numpy()[row],
+                slots.repetition_penalty.numpy()[row],
+                slots.presence_penalty.numpy()[row],
+                slots.frequency_penalty.numpy()[row],
             )
-        if flags & FLAG_STOP_MASK and position < min_position.numpy()[row]:
-            mask_stops(line, stop_ids.numpy()[row])
+        if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
+            mask_stops(line, slots.stop_ids.numpy()[row])
         if not flags & FLAG_SAMPLE:
             tokens[row] = line.argmax()
             continue
         tokens[row] = sample_row(
             line,
-            uniform_bits(int(seed.numpy()[row]), position),
-            temperature.numpy()[row],
-            int(top_k.numpy()[row]),
-            top_p.numpy()[row],
-            min_p.numpy()[row],
+            uniform_bits(int(slots.seed.numpy()[row]), position),
+            slots.temperature.numpy()[row],
+            int(slots.top_k.numpy()[row]),
+            slots.top_p.numpy()[row],
+            slots.min_p.numpy()[row],
         )
-
-
-_sample = operator(
-    "sample(Tensor(a!) sampled, Tensor logits, Tensor positions, Tensor live_rows, Tensor sampling_flags, "
-    "Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor repetition_penalty, "
-    "Tensor presence_penalty, Tensor frequency_penalty, Tensor bias_ids, Tensor bias_values, Tensor stop_ids, "
-    "Tensor min_position, Tensor? token_counts) -> ()",
-    torch_version=sample_torch,
-    native_version=native_sample,
-    triton_version=sample_triton,
-)
 
 
 def sample(
@@ -380,6 +365,6 @@ def sample(
         token_counts: int32 [b, vocab] of the penalties; None: no row has penalties, whatever the flags say.
         logprobs: written for live rows with FLAG_LOGPROBS, see `token_logprobs`; None: for no row.
     """
-    _sample(sampled, logits, positions, live_rows, *slots[:13], token_counts)
+    _sample(sampled, logits, positions, live_rows, slots, token_counts)
     if logprobs is not None:
         token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags)

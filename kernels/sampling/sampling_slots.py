@@ -7,7 +7,8 @@ asks for is data and not part of a captured graph.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from ..native.signature import Float32, Int32, Int64
 
 MAX_BIASES = 64
 MAX_STOP_IDS = 8
@@ -75,29 +76,29 @@ class SamplingSlots(NamedTuple):
         num_logprobs: int32 [b], for the host; the kernels obey FLAG_LOGPROBS.
     """
 
-    sampling_flags: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seed: Tensor
-    repetition_penalty: Tensor
-    presence_penalty: Tensor
-    frequency_penalty: Tensor
-    bias_ids: Tensor
-    bias_values: Tensor
-    stop_ids: Tensor
-    min_position: Tensor
-    last_position: Tensor
-    num_logprobs: Tensor
+    sampling_flags: Int32
+    temperature: Float32
+    top_k: Int32
+    top_p: Float32
+    min_p: Float32
+    seed: Int64
+    repetition_penalty: Float32
+    presence_penalty: Float32
+    frequency_penalty: Float32
+    bias_ids: Int32
+    bias_values: Float32
+    stop_ids: Int32
+    min_position: Int32
+    last_position: Int32
+    num_logprobs: Int32
 
 
 class LogprobOutputs(NamedTuple):
     """Where log-probabilities go: float32 [b], float32 [b, MAX_LOGPROBS], int32 [b, MAX_LOGPROBS]."""
 
-    sampled_logprob: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
+    sampled_logprob: Float32
+    top_logprobs: Float32
+    top_ids: Int32
 
 
 def sampling_flags(

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from graphdecode import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
-from graphdecode.kernels.cache.paged_append import paged_append_torch, paged_append_triton
+from graphdecode.kernels.cache.paged_append import paged_append_triton
+from graphdecode.kernels.native.registration import versions
+
+paged_append_torch = versions("paged_append").torch
 
 PAGE, HEADS, DIM = 4, 3, 24
 NEW, LENS = [5, 0, 1, 7], [9, 3, 1, 7]  # tokens appended, tokens afterwards

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from graphdecode.kernels.attention.attention_plan import (
     TILE_TOKENS,
-    attention_plan_torch,
     attention_plan_triton,
     paged_attention_plan_triton,
     plan_size,
     work_items,
 )
+from graphdecode.kernels.native.registration import versions
+
+attention_plan_torch = versions("attention_plan").torch
 
 
 def plan_of(lens, device, *, wave_items, fixed_split=0, window_left=-1, live=None, max_rows=None):

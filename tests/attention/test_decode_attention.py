@@ -9,11 +9,14 @@ from attention_oracle import Options
 from covering import pairwise
 from paged_rows import PagedRows, tolerance
 
-from graphdecode.kernels.attention.attention_plan import paged_attention_plan_torch, plan_size, work_items
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
+from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_torch import widen
-from graphdecode.kernels.attention.decode_attention import decode_attention_torch
 from graphdecode.kernels.attention.split_decode import decode_attention_triton
+from graphdecode.kernels.native.registration import versions
+
+paged_attention_plan_torch = versions("paged_attention_plan").torch
+decode_attention_torch = versions("decode_attention").torch
 
 WAVE_ITEMS = 6
 DTYPES = {

@@ -11,12 +11,12 @@ from paged_rows import PagedRows, tolerance
 
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
-from graphdecode.kernels.attention.extend_attention import (
-    extend_attention_torch,
-    extend_attention_triton,
-    native_extend_attention,
-)
+from graphdecode.kernels.attention.extend_attention import extend_attention_triton
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+
+extend_attention_torch = versions("extend_attention").torch
+native_extend_attention = versions("extend_attention").native
 
 DTYPES = {
     "fp16": (torch.float16, torch.float16),
@@ -175,6 +175,39 @@ def test_a_layer_over_the_cache_attends_to_all_tokens_so_far(qkv_format, is_page
             history[name] = tuple(torch.cat([past, now[own]]) for past, now in zip(old, (k, v), strict=True))
             expected, _ = attend(q[own], *history[name], Options(dim**-0.5))
             torch.testing.assert_close(out[own].double().cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("qkv_format", ["bshd", "sbhd_2bshd"])
+@pytest.mark.parametrize("is_paged", [True, False])
+@pytest.mark.parametrize(("window_left", "soft_cap"), [(-1, 0.0), (4, 3.0)])
+def test_one_token_a_row_is_split_and_means_the_same(qkv_format, is_paged, window_left, soft_cap, device):
+    """Rows without a new token get 0, wherever they stand, whatever the cache holds of them."""
+    lens, new, heads, kv_heads, dim, value_dim, page = [9, 5, 30, 0, 1], [1, 0, 1, 0, 1], 4, 2, 16, 24, 8
+    draw = torch.Generator().manual_seed(3)
+    longest = 32
+    keys = torch.randn(5, longest, kv_heads, dim, generator=draw).to(device)
+    values = torch.randn(5, longest, kv_heads, value_dim, generator=draw).to(device)
+    q = torch.randn(5, heads, dim, generator=draw).to(device)
+    cu_q, cu_kv = (torch.tensor([0, *n, 0, 0], device=device).cumsum(0).int() for n in (new, lens))  # capacity is more
+    caches, table = (keys, values), None
+    if is_paged:
+        order = torch.randperm(5 * longest // page, generator=draw).to(device)
+        caches = tuple(torch.empty_like(t.view(-1, page, *t.shape[2:])) for t in (keys, values))
+        for pages, rows in zip(caches, (keys, values), strict=True):
+            pages[order] = rows.view(-1, page, *rows.shape[2:])
+        table = torch.zeros(7, longest // page, dtype=torch.int32, device=device)
+        table[:5] = order.view(5, -1)
+    shaped = q.unsqueeze(0 if qkv_format == "sbhd_2bshd" else 1)
+    options = {"window_left": window_left, "logits_soft_cap": soft_cap, "sm_scale": 0.3}
+    out = cached_attention(shaped, *caches, cu_q, cu_kv, qkv_format=qkv_format, page_table=table, **options)
+    assert out.shape == (*shaped.shape[:-1], value_dim)
+    for row, result in enumerate(out.view(5, heads, value_dim)):
+        if not new[row]:
+            assert not result.any()
+            continue
+        own = (t[row, : lens[row]] for t in (keys, values))
+        expected, _ = attend(q[row : row + 1], *own, Options(0.3, window_left=window_left, soft_cap=soft_cap))
+        torch.testing.assert_close(result.double().cpu(), expected[0], atol=1e-5, rtol=1e-5)
 
 
 def test_cached_attention_refuses_what_does_not_fit(device):

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from graphdecode import merge_state, merge_state_in_place, merge_states
-from graphdecode.kernels.attention.merge_states import (
-    merge_state_torch,
-    merge_state_triton,
-    merge_states_torch,
-    merge_states_triton,
-)
+from graphdecode.kernels.attention.merge_states import merge_state_triton, merge_states_triton
+from graphdecode.kernels.native.registration import versions
+
+merge_state_torch = versions("merge_state").torch
+merge_states_torch = versions("merge_states").torch
 
 ROWS, HEADS, DIM = 5, 3, 40
 

@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from graphdecode.kernels.cache.rope_append import rope_append_torch, rope_append_triton
+from graphdecode.kernels.cache.rope_append import rope_append_triton
+from graphdecode.kernels.native.registration import versions
+
+rope_append_torch = versions("rope_append").torch
 
 HEADS, KV_HEADS, PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
 VERSIONS = {"triton": rope_append_triton, "torch": rope_append_torch}

@@ -3,18 +3,22 @@
 import pytest
 import torch
 
-from graphdecode.kernels.cache.cache_append import cache_append, cache_append_torch, cache_append_triton
+from graphdecode.kernels.cache.cache_append import cache_append, cache_append_triton
 from graphdecode.kernels.cache.cache_moves import (
     PLAN_HEADER,
     move_rows,
-    move_rows_torch,
     move_rows_triton,
     plan_row_moves,
-    plan_row_moves_torch,
     plan_row_moves_triton,
     plan_words,
 )
-from graphdecode.kernels.cache.page_gather import page_gather, page_gather_torch, page_gather_triton
+from graphdecode.kernels.cache.page_gather import page_gather, page_gather_triton
+from graphdecode.kernels.native.registration import versions
+
+cache_append_torch = versions("cache_append").torch
+move_rows_torch = versions("move_rows").torch
+plan_row_moves_torch = versions("plan_row_moves").torch
+page_gather_torch = versions("page_gather").torch
 
 HOSTILE = 2**31 - 1
 

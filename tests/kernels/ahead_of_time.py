@@ -32,7 +32,7 @@ from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinea
 from graphdecode.kernels.model import act_mul, advance, embedding, skip_steps
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import logprobs, sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS, LogprobOutputs, SamplingSlots
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -173,8 +173,8 @@ def append_case(head_dim: int, norm: bool) -> Callable[[], None]:
     )
 
 
-def step_tensors() -> dict[str, torch.Tensor]:
-    """The tensors of a step by the names that the launchers' arguments have."""
+def step_arguments() -> dict[str, Any]:
+    """The tensors of a step, and groups of them, by the names that the launchers' arguments have."""
     shapes = {slot.name: (ROWS, slot.width) if slot.width else (ROWS,) for slot in SAMPLING_SLOTS}
     tensors = {slot.name: torch.empty(shapes[slot.name], dtype=slot.dtype) for slot in SAMPLING_SLOTS}
     for name in (
@@ -199,10 +199,16 @@ def step_tensors() -> dict[str, torch.Tensor]:
     tensors["ring_logprob"] = torch.empty(4, ROWS)
     tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
     tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
-    return tensors
+    groups = {
+        "slots": SamplingSlots,
+        "outputs": LogprobOutputs,
+        "logprobs": LogprobOutputs,
+        "state": advance.AdvanceState,
+    }
+    return tensors | {name: kind(*(tensors[field] for field in kind._fields)) for name, kind in groups.items()}
 
 
-def by_name(launcher: Callable[..., None], tensors: dict[str, torch.Tensor]) -> Callable[[], None]:
+def by_name(launcher: Callable[..., None], tensors: dict[str, Any]) -> Callable[[], None]:
     """Call a launcher with the tensors that its arguments name."""
     names = [name for name, p in inspect.signature(launcher).parameters.items() if p.default is p.empty]
     return lambda: launcher(*(tensors[name] for name in names))
@@ -210,7 +216,7 @@ def by_name(launcher: Callable[..., None], tensors: dict[str, torch.Tensor]) -> 
 
 def step_cases() -> dict[str, Callable[[], None]]:
     """The launches of the rest of a step, which no head_dim changes."""
-    tensors = step_tensors()
+    tensors = step_arguments()
     x, weight = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
     table = torch.empty(1000, HIDDEN, dtype=torch.bfloat16)
     wide = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16)

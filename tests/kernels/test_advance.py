@@ -4,10 +4,14 @@ import pytest
 import torch
 from sampling_rows import logprob_outputs, make_hostile, neutral_slots, set_row
 
-from graphdecode.kernels.model.advance import AdvanceState, advance, advance_torch, advance_triton, native_advance
+from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
+
+advance_torch = versions("advance").torch
+native_advance = versions("advance").native
 
 RING_LENGTH = 4
 RING_ROWS = 6
@@ -42,8 +46,7 @@ def step(request, device):
 
     def run(state, sampled, slots, live=None, logprobs=(None, None, None)):
         live_rows = torch.tensor([len(sampled) if live is None else live], dtype=torch.int32)
-        read = (slots.sampling_flags, slots.stop_ids, slots.min_position, slots.last_position)
-        arguments = (*state, torch.as_tensor(sampled), *logprobs, live_rows, *read)
+        arguments = (*state, torch.as_tensor(sampled), live_rows, *slots, *logprobs)
         if request.param == "torch":
             advance_torch(*arguments)
             return
@@ -51,7 +54,7 @@ def step(request, device):
             native_advance(*arguments)()
             return
         there = [t if t is None else t.to(device) for t in arguments]
-        advance_triton(*there)
+        versions("advance").triton(*there)
         for mine, theirs in zip(state, there, strict=False):
             if mine is not None:
                 mine.copy_(theirs)
@@ -178,7 +181,6 @@ def test_the_operator_passes_opcheck(device, with_logprobs):
     state, slots = new_state(2, with_logprobs), neutral_slots(2)
     outputs = logprob_outputs(2) if with_logprobs else (None, None, None)
     live = torch.tensor([2], dtype=torch.int32)
-    read = (slots.sampling_flags, slots.stop_ids, slots.min_position, slots.last_position)
-    arguments = (*state, torch.tensor([5, 6]), *outputs, live, *read)
+    arguments = (*state, torch.tensor([5, 6]), live, *slots, *outputs)
     there = tuple(t if t is None else t.to(device) for t in arguments)
     torch.library.opcheck(torch.ops.graphdecode.advance.default, there)

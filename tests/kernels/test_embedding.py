@@ -1,7 +1,10 @@
 import pytest
 import torch
 
-from graphdecode.kernels.model.embedding import embedding, embedding_torch, embedding_triton
+from graphdecode.kernels.model.embedding import embedding, embedding_triton
+from graphdecode.kernels.native.registration import versions
+
+embedding_torch = versions("embedding").torch
 
 HOSTILE_IDS = [2**62, -(2**62), -1, 11]
 

@@ -3,8 +3,12 @@ import torch
 from sampling_rows import logprob_outputs
 
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.sampling.logprobs import native_token_logprobs, token_logprobs_torch, token_logprobs_triton
-from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.sampling.logprobs import token_logprobs_triton
+from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, FLAG_SAMPLE, MAX_LOGPROBS, LogprobOutputs
+
+native_token_logprobs = versions("token_logprobs").native
+token_logprobs_torch = versions("token_logprobs").torch
 
 
 @pytest.fixture(params=["torch", "native", "triton"])
@@ -20,7 +24,7 @@ def compute(request, device):
         given = [t.to(where) for t in (logits, sampled, live_rows, torch.tensor(flags, dtype=torch.int32))]
         outputs = [t.to(where) for t in logprob_outputs(rows)]
         if request.param == "triton":
-            token_logprobs_triton(*outputs, *given, block=16)
+            token_logprobs_triton(LogprobOutputs(*outputs), *given, block=16)
         elif request.param == "native":
             native_token_logprobs(*outputs, *given)()
         else:

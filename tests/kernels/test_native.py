@@ -1,31 +1,31 @@
-"""The compiled kernels of the CPU: each against a float64 oracle or the torch version, and what is around them."""
-
-import os
-import platform
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""The compiled kernels of the CPU: each against a float64 oracle or torch, and with arguments that cannot be."""
 
 import pytest
 import torch
 from sampling_rows import neutral_slots, random_rows, set_row
 
-from graphdecode.kernels.attention.attention_plan import native_attention_plan
-from graphdecode.kernels.attention.decode_attention import decode_attention_torch, native_decode_attention
-from graphdecode.kernels.cache.rope_append import native_rope_append, rope_append_torch
 from graphdecode.kernels.linear.int8_linear import quantise_int8
 from graphdecode.kernels.linear.native_linear import native_linear, to_panels
-from graphdecode.kernels.model.act_mul import ACTIVATIONS, native_act_mul
-from graphdecode.kernels.model.embedding import native_embedding
+from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.library import NativeCall, NativeSequence, joined
-from graphdecode.kernels.norm.rms_norm import native_add_rms_norm, native_rms_norm
-from graphdecode.kernels.sampling.native_sample import native_sample
-from graphdecode.kernels.sampling.sample import sample_torch
+from graphdecode.kernels.native.calls import NativeCall, NativeSequence, joined
+from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+native_attention_plan = versions("attention_plan").native
+decode_attention_torch = versions("decode_attention").torch
+native_decode_attention = versions("decode_attention").native
+native_rope_append = versions("rope_append").native
+rope_append_torch = versions("rope_append").torch
+native_act_mul = versions("act_mul").native
+native_extend_attention = versions("extend_attention").native
+native_embedding = versions("embedding").native
+native_add_rms_norm = versions("add_rms_norm").native
+native_rms_norm = versions("rms_norm").native
+native_sample = versions("sample").native
+sample_torch = versions("sample").torch
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
@@ -154,11 +154,11 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
         used = -(-max(length, 0) // page_size)
         table[row, :used] = torch.randint(0, pages - 1, (used,), generator=generator).int()
     q = torch.randn(9, 2 * group, dim, generator=generator).to(dtype)
-    nothing = torch.zeros(1)
+    nothing, no_plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     results = []
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
-        given = (out, None, q, k_cache, v_cache, table, None, lengths, nothing, nothing, nothing, 1, 1)
+        given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, 1, 1)
         version(*given, dim**-0.5, 1.0, window, 0.0, "NONE", 1.0, 1e4)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
@@ -168,7 +168,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
 
 def sampled_by(version, logits, positions, slots, counts, live):
     sampled = torch.full((len(logits),), -7)
-    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots[:13], counts)
+    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts)
     return sampled.tolist()
 
 
@@ -261,7 +261,8 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     )()
     assert torch.equal(k_cache, before)
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
-    given = (out, None, q_out, k_cache, v_cache, table, None, one, nothing, nothing, nothing, 1, 1)
+    no_plan = torch.zeros(1, dtype=torch.int32)
+    given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, 1, 1)
     native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
@@ -289,69 +290,52 @@ def test_neighbouring_kernels_become_one_call(generator):
     assert other == [True]  # in the same order as before
 
 
-ANSWER = """
-import torch
-from graphdecode import LLM, SamplingParams
-from graphdecode.kernels.native import library as native
-print(native.why_not())
-outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
-print("|".join(output.outputs[0].text.strip() for output in outputs))
-"""
+def test_a_hostile_count_of_live_rows_reaches_no_row_that_is_not_there(generator):
+    rows, vocab = 3, 40
+    logits, slots = torch.randn(rows, vocab, generator=generator), neutral_slots(rows)
+    for live, expected in ((2**31 - 1, logits.argmax(1).tolist()), (-(2**31), [DEAD_TOKEN] * rows)):
+        around = torch.full((rows + 2,), -7)
+        native_sample(around[1:-1], logits, slots.top_k, torch.tensor([live], dtype=torch.int32), *slots, None)()
+        assert around.tolist() == [-7, *expected, -7]
 
 
-def run(code: str, **environment: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
-    )
-    return done.stdout.splitlines()
+def test_tokens_and_positions_that_cannot_be_reach_no_other_memory(generator):
+    k_cache, v_cache = torch.zeros(2, 3, 4, 1, 16)
+    table = torch.zeros(1, 2, dtype=torch.int32)
+    rows = torch.tensor([0, 5, -1, 0, 0], dtype=torch.int32)
+    positions = torch.tensor([1, 1, 1, -3, 2**31 - 1], dtype=torch.int32)
+    q_out, qkv = torch.zeros(5, 1, 16), torch.randn(5, 48, generator=generator)
+    live = torch.tensor([5], dtype=torch.int32)
+    native_rope_append(
+        q_out, k_cache, v_cache, qkv, rows, positions, live, table, torch.ones(8, 2, 8), None, None, EPS
+    )()
+    written = k_cache.flatten(0, 2).any(1).nonzero().flatten().tolist()
+    assert written == [1]  # the first token's place alone
 
 
-@pytest.mark.parametrize(
-    ("environment", "reason"),
-    [
-        ({"GRAPHDECODE_NATIVE": "0"}, "GRAPHDECODE_NATIVE is 0"),
-        ({"CC": "no-such-compiler"}, "no-such-compiler"),
-        ({"CC": "false"}, "false"),
-    ],
-)
-def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_known(environment, reason, tmp_path):
-    why, answers = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
-    assert reason in why
-    assert answers == "802|cinaeco"
+@pytest.mark.parametrize("dim", [65536])
+def test_no_model_is_too_large_for_the_stack(dim, generator):
+    q, k_cache, v_cache = torch.randn(3, 1, 1, 1, dim, generator=generator)
+    nothing, plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+    table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    out = torch.empty(1, 1, dim)
+    given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, 1, 1)
+    native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
+    torch.testing.assert_close(out, v_cache[0])
+    ends = torch.tensor([0, 1], dtype=torch.int32)
+    extended = torch.empty(1, 1, dim)
+    native_extend_attention(extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0)()
+    torch.testing.assert_close(extended, v_cache[0])
+    appended = torch.zeros(1, 1, dim)
+    qkv, zero = torch.randn(1, 3 * dim, generator=generator), torch.zeros(1, dtype=torch.int32)
+    given = (appended, k_cache, v_cache, qkv, zero, zero, one, table, torch.ones(1, 2, 8), None, None, EPS)
+    native_rope_append(*given)()
+    torch.testing.assert_close(v_cache[0, 0, 0], qkv[0, 2 * dim :])
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
-def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
-    compiler = f"{os.environ.get('CC', 'cc')} -mno-avx512f"
-    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=compiler) == ["None", "802|cinaeco"]
-
-
-@pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
-def test_clang_compiles_the_kernels_too(tmp_path):
-    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC="clang") == ["None", "802|cinaeco"]
-
-
-def test_the_library_is_compiled_once_and_found_again(tmp_path):
-    code = "from graphdecode.kernels.native import library as native; print(native.library()._name)"
-    (first,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
-    made = Path(first).stat().st_mtime_ns
-    (second,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path / "new" / "folder"))
-    assert first == second
-    assert Path(second).stat().st_mtime_ns == made
-    assert len(list(Path(first).parent.iterdir())) == 1  # nothing else is left behind
-
-
-def test_a_damaged_library_is_a_reason_and_no_crash(tmp_path):
-    code = "from graphdecode.kernels.native import library as native; print(native.library()._name)"
-    (made,) = run(code, GRAPHDECODE_CACHE_DIR=str(tmp_path))
-    Path(made).write_bytes(b"not a library")
-    (why,) = run(
-        "from graphdecode.kernels.native import library as native; print(native.why_not())",
-        GRAPHDECODE_CACHE_DIR=str(tmp_path),
-    )
-    assert made in why
+def test_a_tensor_of_another_type_than_the_kernel_reads_is_left_to_torch():
+    logits, slots = torch.zeros(2, 16), neutral_slots(2)
+    live = torch.tensor([2], dtype=torch.int32)
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live, *slots, None) is not None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k.long(), live, *slots, None) is None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live.long(), *slots, None) is None

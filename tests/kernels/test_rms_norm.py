@@ -1,14 +1,11 @@
 import pytest
 import torch
 
-from graphdecode.kernels.norm.rms_norm import (
-    add_rms_norm,
-    add_rms_norm_torch,
-    add_rms_norm_triton,
-    rms_norm,
-    rms_norm_torch,
-    rms_norm_triton,
-)
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.norm.rms_norm import add_rms_norm, add_rms_norm_triton, rms_norm, rms_norm_triton
+
+add_rms_norm_torch = versions("add_rms_norm").torch
+rms_norm_torch = versions("rms_norm").torch
 
 # The interpreter truncates where it stores bf16: one unit in the last place more than rounding.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

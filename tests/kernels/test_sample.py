@@ -8,10 +8,13 @@ from sampling_rows import kept_probabilities, make_hostile, neutral_slots, rando
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.sampling.native_sample import native_sample
+from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.philox import uniform_bits
-from graphdecode.kernels.sampling.sample import sample, sample_torch, sample_triton
+from graphdecode.kernels.sampling.sample import sample, sample_triton
 from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT, SamplingSlots
+
+native_sample = versions("sample").native
+sample_torch = versions("sample").torch
 
 BLOCK = 16
 
@@ -27,10 +30,10 @@ def draw(request, device):
         positions = torch.zeros(rows, dtype=torch.int32) if positions is None else positions
         live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32)
         where = device if request.param == "triton" else "cpu"
-        given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots[:13], counts)]
+        given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots, counts)]
         sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
         if request.param == "triton":
-            sample_triton(sampled, *given, block=BLOCK)
+            sample_triton(sampled, *given[:3], SamplingSlots(*given[3:18]), given[18], block=BLOCK)
         elif request.param == "torch" or logits.dtype == torch.float16:
             sample_torch(sampled, *given)
         else:
@@ -56,11 +59,12 @@ def test_triton_and_torch_choose_the_same_tokens(seed, dtype, device):
     rows, vocab = 8, 45
     logits, positions, slots, counts = random_rows(rows, vocab, seed)
     logits, live = logits.to(dtype), torch.tensor([rows - 1], dtype=torch.int32)
-    given = (logits, positions, live, *slots[:13], counts)
+    given = (logits, positions, live, *slots, counts)
     by_torch = torch.zeros(rows, dtype=torch.int64)
     sample_torch(by_torch, *given)
     by_triton = torch.zeros(rows, dtype=torch.int64, device=device)
-    sample_triton(by_triton, *(tensor.to(device) for tensor in given), block=BLOCK)
+    logits, positions, live, *slots, counts = (tensor.to(device) for tensor in given)
+    sample_triton(by_triton, logits, positions, live, SamplingSlots(*slots), counts, block=BLOCK)
     assert by_torch.tolist() == by_triton.tolist(), f"seed {seed}"
     assert by_torch[-1] == 1
 
@@ -317,5 +321,5 @@ def test_the_operator_passes_opcheck(device):
     logits, positions, slots, counts = random_rows(3, 20, 1)
     live = torch.tensor([3], dtype=torch.int32)
     sampled = torch.zeros(3, dtype=torch.int64)
-    arguments = (sampled, logits, positions, live, *slots[:13], counts)
+    arguments = (sampled, logits, positions, live, *slots, counts)
     torch.library.opcheck(torch.ops.graphdecode.sample.default, tuple(t.to(device) for t in arguments))

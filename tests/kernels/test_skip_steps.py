@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from graphdecode.kernels.model.skip_steps import skip_steps, skip_steps_torch, skip_steps_triton
+from graphdecode.kernels.model.skip_steps import skip_steps, skip_steps_triton
+from graphdecode.kernels.native.registration import versions
+
+skip_steps_torch = versions("skip_steps").torch
 
 LENGTH, ROWS = 7, 5
 

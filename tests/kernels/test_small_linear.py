@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from graphdecode.kernels.linear import small_linear as module
-from graphdecode.kernels.linear.small_linear import small_linear, small_linear_torch, small_linear_triton
+from graphdecode.kernels.linear.small_linear import small_linear, small_linear_triton
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
+from graphdecode.kernels.native.registration import versions
+
+small_linear_torch = versions("small_linear").torch
 
 pytest.importorskip("triton")
 interpreted = os.environ.get("TRITON_INTERPRET") == "1"

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from graphdecode import BucketLadder, GraphManager, Slot, SlotKVCacheManager, StepBuffers
-from graphdecode.kernels.cache.slot_cache import (
-    slot_scatter_torch,
-    slot_scatter_triton,
-    slot_shift_torch,
-    slot_shift_triton,
-)
+from graphdecode.kernels.cache.slot_cache import slot_scatter_triton, slot_shift_triton
+from graphdecode.kernels.native.registration import versions
+
+slot_scatter_torch = versions("slot_scatter").torch
+slot_shift_torch = versions("slot_shift").torch
 
 LAYERS, BATCH, HEADS, LENGTH, DIM = 2, 4, 2, 12, 5
 

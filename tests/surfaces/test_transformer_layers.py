@@ -8,6 +8,7 @@ import torch
 from layer_oracle import attended, attention_block, laid_out, layer, random_life, rotated, taken_apart
 
 from graphdecode import BucketLadder, GraphManager, InferenceParams, Slot, StepBuffers
+from graphdecode.graphs import check
 from graphdecode.surfaces.transformer_engine import (
     DotProductAttention,
     MultiheadAttention,
@@ -210,6 +211,33 @@ def test_captured_layers_agree_with_eager_ones_bit_for_bit_and_with_float64(form
     assert len(memberships) > 20
     assert sum(report.replays for report in captured.graphs.report().buckets) == 60
     captured.graphs.close()
+
+
+@BOTH
+@pytest.mark.parametrize("form", FORMATS)
+def test_check_finds_nothing_in_a_step_of_layers(form, paged, device):
+    layers = CapturedLayers(form, paged, device, "eager")
+    assert not check(layers.step, layers.buffers, constants=[*layers.layers, layers.freqs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_layers_of_narrow_dtypes_stay_near_float64(dtype, device):
+    module = TransformerLayer(
+        HIDDEN, FFN, HEADS, kv_channels=DIM, attn_input_format="bshd", params_dtype=dtype, device=device, **LLAMA
+    )
+    filled(module)
+    params = InferenceParams(2, MAX_LENGTH, GROUPS, DIM, dtype, device=device)
+    x = torch.randn(2, 6, HIDDEN, generator=torch.Generator().manual_seed(9)).to(dtype)
+    parts = []
+    for begin, end in ((0, 4), (4, 5), (5, 6)):
+        params.pre_step(OrderedDict([("a", end - begin), ("b", end - begin)]))
+        parts.append(module(x[:, begin:end].to(device), inference_params=params, rotary_pos_emb=angles(device)))
+    out = torch.cat(parts, 1)
+    assert out.dtype == dtype
+    for row in range(2):
+        expected = layer(x[row].double(), module, DIM, kind="RMSNorm", activation="swiglu")
+        error = (out[row].double().cpu() - expected).norm() / expected.norm()
+        assert error < (2e-3 if dtype == torch.float16 else 1.5e-2)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

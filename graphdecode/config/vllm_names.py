@@ -1,0 +1,222 @@
+"""What vLLM's names mean here: the fields of its `SamplingParams`, the keywords of its `LLM` and of its `EngineArgs`.
+
+A name that is in none of these tables, nor one of our own, is a mistake of the caller's and gets Python's `TypeError`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from graphdecode.config.settings import EngineKeywords
+from graphdecode.errors import ArgumentError
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class Unsupported(NamedTuple):
+    """A name that vLLM knows and this runtime does not.
+
+    Attributes:
+        instead: what to do, or why there is nothing to do.
+        neutral: values that ask for nothing, and are taken.
+    """
+
+    instead: str
+    neutral: tuple[Any, ...] = (None,)
+
+
+_CONSTRAINED = Unsupported("answers are not held to a grammar: check the text, and ask again with another seed")
+_ONE_DEVICE = Unsupported(
+    "a model runs on one device: use a form that fits it (quantize), or a smaller model", (None, 1)
+)
+_NO_LORA = Unsupported("adapters are not read: merge the adapter into the checkpoint", (None, False))
+_NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
+_NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
+_FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
+_OWN_TOKENIZER = Unsupported("the tokenizer is the model folder's: give prompts as token ids", (None, "auto", False))
+_NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
+
+SAMPLING_PARAMS: dict[str, Unsupported] = {
+    "best_of": Unsupported("ask for n answers with logprobs=0 and keep the one with the best cumulative_logprob"),
+    "use_beam_search": Unsupported("sample n answers instead", (None, False)),
+    "length_penalty": Unsupported("beams are not searched", (None, 1.0)),
+    "early_stopping": Unsupported("beams are not searched", (None, False)),
+    "prompt_logprobs": Unsupported("log-probabilities are those of generated tokens: logprobs"),
+    "flat_logprobs": Unsupported("log-probabilities come as a list of dicts, one for each token", (None, False)),
+    "spaces_between_special_tokens": Unsupported("special tokens are written as the tokenizer does it", (None, True)),
+    "logits_processors": Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens"),
+    "truncate_prompt_tokens": Unsupported("nothing is cut: give the last token ids of the prompt as the prompt"),
+    "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
+    "guided_decoding": _CONSTRAINED,
+    "structured_outputs": _CONSTRAINED,
+    "allowed_token_ids": Unsupported("forbid up to 64 tokens with logit_bias {id: -1e9}"),
+    "bad_words": Unsupported("forbid up to 64 tokens with logit_bias {id: -1e9}", (None, [], ())),
+    "extra_args": Unsupported("there is nothing that would read them", (None, {})),
+    "skip_reading_prefix_cache": Unsupported(
+        "switch the prefix cache off for all: LLM(prefix_cache=False)", (None, False)
+    ),
+    "thinking_token_budget": Unsupported("max_tokens limits the answer with its thoughts"),
+    "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
+    "skip_clone": Unsupported("parameters are frozen, and never copied", (None, True, False)),
+    "output_text_buffer_length": Unsupported("what is held back for stop texts follows from them", (None, 0)),
+}
+
+# keyword of vLLM's LLM -> our setting
+SETTINGS: dict[str, str] = {
+    "max_model_len": "max_sequence_length",
+    "max_num_seqs": "max_batch_size",
+    "block_size": "page_size",
+    "num_gpu_blocks_override": "total_num_pages",
+    "gpu_memory_utilization": "memory_fraction",
+    "max_num_batched_tokens": "max_prefill_tokens",
+    "enable_prefix_caching": "prefix_cache",
+    "cudagraph_capture_sizes": "batch_sizes",
+    "cuda_graph_sizes": "batch_sizes",
+    "quantization": "quantize",
+    "enforce_eager": "backend",
+}
+
+LLM_KEYWORDS: dict[str, Unsupported] = {
+    "task": Unsupported("a model generates", (None, "auto", "generate")),
+    "runner": Unsupported("a model generates", (None, "auto", "generate")),
+    "convert": Unsupported("a model generates", (None, "auto", "none")),
+    "tokenizer": _OWN_TOKENIZER,
+    "tokenizer_mode": _OWN_TOKENIZER,
+    "skip_tokenizer_init": Unsupported("graphdecode.Engine takes and gives tokens alone", (None, False)),
+    "trust_remote_code": Unsupported("Python code of a checkpoint is never run", (None, False)),
+    "allowed_local_media_path": _NO_MEDIA,
+    "allowed_media_domains": _NO_MEDIA,
+    "limit_mm_per_prompt": _NO_MEDIA,
+    "mm_processor_kwargs": _NO_MEDIA,
+    "disable_mm_preprocessor_cache": _NO_MEDIA,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "data_parallel_size": Unsupported("start one process for each device", (None, 1)),
+    "enable_expert_parallel": _ONE_DEVICE._replace(neutral=(None, False)),
+    "distributed_executor_backend": _ONE_DEVICE,
+    "disable_custom_all_reduce": Unsupported("a model runs on one device", (None, False, True)),
+    "revision": _FOLDER,
+    "code_revision": Unsupported("Python code of a checkpoint is never run"),
+    "tokenizer_revision": _FOLDER,
+    "download_dir": Unsupported("HF_HOME names the folder of what is fetched"),
+    "hf_token": Unsupported("log in with `hf auth login`, or set HF_TOKEN"),
+    "hf_overrides": Unsupported("change config.json in a copy of the folder", (None, {})),
+    "hf_config_path": Unsupported("config.json is the model folder's"),
+    "rope_scaling": Unsupported("change config.json in a copy of the folder", (None, {})),
+    "rope_theta": Unsupported("change config.json in a copy of the folder"),
+    "served_model_name": Unsupported("there is no server in this object"),
+    "load_format": Unsupported("weights are read from safetensors", (None, "auto", "safetensors")),
+    "config_format": Unsupported("config.json is read as transformers writes it", (None, "auto", "hf")),
+    "model_impl": Unsupported("models are written for graphs here", (None, "auto")),
+    "generation_config": Unsupported("LLM.get_default_sampling_params() reads the model folder's", (None, "auto")),
+    "override_generation_config": Unsupported("give SamplingParams", (None, {})),
+    "chat_template": Unsupported("give what tokenizer.apply_chat_template(..., chat_template=...) makes as the prompt"),
+    "swap_space": Unsupported("a sequence that gives way is recomputed, not swapped out", (None, 0, 4)),
+    "cpu_offload_gb": Unsupported("weights stay where they are computed with: quantize makes them smaller", (None, 0)),
+    "kv_cache_dtype": Unsupported("the cache has the model's dtype", (None, "auto")),
+    "calculate_kv_scales": Unsupported("the cache has the model's dtype", (None, False)),
+    "kv_cache_memory_bytes": Unsupported("total_num_pages or memory_fraction say how large the cache is"),
+    "disable_sliding_window": Unsupported("a model's window is part of it", (None, False)),
+    "enable_chunked_prefill": Unsupported("prompts always come in chunks: max_prefill_tokens", (None, True)),
+    "max_seq_len_to_capture": Unsupported("a graph serves every length", (None, 8192)),
+    "max_logprobs": Unsupported("up to 20 log-probabilities are kept for each token", (None, 20)),
+    "max_num_partial_prefills": Unsupported("max_prefill_tokens is shared by all prompts of a step", (None, 1)),
+    "scheduling_policy": Unsupported("first come, first served", (None, "fcfs")),
+    "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
+    "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
+    "speculative_config": Unsupported("tokens are not drafted"),
+    "structured_outputs_config": _CONSTRAINED,
+    "guided_decoding_backend": _CONSTRAINED._replace(neutral=(None, "auto")),
+    "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
+    "logits_processors": Unsupported("a step is a graph, and calls no Python: see SamplingParams", (None, [], ())),
+    "logits_processor_pattern": Unsupported("a step is a graph, and calls no Python: see SamplingParams"),
+    "enable_lora": _NO_LORA,
+    "lora_modules": _NO_LORA,
+    "max_loras": _NO_LORA,
+    "max_lora_rank": _NO_LORA,
+    "enable_prompt_adapter": _NO_LORA,
+    "pooler_config": _NO_POOLING,
+    "override_pooler_config": _NO_POOLING,
+    "enable_sleep_mode": Unsupported("close() gives the memory back", (None, False)),
+    "kv_transfer_config": _NOT_HERE,
+    "kv_events_config": _NOT_HERE,
+    "compilation_config": Unsupported("the sections [buckets] and [capture] of config say what is captured"),
+    "attention_config": _NOT_HERE,
+    "attention_backend": _NOT_HERE,
+    "profiler_config": Unsupported("`graphdecode profile` measures each bucket"),
+    "additional_config": _NOT_HERE._replace(neutral=(None, {})),
+    "worker_cls": _NOT_HERE._replace(neutral=(None, "auto")),
+    "worker_extension_cls": _NOT_HERE._replace(neutral=(None, "")),
+    "preemption_mode": Unsupported("a sequence that gives way is recomputed", (None, "recompute")),
+    "use_v2_block_manager": Unsupported("there is one", (None, True, False)),
+    "disable_async_output_proc": _NOT_HERE._replace(neutral=(None, False, True)),
+    "disable_log_stats": Unsupported("LLM.stats counts, and logs nothing", (None, True, False)),
+    "show_hidden_metrics_for_version": _NOT_HERE,
+    "otlp_traces_endpoint": Unsupported("LLM.stats and RequestOutput.metrics hold the times"),
+}
+
+
+class LLMKeywords(EngineKeywords, total=False):
+    """Keywords of an `LLM`: our settings, by our names or vLLM's."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    block_size: int | None
+    num_gpu_blocks_override: int | None
+    gpu_memory_utilization: float
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool | None
+    cudagraph_capture_sizes: list[int] | None
+    cuda_graph_sizes: list[int] | None
+    quantization: str | None
+    enforce_eager: bool
+
+
+def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
+    """Return what was given but for the names of a table, whose values must be neutral.
+
+    Raises:
+        ArgumentError: a name of the table asks for something.
+    """
+    kept = {}
+    for name, value in given.items():
+        if name not in table:
+            kept[name] = value
+        elif not any(type(value) is type(neutral) and value == neutral for neutral in table[name].neutral):
+            raise ArgumentError(f"{name}={value!r:.40} is not supported: {table[name].instead}")
+    return kept
+
+
+def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of an `LLM` by the names of our settings; those that vLLM gives as None are left out.
+
+    Raises:
+        ArgumentError: one is not supported, or a setting is given by two names.
+    """
+    settings: dict[str, Any] = {}
+    for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
+        ours = SETTINGS.get(name, name)
+        if (value is None and name in (*SETTINGS, "seed")) or (name == "enforce_eager" and value is False):
+            continue  # vLLM's default, which leaves the setting to the configuration
+        if ours in settings:
+            raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")
+        settings[ours] = "eager" if name == "enforce_eager" and value is True else value
+    return settings
+
+
+def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
+    """Let a class take the neutral values of a table's names, and refuse others by what to do instead."""
+
+    def refused(cls: _Class) -> _Class:
+        construct = cls.__init__  # type: ignore[misc]
+
+        @functools.wraps(construct)
+        def __init__(self: Any, *args: Any, **given: Any) -> None:
+            construct(self, *args, **without_unsupported(given, table))
+
+        cls.__init__ = __init__  # type: ignore[misc]
+        return cls
+
+    return refused

@@ -1,0 +1,136 @@
+"""A folder that no other user can write, of files that are what was once put there.
+
+Code that is loaded from a file runs as this user, so the file must be this user's own work: folder and file are ours,
+nobody else may write them, and neither is a link. A digest beside each file tells one that is cut short or damaged.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_LOCK = "lock"
+_SCRATCH = "making-"
+_POLL_SECONDS = 0.05
+
+
+class PrivateFolder:
+    """One such folder, made if it is not there.
+
+    Args:
+        path: of the folder; its parents are made too.
+
+    Raises:
+        OSError: it cannot be made or read, or is not private.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        found = os.fstat(self._folder)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            os.close(self._folder)
+            raise PermissionError(
+                f"belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; "
+                f"it must be of user {os.geteuid()} with mode 700"
+            )
+
+    def close(self) -> None:
+        """Release the folder."""
+        os.close(self._folder)
+
+    def opened(self, name: str) -> int | None:
+        """Return a descriptor of a file that is as it was put; None if there is none, or not as it was.
+
+        Raises:
+            PermissionError: another user could have written the file.
+        """
+        try:
+            descriptor = self._open(name)
+        except FileNotFoundError:
+            return None
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+                raise PermissionError(
+                    f"{name} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}"
+                )
+            if self._is_whole(descriptor, name):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def put(self, made: Path, name: str) -> None:
+        """Move a finished file in, on disk before it has its name."""
+        made.chmod(0o700)
+        digest = made.with_suffix(".digest")
+        with made.open("rb") as file:
+            digest.write_text(_described(file.fileno()))
+            os.fsync(file.fileno())
+        with digest.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(digest, f"{name}.digest", dst_dir_fd=self._folder)
+        os.replace(made, name, dst_dir_fd=self._folder)
+        os.fsync(self._folder)
+
+    @contextmanager
+    def locked(self, seconds: float) -> Iterator[None]:
+        """Keep other processes out.
+
+        Raises:
+            TimeoutError: one of them stays for longer than `seconds`.
+        """
+        lock = self._open(_LOCK, os.O_RDWR | os.O_CREAT)
+        try:
+            end = time.monotonic() + seconds
+            while True:
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > end:
+                    raise TimeoutError(f"another process has held the lock for {seconds:.0f} s")
+                time.sleep(_POLL_SECONDS)
+            yield
+        finally:
+            os.close(lock)
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """Return a folder inside to work in, while this one is locked; what killed processes left is removed too."""
+        for left in self.path.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        inside = self.path / f"{_SCRATCH}{os.getpid()}"
+        inside.mkdir(mode=0o700)
+        try:
+            yield inside
+        finally:
+            shutil.rmtree(inside, ignore_errors=True)
+
+    def _open(self, name: str, flags: int = os.O_RDONLY) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
+
+    def _is_whole(self, descriptor: int, name: str) -> bool:
+        try:
+            digest = self._open(f"{name}.digest")
+        except FileNotFoundError:
+            return False
+        try:
+            return os.read(digest, 200).decode(errors="replace") == _described(descriptor)
+        finally:
+            os.close(digest)
+
+
+def _described(descriptor: int) -> str:
+    """Return size and SHA-256 of a file."""
+    with os.fdopen(os.dup(descriptor), "rb") as file:
+        file.seek(0)
+        return f"{os.fstat(descriptor).st_size} {hashlib.file_digest(file, 'sha256').hexdigest()}\n"

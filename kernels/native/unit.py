@@ -1,0 +1,51 @@
+"""The one source text that all kernels in C are compiled from: what they are given, made from the operations'
+signatures, and the sources themselves, once for each element type.
+"""
+
+import importlib
+from pathlib import Path
+
+from .signature import Signature
+
+FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
+_PACKAGE = __package__.rpartition(".")[0]
+_END = (
+    "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
+    "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
+)
+_STRUCTS: dict[str, str] = {}  # both are filled while the operations' files are imported, and then read
+_CONSTANTS: dict[str, int] = {}
+
+
+def declare(signature: Signature, constants: dict[str, int]) -> None:
+    """Let the sources know an operation's arguments, and some integers by their names.
+
+    Raises:
+        ValueError: a name stands for two integers.
+    """
+    _STRUCTS[signature.name] = signature.c_struct
+    for name, value in constants.items():
+        if _CONSTANTS.setdefault(name, value) != value:
+            raise ValueError(f"{name} is {_CONSTANTS[name]} for one kernel and {value} for another")
+
+
+def include_flags() -> list[str]:
+    """Return the compiler's options that make the unit's includes found."""
+    return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
+
+
+def unit_text() -> str:
+    """Return the whole source text, but for what it includes."""
+    sources = sorted(FOLDER.parent.glob("*/*.c"))
+    for source in sources:
+        importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
+    constants = ", ".join(f"{name} = {value}" for name, value in sorted(_CONSTANTS.items()))
+    structs = "".join(_STRUCTS[name] for name in sorted(_STRUCTS))
+    includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
+    given = f'#include "native.h"\nenum {{ {constants} }};\n{structs}'
+    return f"{given}{includes}#define ELEMENT_BF16\n{includes}{_END}"
+
+
+def sources_bytes() -> bytes:
+    """Return what the unit includes."""
+    return b"".join(file.read_bytes() for file in [*sorted(FOLDER.glob("*.h")), *sorted(FOLDER.parent.glob("*/*.c"))])

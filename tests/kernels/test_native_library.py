@@ -1,0 +1,277 @@
+"""How compiled kernels are made, kept and loaded: by one process, privately, and never without a word if not at all."""
+
+import os
+import platform
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from graphdecode.kernels.native import compiler as compiling
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, CompileError, Compiler
+from graphdecode.kernels.native.private_folder import PrivateFolder
+from graphdecode.kernels.native.unit import include_flags, unit_text
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+ROOT = Path(__file__).parents[2]
+ANSWER = """
+from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
+print(native.why_not())
+outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
+print("|".join(output.outputs[0].text.strip() for output in outputs))
+"""
+FILE = "from graphdecode.kernels.native import library as native; print(native.why_not(), native._load().file)"
+
+
+def started(code: str, **environment: str) -> subprocess.Popen:
+    given = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given
+    )
+
+
+def run(code: str, **environment: str) -> tuple[list[str], str]:
+    """Return what a new process printed, and what it said on standard error."""
+    process = started(code, **environment)
+    out, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    return out.splitlines(), said
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"GRAPHDECODE_NATIVE": "0"}, "GRAPHDECODE_NATIVE is 0"),
+        ({"CC": "no-such-compiler"}, "no-such-compiler"),
+        ({"CC": "false"}, "false"),
+        ({"CC": '"'}, "CC is '\"', which is no command"),
+    ],
+)
+def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_known(environment, reason, tmp_path):
+    (why, answers), said = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
+    assert reason in why
+    assert answers == "802|cinaeco"
+    lines = [line for line in said.splitlines() if "no compiled kernels" in line]
+    assert len(lines) == ("CC" in environment)  # once, and not where it was asked for
+    assert all(reason in line and "GRAPHDECODE_NATIVE=0" in line for line in lines)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
+def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
+    compiler = f"{os.environ.get('CC', 'cc')} -mno-avx512f"
+    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=compiler)[0] == ["None", "802|cinaeco"]
+
+
+@pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
+def test_clang_compiles_the_kernels_too(tmp_path):
+    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC="clang")[0] == ["None", "802|cinaeco"]
+
+
+@pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler for aarch64")
+def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp_path):
+    compiler = Compiler(["aarch64-linux-gnu-gcc", "-Wall", "-Werror", "-Wno-unused-function", *PORTABLE_FLAGS], "", "")
+    compiler.compile(unit_text(), include_flags(), tmp_path / "kernels.so")
+    header = (tmp_path / "kernels.so").read_bytes()[:20]
+    assert header[:4] == b"\x7fELF"
+    assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
+
+
+def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    with pytest.raises(CompileError, match="Linux alone, this is Darwin"):
+        Compiler.found()
+
+
+def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
+    text = unit_text()
+    assert "TENSOR(const int32_t) positions;" in text
+    for wrong in ("TENSOR(const int32_t) place;", "int64_t positions;"):
+        with pytest.raises(CompileError, match="positions"):
+            Compiler.found().compile(
+                text.replace("TENSOR(const int32_t) positions;", wrong),
+                ["-Werror=incompatible-pointer-types", *include_flags()],
+                tmp_path / "kernels.so",
+            )
+
+
+def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path):
+    log = tmp_path / "log"
+    counting = f'case "$*" in *--version*) ;; *) echo run >> {log}; sleep 2;; esac; exec cc "$@"'
+    environment = {"CC": script(tmp_path / "cc", counting), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "new" / "cache")}
+    processes = [started(FILE, **environment) for _ in range(2)]
+    first, second = [process.communicate(timeout=200)[0].split() for process in processes]
+    assert first == second
+    assert first[0] == "None"
+    made = Path(first[1])
+    at = made.stat().st_mtime_ns
+    assert run(FILE, **environment)[0][0].split()[1] == str(made)
+    assert made.stat().st_mtime_ns == at
+    assert log.read_text().splitlines() == ["run"]
+    assert {file.name for file in made.parent.iterdir()} == {made.name, f"{made.name}.digest", "lock"}
+    assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE(made.parent.stat().st_mode) == 0o700
+    made.write_bytes(made.read_bytes()[:5000])  # as a full disk or a crash would leave it
+    assert run(FILE, **environment)[0][0].split() == ["None", str(made)]
+    assert log.read_text().splitlines() == ["run", "run"]
+    assert made.stat().st_size > 50_000
+
+
+def test_where_a_folder_has_no_room_the_next_one_is_taken_and_that_is_said(tmp_path):
+    full = f'case "$*" in *{tmp_path}/full*) echo "cc: No space left on device" >&2; exit 1;; esac; exec cc "$@"'
+    (tmp_path / "tmp").mkdir()
+    environment = {"CC": script(tmp_path / "cc", full), "TMPDIR": str(tmp_path / "tmp")}
+    (out,), said = run(FILE, GRAPHDECODE_CACHE_DIR=str(tmp_path / "full"), **environment)
+    assert out.split()[1].startswith(f"{tmp_path}/tmp/graphdecode-{os.geteuid()}/")
+    assert said.count("No space left on device") == 1
+    assert "GRAPHDECODE_CACHE_DIR" in said
+    # nor does it matter that there is no folder at all
+    homeless = {"HOME": "", "XDG_CACHE_HOME": "", "GRAPHDECODE_CACHE_DIR": "/dev/null/none"}
+    (out,), said = run(FILE, **environment, **homeless)
+    assert out.split()[1].startswith(f"{tmp_path}/tmp/graphdecode-")
+    assert "Not a directory" in said
+
+
+def test_without_any_folder_torch_does_the_work(tmp_path):
+    (out,), said = run(FILE, GRAPHDECODE_CACHE_DIR="/dev/null/a", TMPDIR=str(tmp_path), CC=script(
+        tmp_path / "cc", 'case "$*" in *--version*) exec cc "$@";; esac; echo "cc: Read-only file system" >&2; exit 1'
+    ))  # fmt: skip
+    assert out.startswith("no folder for compiled kernels can be written")
+    assert said.count("torch's operators do the work") == 1
+
+
+def test_a_user_without_a_home_is_no_error(monkeypatch):
+    monkeypatch.delenv("GRAPHDECODE_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(FileNotFoundError, match="no home"):
+        native.cache_folder()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A private folder that keeps one file, `kept`."""
+    (tmp_path / "source").write_bytes(b"library" * 1000)
+    folder = PrivateFolder(tmp_path / "private")
+    folder.put(tmp_path / "source", "kept")
+    yield folder
+    folder.close()
+
+
+def test_what_was_put_is_found(folder):
+    descriptor = folder.opened("kept")
+    assert os.pread(descriptor, 10_000, 0) == b"library" * 1000
+    os.close(descriptor)
+    assert folder.opened("another") is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "changed", "no digest", "empty digest"])
+def test_a_damaged_file_is_not_found(folder, damage):
+    kept, digest = folder.path / "kept", folder.path / "kept.digest"
+    if damage == "no digest":
+        digest.unlink()
+    elif damage == "empty digest":
+        digest.write_bytes(b"")
+    else:
+        kept.write_bytes({"cut": b"library", "empty": b"", "changed": b"Library" + b"library" * 999}[damage])
+    assert folder.opened("kept") is None
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o701, 0o755])
+def test_a_folder_that_others_can_reach_is_refused(tmp_path, mode):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(mode)
+    with pytest.raises(PermissionError, match=f"mode {mode:o}; it must be of user {os.geteuid()} with mode 700"):
+        PrivateFolder(tmp_path / "open")
+
+
+def test_a_folder_or_file_of_another_user_is_refused(folder, monkeypatch):
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(PermissionError, match=f"belongs to user {mine}"):
+        PrivateFolder(folder.path)
+    with pytest.raises(PermissionError, match=f"kept belongs to user {mine}"):
+        folder.opened("kept")
+
+
+def test_a_file_that_others_can_write_is_refused(folder):
+    (folder.path / "kept").chmod(0o720)
+    with pytest.raises(PermissionError, match="mode 720"):
+        folder.opened("kept")
+
+
+def test_links_are_not_followed(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder.path)
+    with pytest.raises(OSError, match="Not a directory|symbolic link"):
+        PrivateFolder(tmp_path / "link")
+    (folder.path / "kept").rename(folder.path / "other")
+    (folder.path / "kept").symlink_to(folder.path / "other")
+    with pytest.raises(OSError, match="symbolic link"):
+        folder.opened("kept")
+
+
+def test_waiting_for_another_process_has_an_end(folder):
+    other = PrivateFolder(folder.path)
+    with other.locked(1), pytest.raises(TimeoutError, match="held the lock"), folder.locked(0.2):
+        pass
+    other.close()
+    with folder.locked(0.2):
+        pass
+
+
+def test_what_a_killed_process_left_is_removed(folder):
+    (folder.path / "making-1").mkdir()
+    (folder.path / "making-1" / "half.so").write_bytes(b"half")
+    with folder.locked(1), folder.scratch() as scratch:
+        assert [left.name for left in folder.path.glob("making-*")] == [scratch.name]
+    assert not list(folder.path.glob("making-*"))
+
+
+def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
+    slow = script(tmp_path / "cc", f"sleep 300 & echo $! > {tmp_path}/child; wait")
+    with folder.locked(1), folder.scratch() as scratch, pytest.raises(CompileError, match="stopped after 1 s"):
+        Compiler([slow], "", "").compile("", [], scratch / "kernels.so")
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 5
+    while _is_running(child) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not _is_running(child)
+    assert not list(folder.path.glob("making-*"))
+
+
+def test_a_killed_compiler_is_a_reason(tmp_path):
+    killed = script(tmp_path / "cc", f"kill -{signal.SIGKILL.value} $$")
+    with pytest.raises(CompileError, match="could not compile the kernels: -9"):
+        Compiler([killed], "", "").compile("", [], tmp_path / "kernels.so")
+
+
+def test_the_description_names_file_compiler_and_threads():
+    text = native.describe()
+    assert str(native._load().file) in text
+    assert "-march=native" in text
+    assert "threads: " in text
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"

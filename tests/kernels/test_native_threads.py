@@ -1,0 +1,94 @@
+"""The threads of the compiled kernels: any number for any job, in any of Python's threads, and after a fork."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+ROOT = Path(__file__).parents[2]
+FORKING = """
+import os, threading, torch
+from graphdecode.kernels.linear.native_linear import to_panels
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+draw = torch.Generator().manual_seed(3)
+x, panels = torch.randn(8, 512, generator=draw), to_panels(torch.randn(2048, 512, generator=draw))
+native.library()
+def product(out):
+    return versions("native_linear").native(out, x, panels, None, None)
+expected = torch.empty(8, 2048)
+call = product(expected)
+call.function(call.packed, 4)
+stop = threading.Event()
+def work():
+    out = torch.empty(8, 2048)
+    mine = product(out)
+    while not stop.is_set():
+        mine.function(mine.packed, 4)
+worker = threading.Thread(target=work)
+worker.start()
+codes = []
+for _ in range(30):
+    child = os.fork()
+    if child == 0:
+        out = torch.full((8, 2048), -1.0)
+        mine = product(out)
+        for _ in range(3):
+            mine.function(mine.packed, 4)
+        os._exit(0 if out.numpy().tobytes() == expected.numpy().tobytes() else 1)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+stop.set()
+worker.join()
+print(set(codes))
+"""
+
+
+def test_a_child_that_was_forked_while_a_kernel_ran_computes_the_same():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stdout.split() == ["{0}"]
+
+
+def test_two_threads_with_different_numbers_of_threads_compute_the_same():
+    """The parts that a job is dealt in follow its own number of threads, whatever another's is."""
+    draw = torch.Generator().manual_seed(5)
+    rows, heads, dim, pages = 3, 8, 64, 17
+    q = torch.randn(rows, heads, dim, generator=draw)
+    k_cache, v_cache = torch.randn(2, pages, 16, heads, dim, generator=draw)
+    table = torch.randint(0, pages, (rows, 16), generator=draw).int()
+    lengths = torch.tensor([250, 3, 128], dtype=torch.int32)
+    nothing, plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+
+    def attend(out, threads):
+        given = (out, None, q, k_cache, v_cache, table, None, lengths, plan, nothing, nothing, 1, 1)
+        call = versions("decode_attention").native(*given, 0.125, 1.0, -1, 0.0, "NONE", 1.0, 1e4)
+        call.function(call.packed, threads)
+
+    expected = torch.empty_like(q)
+    attend(expected, 1)
+    wrong = []
+
+    def work(threads):
+        for _ in range(200):
+            guarded = torch.full((rows + 2, heads, dim), -7.0)
+            attend(guarded[1:-1], threads)
+            if not torch.equal(guarded[1:-1], expected) or not (guarded[[0, -1]] == -7.0).all():
+                wrong.append(threads)
+
+    workers = [threading.Thread(target=work, args=(threads,)) for threads in (2, 7, 64, 10**6, -1)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not wrong

@@ -1,0 +1,60 @@
+"""What to expect of bfloat16 beside another engine: greedy texts part, and where they do it is a near-tie."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from graphdecode import LLM, SamplingParams
+
+NEW_TOKENS = 48
+PROMPT_LENGTHS = (3, 9, 15, 16, 17, 33, 50, 70)
+NEAR_TIE = 8 * 2**-8  # of the largest logit: eight roundings to bfloat16, whose unit roundoff is 2^-8
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    return [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return model.generate(ids, **given, pad_token_id=0)[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def logits_along(model: torch.nn.Module, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """The logits from which each token of an answer was chosen, [tokens, vocabulary]."""
+    return model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+
+
+@pytest.mark.parametrize("name", ["llama-3.2", "qwen3"])
+def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(
+    checkpoint: Callable[[str], Path], name: str
+) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.bfloat16).eval()
+    exact = AutoModelForCausalLM.from_pretrained(checkpoint(name), dtype=torch.float32).eval()
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with LLM(checkpoint(name), dtype="bfloat16", max_batch_size=8, max_sequence_length=160, page_size=8) as llm:
+        outputs = llm.generate(prompts(), params, use_tqdm=False)
+    parted, gaps = 0, []
+    for output in outputs:
+        ours, other = output.outputs[0].token_ids, greedy(theirs, output.prompt_token_ids)
+        logits = logits_along(exact, output.prompt_token_ids, ours)
+        tie = NEAR_TIE * float(logits.abs().max())
+        best = logits.max(-1).values
+        lost = best - logits.gather(1, torch.tensor(ours)[:, None])[:, 0]
+        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
+        gaps.append(float((best - logits.topk(2).values[:, 1]).median()) / tie)
+        places = [place for place, pair in enumerate(zip(ours, other, strict=True)) if pair[0] != pair[1]]
+        if places:
+            parted += 1
+            apart = float(logits[places[0], ours[places[0]]] - logits[places[0], other[places[0]]])
+            assert abs(apart) < tie, f"texts part at {places[0]}, where the tokens are {abs(apart):.4f} apart"
+    assert parted, "no texts part: nothing was shown"
+    assert min(gaps) > 1, "most places must be no near-ties, or this shows nothing"

@@ -1,0 +1,125 @@
+"""How `graphdecode generate` samples: what options say, else the checkpoint's `generation_config.json`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import run_command
+
+from graphdecode import LLM, ArgumentError, SamplingParams
+from graphdecode.models import resolve_model_path
+
+SMALL = "[capacity]\nmax_batch_size = 4\nmax_sequence_length = 64\n"
+PROMPT = "rev oceanic="
+
+
+def model_in(folder: Path, generation: dict[str, object] | None) -> Path:
+    """The demo with another generation_config.json, or with none."""
+    copy = folder / "model"
+    shutil.copytree(resolve_model_path("demo"), copy)
+    (copy / "generation_config.json").unlink()
+    if generation is not None:
+        (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 257, **generation}))
+    (folder / "small.toml").write_text(SMALL)
+    return copy
+
+
+def answers(folder: Path, *options: str) -> list[dict]:
+    arguments = ["--model", "model", "--config", "small.toml", "--device", "cpu", "--dtype", "float32", "--json"]
+    result = run_command("generate", "-p", PROMPT, *arguments, *options, folder=folder)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)["outputs"]
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        (None, SamplingParams()),
+        ({}, SamplingParams(temperature=0.0)),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, SamplingParams(temperature=0.0)),
+        ({"repetition_penalty": 1.1}, SamplingParams(temperature=0.0, repetition_penalty=1.1)),
+        (
+            {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.05},
+            SamplingParams(temperature=0.6, top_p=0.9, top_k=20, repetition_penalty=1.05),
+        ),
+        ({"do_sample": True, "top_k": None}, SamplingParams()),
+    ],
+)
+def test_a_checkpoint_says_how_it_wants_to_be_sampled(
+    tmp_path: Path, generation: dict[str, object] | None, expected: SamplingParams
+) -> None:
+    folder = model_in(tmp_path, generation)
+    with LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm:
+        assert llm.get_default_sampling_params() == expected
+
+
+def test_what_a_checkpoint_cannot_ask_for_is_named(tmp_path: Path) -> None:
+    folder = model_in(tmp_path, {"do_sample": True, "top_p": 7})
+    with (
+        LLM(folder, max_batch_size=1, max_sequence_length=32, backend="eager", device="cpu") as llm,
+        pytest.raises(ArgumentError, match="top_p must be a number"),
+    ):
+        llm.get_default_sampling_params()
+
+
+def test_the_shell_follows_the_checkpoint_until_an_option_says_otherwise(tmp_path: Path) -> None:
+    model_in(tmp_path, {"do_sample": True, "temperature": 50.0})
+    assert answers(tmp_path)[0]["text"] != "cinaeco"
+    assert answers(tmp_path, "--temperature", "0")[0]["text"] == "cinaeco"
+    assert answers(tmp_path, "--top-k", "1")[0]["text"] == "cinaeco"
+    assert answers(tmp_path, "--min-p", "1")[0]["text"] == "cinaeco"
+
+
+def test_every_sampling_option_reaches_the_answer(tmp_path: Path) -> None:
+    model_in(tmp_path, {})
+    forced = answers(tmp_path, "--logit-bias", "122=1000", "--logit-bias", "257=-1000", "--max-tokens", "5")[0]
+    assert forced["text"] == "zzzzz"
+    assert answers(tmp_path, "--logit-bias", "122=100", "--frequency-penalty", "2", "--presence-penalty", "2",
+                   "--repetition-penalty", "9", "--max-tokens", "5")[0]["text"] != "zzzzz"  # fmt: skip
+    longer = answers(tmp_path, "--min-tokens", "12", "--max-tokens", "12")[0]
+    assert len(longer["token_ids"]) == 12
+    several = answers(tmp_path, "-n", "3", "--temperature", "9", "--logprobs", "2")
+    assert [answer["index"] for answer in several] == [0, 1, 2]
+    assert len({tuple(answer["token_ids"]) for answer in several}) == 3
+    assert all(len(place) in (2, 3) for answer in several for place in answer["logprobs"])
+
+
+def test_several_answers_stand_under_their_numbers(tmp_path: Path) -> None:
+    result = run_command("generate", "-p", "12+30=", "-n", "2", folder=tmp_path)
+    assert result.stdout == ">>> 12+30= (1 of 2)\n42\n>>> 12+30= (2 of 2)\n42\n"
+
+
+def test_help_says_whose_the_defaults_are() -> None:
+    shown = " ".join(run_command("generate", "--help").stdout.split())
+    assert "the checkpoint's generation_config.json" in shown
+    assert "Without that file it is the library's default" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),
+        (["--logit-bias", "7"], "--logit-bias must be a token id and a number"),
+        (["--logprobs", "3"], "--logprobs are printed with --json alone"),
+        (["--min-p", "2"], "min_p must be a number in [0, 1], got 2.0"),
+        (["-n", "0"], "n must be an integer >= 1"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_model_is_loaded(options: list[str], message: str) -> None:
+    result = run_command("generate", "-p", "a", "--model", "no-such-model", *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: Path) -> None:
+    folder = model_in(tmp_path, {})
+    silent = ["--logit-bias", "257=1000"]  # the end of the sequence, at once
+    arguments = ["generate", "-p", PROMPT, "--model", "model", "--config", "small.toml"]
+    assert "chat template" not in run_command(*arguments, *silent, folder=tmp_path).stderr
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    hinted = run_command(*arguments, *silent, folder=tmp_path)
+    assert hinted.returncode == 0
+    assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
+    assert "apply_chat_template" in hinted.stderr.splitlines()[-1]
+    assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr

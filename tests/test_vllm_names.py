@@ -1,0 +1,164 @@
+"""vLLM's names: each is there under its own name, means a setting of ours, or is refused with what to do instead."""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, SamplingParams
+from graphdecode.config.vllm_names import LLM_KEYWORDS, SAMPLING_PARAMS, SETTINGS, as_settings
+
+# of vLLM's SamplingParams, as published from 0.6 to 0.13: every field that a caller may give
+FIELDS = """n best_of presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed
+use_beam_search length_penalty early_stopping stop stop_token_ids include_stop_str_in_output ignore_eos max_tokens
+min_tokens logprobs prompt_logprobs flat_logprobs detokenize skip_special_tokens spaces_between_special_tokens
+logits_processors truncate_prompt_tokens output_kind output_text_buffer_length guided_decoding structured_outputs
+logit_bias allowed_token_ids extra_args bad_words skip_reading_prefix_cache thinking_token_budget
+repetition_detection skip_clone"""
+# of vLLM's LLM, and what it passes on to EngineArgs
+KEYWORDS = """task runner convert tokenizer tokenizer_mode skip_tokenizer_init trust_remote_code
+allowed_local_media_path allowed_media_domains tensor_parallel_size dtype quantization revision tokenizer_revision
+chat_template seed gpu_memory_utilization swap_space cpu_offload_gb enforce_eager max_seq_len_to_capture
+disable_custom_all_reduce disable_async_output_proc hf_token hf_overrides mm_processor_kwargs pooler_config
+override_pooler_config structured_outputs_config kv_cache_memory_bytes compilation_config logits_processors
+attention_config profiler_config max_model_len max_num_seqs max_num_batched_tokens enable_prefix_caching block_size
+kv_cache_dtype disable_log_stats num_gpu_blocks_override load_format download_dir config_format model_impl
+pipeline_parallel_size data_parallel_size enable_expert_parallel distributed_executor_backend enable_chunked_prefill
+enable_lora max_loras max_lora_rank speculative_config scheduling_policy async_scheduling rope_scaling rope_theta
+max_logprobs generation_config override_generation_config enable_sleep_mode kv_transfer_config additional_config
+worker_cls worker_extension_cls cudagraph_capture_sizes cuda_graph_sizes served_model_name code_revision
+disable_sliding_window limit_mm_per_prompt calculate_kv_scales guided_decoding_backend"""
+OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)}
+
+
+@pytest.mark.parametrize("name", FIELDS.split())
+def test_every_field_of_sampling_params_is_there_or_refused_with_what_to_do_instead(name: str) -> None:
+    if name in {field.name for field in fields(SamplingParams) if field.init}:
+        assert name not in SAMPLING_PARAMS
+        return
+    with pytest.raises(ArgumentError, match=f"^{name}=<object.* is not supported: ..."):
+        SamplingParams(**{name: object()})
+
+
+@pytest.mark.parametrize("name", KEYWORDS.split())
+def test_every_keyword_of_llm_is_a_setting_or_refused_with_what_to_do_instead(name: str) -> None:
+    if name in SETTINGS or name in OWN_SETTINGS:
+        assert name not in LLM_KEYWORDS
+        assert SETTINGS.get(name, name) in OWN_SETTINGS
+        return
+    with pytest.raises(ArgumentError, match=f"^{name}=<object.* is not supported: ..."):
+        LLM("demo", **{name: object()})
+
+
+def test_values_that_ask_for_nothing_are_taken() -> None:
+    neutral = {name: value for name, entry in SAMPLING_PARAMS.items() for value in entry.neutral}
+    assert SamplingParams(**neutral) == SamplingParams()
+    assert SamplingParams(best_of=None, spaces_between_special_tokens=True) == SamplingParams()
+    with pytest.raises(ArgumentError, match="spaces_between_special_tokens=False is not supported"):
+        SamplingParams(spaces_between_special_tokens=False)
+    assert as_settings({name: value for name, entry in LLM_KEYWORDS.items() for value in entry.neutral}) == {}
+    assert as_settings({"enforce_eager": False, "max_model_len": None, "seed": None, "quantization": None}) == {}
+
+
+def test_a_name_that_nobody_knows_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=1.0)
+    with pytest.raises(TypeError, match="max_modellen"):
+        LLM("demo", max_modellen=1)
+
+
+@pytest.fixture(scope="module")
+def renamed() -> Iterator[LLM]:
+    """An engine whose settings all go by vLLM's names."""
+    with LLM(
+        "demo",
+        dtype="float32",
+        max_model_len=96,
+        max_num_seqs=3,
+        block_size=8,
+        num_gpu_blocks_override=40,
+        gpu_memory_utilization=0.25,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        cudagraph_capture_sizes=[1],
+        enforce_eager=True,
+        disable_log_stats=True,
+        trust_remote_code=False,
+        seed=None,
+    ) as llm:
+        yield llm
+
+
+def test_vllms_names_mean_our_settings(renamed: LLM) -> None:
+    buckets = renamed.config
+    assert (buckets.max_sequence_length, buckets.max_batch_size, buckets.page_size) == (96, 3, 8)
+    assert (buckets.total_num_pages, buckets.memory_fraction, buckets.batch_sizes) == (40, 0.25, (1,))
+    assert buckets.backend == renamed.graphs.backend == "eager"
+    assert (renamed.engine_config.max_prefill_tokens, renamed.engine_config.prefix_cache) == (64, False)
+    assert renamed.capacity.token_limit == 96
+
+
+def test_a_setting_that_is_given_by_two_names_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="max_sequence_length is given twice"):
+        LLM("demo", max_model_len=64, max_sequence_length=128)
+
+
+def test_our_own_keywords_reach_the_buckets_and_override_a_configuration() -> None:
+    config = EngineConfig.of(BucketConfig(page_size=8), max_batch_size=3, seed=5)
+    assert (config.buckets.page_size, config.buckets.max_batch_size, config.seed) == (8, 3, 5)
+
+
+def test_a_dict_is_read_as_the_file_is() -> None:
+    config = EngineConfig.of(
+        {"capacity": {"max_batch_size": 3}, "capture": {"when": "first-use"}, "model": {"seed": 4}}
+    )
+    assert (config.buckets.max_batch_size, config.buckets.capture_when, config.seed) == (3, "first-use", 4)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"capacity": {"max_batch_size": 0}}, r"^config: \[capacity\] max_batch_size must be an integer in"),
+        ({"capacity": {"rows": 1}}, r"^config: \[capacity\] rows: unknown key; known: max_batch_size"),
+        ({"max_batch_size": 1}, r"^config: unknown section or key 'max_batch_size'; known: \[capacity\]"),
+        ({"capacity": {"max_batch_size": 2}, "buckets": {"batch_sizes": [4]}}, "^config: batch_sizes must be at most"),
+    ],
+)
+def test_what_is_wrong_in_a_dict_is_named(document: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        EngineConfig.of(document)
+
+
+def answered(llm: LLM, prompt: str, **params: Any) -> Any:
+    (output,) = llm.generate(prompt, SamplingParams(temperature=0.0, **params), use_tqdm=False)
+    return output.outputs[0]
+
+
+def test_without_max_tokens_an_answer_may_fill_the_capacity(renamed: LLM) -> None:
+    answer = answered(renamed, "12+30=", max_tokens=None, ignore_eos=True)
+    assert len(answer.token_ids) == 96 - 6
+    assert answer.finish_reason == "length"
+    assert SamplingParams(max_tokens=None, min_tokens=1000).min_tokens == 1000
+
+
+def test_the_text_ends_with_what_stopped_it_if_that_is_asked_for(renamed: LLM) -> None:
+    assert answered(renamed, "rev oceanic=", stop="nae").text == "ci"
+    asked = answered(renamed, "rev oceanic=", stop="nae", include_stop_str_in_output=True)
+    assert (asked.text, asked.stop_reason, asked.finish_reason) == ("cinae", "nae", "stop")
+    token = ord("n")  # the demo's tokens are bytes
+    assert answered(renamed, "rev oceanic=", stop_token_ids=[token]).text == "ci"
+    assert answered(renamed, "rev oceanic=", stop_token_ids=[token], include_stop_str_in_output=True).text == "cin"
+
+
+def test_pieces_with_the_stop_text_add_up_to_the_text(renamed: LLM) -> None:
+    params = SamplingParams(temperature=0.0, stop="nae", include_stop_str_in_output=True)
+    assert "".join(renamed.stream("rev oceanic=", params)) == "cinae"
+
+
+def test_tokens_alone_are_given_where_no_text_is_wanted(renamed: LLM) -> None:
+    answer = answered(renamed, "12+30=", detokenize=False, logprobs=1)
+    assert (answer.text, answer.token_ids[:2], answer.finish_reason) == ("", [ord("4"), ord("2")], "stop")
+    assert all(entry.decoded_token is None for place in answer.logprobs for entry in place.values())
+    with pytest.raises(ArgumentError, match="stop must be None where detokenize is False"):
+        SamplingParams(detokenize=False, stop="a")
