@@ -68,6 +68,8 @@ class LLM:
         **keywords: Unpack[LLMKeywords],
     ) -> None:
         began = time.perf_counter()
+        if isinstance(tokenizer, (str, Path)):
+            as_settings({"tokenizer": tokenizer})  # vLLM's, which is refused
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds

@@ -29,7 +29,7 @@ class RunSummary:
         self._buckets = Counter(llm.stats.bucket_steps)
 
     def line(self, outputs: list[RequestOutput]) -> str:
-        """Return time to load, tokens/s, first token, ms per token, the buckets, padding, backend and kernels."""
+        """Return time to load, tokens/s, first token, ms per token, buckets replayed, padding, backend and kernels."""
         stats = self._llm.stats
         seconds = time.perf_counter() - self._began
         tokens = stats.generated_tokens - self._tokens
