@@ -80,7 +80,7 @@ def test_the_options_set_rows_and_lengths_at_most(monkeypatch: pytest.MonkeyPatc
     longest = max(len(seen[0].tokenizer(text).input_ids) for text in prompts[1::2])
     assert [llm.config.max_batch_size for llm in seen] == [2, 1]
     assert [llm.config.max_sequence_length for llm in seen] == [longest + 9, 12]
-    assert [llm.cache.total_num_pages for llm in seen] == [2 * -(-(longest + 9) // 16), 1]
+    assert [llm.cache.total_num_pages for llm in seen] == [2 * (1 + -(-(longest + 9) // 16)), 2]
 
 
 @pytest.mark.parametrize(
@@ -131,3 +131,10 @@ def test_one_prompt_takes_the_memory_of_weights_and_cache_and_little_more(tmp_pa
 
     if not torch.backends.cuda.is_built():
         assert heavy == "[]"
+
+
+def test_prompts_that_fill_their_room_still_run_side_by_side(tmp_path: Path) -> None:
+    prompts = ["-p", "12+30=", "-p", "rev abc=", "-p", "sort cab="]
+    result = run("generate", *prompts, "--max-tokens", "2", "--record-batches", "b.json", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "b.json").read_text()) == {"batch_sizes": {"3": 2}}

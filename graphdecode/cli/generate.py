@@ -202,7 +202,11 @@ def _streams(llm: LLM, texts: list[str], params: SamplingParams) -> list[list[St
 
 
 def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    """Print each answer as it is complete, in the order of the prompts; when interrupted, all that are complete."""
+    """Print a line a prompt as it is answered, in the order of the prompts.
+
+    When interrupted: a line for each prompt that is left, with what there is; answers that are not complete have the
+    `finish_reason` "abort", and their line an `error`.
+    """
     from tqdm import tqdm
 
     from graphdecode.engine.interrupts import DeferredInterrupt
@@ -218,9 +222,13 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
                 _print_record(waiting.popleft())
     finally:
         with DeferredInterrupt():
+            for streams in prompts[len(prompts) - len(waiting) :]:
+                for stream in streams:
+                    stream.close()
             for request in waiting:
-                if all(answer.finish_reason not in (None, "abort") for answer in request.outputs):
-                    _print_record(request)
+                if any(answer.finish_reason == "abort" for answer in request.outputs):
+                    request.error = "interrupted before the answer was complete"
+                _print_record(request)
     return [streams[0].request for streams in prompts]
 
 
