@@ -84,7 +84,7 @@ class PageLedger:
             CacheFullError: there are not enough pages, even with those of the leaving ones.
         """
         leaving = list(leaving)
-        needs = [(i, n - len(self.pages.get(i, ()))) for i, length in lengths if (n := self.pages_for(length)) >= 0]
+        needs = [(i, self.pages_for(length) - len(self.pages.get(i, ()))) for i, length in lengths]
         needed = sum(max(missing, 0) for _, missing in needs)
         if needed > self.available:
             given = Counter(page for i in leaving for page in self.pages[i])
