@@ -44,8 +44,8 @@ def plan_capacity(
 ) -> Capacity:
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free.
 
-    `"auto"` never takes more pages than all rows at full length need, with the page for each of them that has to be free
-    when another one enters.
+    `"auto"` never takes more pages than all rows at full length need, and for each of them the page that has to be
+    free when another one enters.
 
     Args:
         config: rows, lengths and pages.
