@@ -181,9 +181,9 @@ class GraphManager:
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows: one launch. Returns the bucket that ran.
 
-        When the batch size changes, the rows that the bucket has beyond it get the pads that their slots declare, and the
-        addresses of all slots and constants are checked; a strict manager audits its graphs before every replay. While
-        the batch size stays the same, the host writes nothing: what a step left in those rows stands there.
+        When the batch size changes, the rows that the bucket has beyond it get the pads that their slots declare, and
+        the addresses of all slots and constants are checked; a strict manager audits its graphs before every replay.
+        While the batch size stays the same, the host writes nothing: what a step left in those rows stands there.
 
         Raises:
             ValueError: `batch_size` is outside 1..max_batch_size.
@@ -236,9 +236,7 @@ class GraphManager:
         """Make rows live, and the bucket's others what their slots declare, unless the last run had as many."""
         self.buffers.set_live_rows(batch_size)
         if batch_size != self._padded_size:
-            self.buffers.pad(
-                batch_size, bucket
-            )  # also where an upload has made the rows live: it knows its block alone
+            self.buffers.pad(batch_size, bucket)  # an upload has made rows live, and knows its block alone
             self._padded_size = batch_size
 
     def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:

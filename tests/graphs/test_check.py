@@ -19,7 +19,7 @@ from graphdecode.graphs import check
 
 HERE = Path(__file__).parent
 # steps that replay as they run, but whose rows are one whole: right in a bucket that is full
-MIXES_ROWS = {"attention", "masked", "scatter_by_index"}
+MIXES_ROWS = {"attention", "scatter_by_index"}
 # what one line does wrong may be more than one thing
 ALSO_FOUND = {"from_numpy": ("host-read", "host-data"), "made_at_the_first_step": ("baked-value",)}
 
