@@ -236,7 +236,8 @@ class GraphManager:
         """Make rows live, and the bucket's others what their slots declare, unless the last run had as many."""
         self.buffers.set_live_rows(batch_size)
         if batch_size != self._padded_size:
-            self.buffers.pad(batch_size, bucket)  # an upload has made rows live, and knows its block alone
+            if batch_size < bucket:
+                self.buffers.pad(batch_size, bucket)  # an upload has made rows live, and knows its block alone
             self._padded_size = batch_size
 
     def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:
