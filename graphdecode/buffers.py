@@ -83,7 +83,8 @@ class Batch:
         self.__dict__.update(tensors)
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no slot {name!r}; declared are {sorted(set(self.__dict__) - {'size'})}")
+        declared = sorted(slot for slot, value in vars(self).items() if isinstance(value, Tensor))
+        raise AttributeError(f"no slot {name!r}; declared are {declared}")
 
 
 class _StagingBlock:

@@ -1,6 +1,7 @@
 """The command line as a person types it: in a process of its own, or in this one, where the imports are paid for."""
 
 import contextlib
+import importlib
 import io
 import os
 import runpy
@@ -44,14 +45,17 @@ def run_command(
         patch.setattr(sys, "argv", ["graphdecode", *arguments])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), encoding="utf-8"))
         patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "path_importer_cache", {})  # for which "." would be the folder of an earlier run
         for name, value in (WIDTH | environment).items():
             patch.setenv(name, value)
         if folder is not None:
             patch.chdir(folder)
+            importlib.invalidate_caches()  # "." was another folder before
         status = _status_of_main()
     if folder is not None:
         for name in set(sys.modules) - loaded:
-            if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(folder)):
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and Path(file).resolve().is_relative_to(folder.resolve()):
                 del sys.modules[name]
     return subprocess.CompletedProcess(["graphdecode", *arguments], status, stdout.getvalue(), stderr.getvalue())
 

@@ -70,6 +70,20 @@ def test_the_weights_are_those_that_loading_takes() -> None:
     assert weight_bytes(describe_model("demo"), torch.float32) == pytest.approx(decoder.weight_bytes, rel=0.01)
 
 
+@pytest.mark.usefixtures("two_gib_free")
+def test_without_a_file_the_default_plan_is_shown_for_a_model(tmp_path: Path) -> None:
+    options = ["--model", "shape:llama-100m", "--dtype", "bfloat16"]
+    result = CliRunner().invoke(app, ["buckets", *options], env={"COLUMNS": "160"})
+    assert result.exit_code == 0, result.output
+    assert result.output == show(tmp_path, "", *options)
+    assert "memory for shape:llama-100m in bfloat16" in result.output
+
+
+def test_without_anything_the_buckets_command_shows_its_help() -> None:
+    assert "Usage" in CliRunner().invoke(app, ["buckets"]).output
+    assert "tune" in CliRunner().invoke(app, ["buckets", "--help"]).output
+
+
 def test_a_ladder_without_padding_is_said_to_have_none(tmp_path: Path) -> None:
     assert "no padding: every batch size has a bucket" in show(tmp_path, "[capacity]\nmax_batch_size = 4\n")
 

@@ -137,7 +137,7 @@ def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: Eng
         ("[model]\nbatch_invariant = 1", r"batch_invariant must be true or false, got 1"),
         ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
-        ("[model]\nquantize = 'int3'", r"quantize must be None or 'int8', got 'int3'"),
+        ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
         ("[model]\nkv_cache_dtype = 'fp8'", r":2: \[model\] kv_cache_dtype: unknown key; known: device, dtype, seed"),
         ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
         (
@@ -172,7 +172,7 @@ def test_keywords_override_what_they_are_given_with(tmp_path: Path) -> None:
         ({"dtype": None}, "dtype must be auto, .*, got None"),
         ({"dtype": torch.int8}, "dtype must be auto, .*, got 'int8'"),
         ({"device": torch.device("meta")}, "device must be auto, .*, got 'meta'"),
-        ({"quantize": 8}, "quantize must be None or 'int8', got 8"),
+        ({"quantize": 8}, "quantize must be None or a weight form's name, got 8"),
         ({"max_prefill_tokens": "many"}, "max_prefill_tokens must be 'auto' or an integer.*, got 'many'"),
     ],
 )

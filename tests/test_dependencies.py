@@ -9,7 +9,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PEERS = "peers"  # adapters of other engines, each of which is installed by who compares with it
 
 
 def distribution(requirement: str) -> str:
@@ -22,8 +21,6 @@ def imported() -> dict[str, str]:
     found = {}
     for folder in ("graphdecode", "kernels"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            if PEERS in path.parts:
-                continue
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 names = []
                 if isinstance(node, ast.Import):

@@ -40,9 +40,9 @@ def test_an_error_about_a_value_is_a_value_error_too(name: str) -> None:
     assert issubclass(error, ValueError)
 
 
-@pytest.mark.parametrize("package", ["cli", "config", "profiling", "models"])
+@pytest.mark.parametrize("package", ["cli", "config", "engine", "graphs", "models", "profiling", "text"])
 def test_what_commands_call_refuses_arguments_by_the_projects_own_error(package: str) -> None:
-    for path in (ROOT / "graphdecode" / package).glob("*.py"):
+    for path in (ROOT / "graphdecode" / package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                 assert ast.unparse(node.exc.func) != "ValueError", f"{path}:{node.lineno}"

@@ -44,3 +44,10 @@ def test_a_dtype_that_the_compiled_kernels_do_not_take_is_named(tmp_path: Path) 
     (tmp_path / "small.toml").write_text(SMALL)
     result = run_command("generate", "-p", "12+30=", "--config", "small.toml", "--dtype", "float16", folder=tmp_path)
     assert result.stderr.rstrip().endswith("; torch's operators (compiled ones are for float32 and bfloat16)")
+
+
+def test_a_log_file_gets_lines_and_no_bars(tmp_path: Path) -> None:
+    said = said_of(tmp_path)
+    assert len(said) == 1
+    assert said[0].endswith("compiled kernels")
+    assert "\r" not in said[0]

@@ -11,11 +11,13 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("graphdecode", "kernels") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 PRIVATE_NAMES = {
+    "torch._C._cuda_clearCublasWorkspaces",
     "torch._C._cuda_endAllocateToPool",
     "torch._C._cuda_releasePool",
     "torch._weight_int8pack_mm",
     "torch.cpu._is_amx_tile_supported",
     "torch.cpu._is_avx512_bf16_supported",
+    "torch.cuda._sleep",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported",
     "torch.ops.mkldnn._linear_pointwise",
@@ -57,7 +59,7 @@ for namespace, names in hidden.items():
 IMPORT_ALL = """
 import importlib, pkgutil, graphdecode
 for module in pkgutil.walk_packages(graphdecode.__path__, "graphdecode."):
-    if not module.name.startswith(("graphdecode.profiling.peers", "graphdecode.__main__")):
+    if module.name != "graphdecode.__main__":
         importlib.import_module(module.name)
 """
 GENERATE = """

@@ -34,6 +34,10 @@ def counts(batch):
     batch.y.copy_(batch.x * lengths[0])
 
 
+def misspelt(batch):
+    batch.y.copy_(batch.xs)
+
+
 def reads(batch):
     if batch.x.sum() > 0:
         batch.y.add_(1.0)
@@ -128,6 +132,16 @@ def test_what_cannot_be_done_is_one_line(run, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_each_run_imports_from_its_own_folder(tmp_path):
+    for reason in ("first", "second"):
+        folder = tmp_path / reason
+        folder.mkdir()
+        (folder / "broken.py").write_text(f"import torch\nimport beside\nraise OSError('{reason}', beside.NAME)\n")
+        (folder / "beside.py").write_text(f"NAME = '{reason}'\n")
+        message = f"broken.py:3: OSError: [Errno {reason}] {reason}"
+        assert message in run_command("check", "broken:step", folder=folder).stderr
+
+
 def test_a_module_that_raises_is_named_with_the_line(run):
     assert "broken.py:2: OSError: no such weights" in run("check", "broken:step").stderr
 
@@ -139,10 +153,19 @@ def test_a_number_that_changes_between_steps_is_found(run):
     assert "1 finding in mystep:counts" in done.stdout
 
 
+def test_a_misspelt_slot_is_blamed_on_the_steps_own_line_beside_the_names_of_the_slots(run):
+    done = run("check", "mystep:misspelt")
+    assert done.returncode == 1, done.stderr
+    assert "mystep.py:26: failed" in done.stdout
+    assert "no slot 'xs'; declared are ['live_rows', 'x', 'y']" in done.stdout
+    assert "buffers.py" not in done.stdout
+    assert "1 finding in mystep:misspelt" in done.stdout
+
+
 def test_findings_stand_in_a_table_with_reasons_below(folder):
     done = spawn_command("check", "mystep:reads", folder=folder)
     assert done.returncode == 1
     assert "host-read" in done.stdout
-    assert "mystep.py:26" in done.stdout
+    assert "mystep.py:30" in done.stdout
     assert "why: " in done.stdout
     assert "instead: " in done.stdout

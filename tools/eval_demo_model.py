@@ -14,8 +14,8 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from demo_tasks import TASKS, is_correct, sample
 from graphdecode import LLM, SamplingParams
-from graphdecode.models.demo_tasks import TASKS, is_correct, sample
 
 REQUIRED_SHARE = 0.99
 MAX_TOKENS = 16  # the longest answer is 8 letters and the end of the sequence

@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
+from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
@@ -106,14 +107,9 @@ def measure_steps(
         batch_sizes=sorted(set(batch_sizes)),
         total_num_pages=max(batch_sizes) * (-(-longest // 16) + 1),
     )
-    with ExitStack() as held:
-        runners = {
-            name: held.enter_context(_captured(decoder, config, switch))
-            for name, decoder, switch in _variants(model, place, dtype, config)
-        }
+    with captured_variants(model, place, dtype, config) as runners:
         costs: list[StepCost] = []
         points = [(bucket, context) for bucket in config.ladder for context in contexts]
-        # before any timing, which leaves different keys behind in each variant's cache
         errors = {point: _errors(runners, *point) for point in points}
         for bucket, context in tqdm(points, desc=model, unit="point", disable=not progress, leave=False):
             costs += _measure_point(runners, bucket, context, steps, rounds, errors[bucket, context])
@@ -180,16 +176,30 @@ def _without_early_start(choice: LinearChoice) -> LinearChoice:
 
 
 @contextmanager
-def _captured(decoder: Decoder, config: BucketConfig, compiled: bool) -> Iterator[Runner]:
-    runner = make_runner(decoder, config, prefix_cache=False)
-    try:
-        with ExitStack() as held:
-            if not compiled:
-                held.enter_context(native.switched_off())
-            runner.graphs.capture(progress=False)
-        yield runner
-    finally:
-        runner.close()
+def captured_variants(
+    model: str, device: torch.device, dtype: str, config: BucketConfig
+) -> Iterator[dict[str, Runner]]:
+    """Give the full step and those with less, captured; all over one cache, for they take turns.
+
+    Args:
+        model: its name.
+        device: where.
+        dtype: of weights and cache.
+        config: buckets and capacity.
+    """
+    runners: dict[str, Runner] = {}
+    with ExitStack() as held:
+        for name, decoder, is_compiled in _variants(model, device, dtype, config):
+            if not runners:
+                runner = make_runner(decoder, config, prefix_cache=False)
+            else:
+                full = runners[FULL]
+                runner = Runner(decoder, full.cache, config, full.capacity, prefill_budget=full.prefill_budget)
+            held.callback(runner.close)
+            with nullcontext() if is_compiled else native.switched_off():
+                runner.graphs.capture(progress=False)
+            runners[name] = runner
+        yield runners
 
 
 def _measure_point(
@@ -200,10 +210,8 @@ def _measure_point(
     rounds: int,
     errors: dict[str, float],
 ) -> list[StepCost]:
-    samples = {
-        name: _Samples(LatencyProfiler(runner, steps=steps), bucket, context) for name, runner in runners.items()
-    }
-    try:
+    with rows_at(runners[FULL], bucket, context) as rows:
+        samples = {name: _Samples(LatencyProfiler(runner, steps=steps), rows) for name, runner in runners.items()}
         bandwidths = []  # measured in turn with the steps, for it is not the same for long
         for _ in range(rounds):
             bandwidths.append(read_bandwidth(runners[FULL].model.device, repeats=2))
@@ -234,22 +242,19 @@ def _measure_point(
             *(cost(name, sample.step_ms, sample.host_us, errors[name]) for name, sample in samples.items()),
             cost(EAGER, full.eager_ms, full.host_us, 0.0),
         ]
-    finally:
-        for sample in samples.values():
-            sample.close()
-
-
-def _logprobs(runner: Runner, bucket: int, context: int) -> list[float]:
-    """Return the log-probability of each row's most likely token: rounding moves it little, whichever token it is."""
-    with rows_at(runner, bucket, context, logprobs=0) as rows:
-        runner.stage(rows)
-        (step,) = runner.read(runner.launch(bucket), logprobs=True)
-    return [] if step.logprobs is None else step.logprobs.sampled
 
 
 def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, float]:
-    """Return how far each variant's log-probabilities are from the full step's."""
-    given = {name: _logprobs(runner, bucket, context) for name, runner in runners.items()}
+    """Return how far each variant's log-probabilities are from the full step's.
+
+    They are those of each row's most likely token: rounding moves it little, whichever token it is.
+    """
+    given: dict[str, list[float]] = {}
+    with rows_at(runners[FULL], bucket, context, logprobs=0) as rows:
+        for name, runner in runners.items():
+            runner.stage(rows)
+            (step,) = runner.read(runner.launch(bucket), logprobs=True)
+            given[name] = [] if step.logprobs is None else step.logprobs.sampled
     return {
         name: max(abs(a - b) for a, b in zip(logprobs, given[FULL], strict=True)) for name, logprobs in given.items()
     }
@@ -258,10 +263,9 @@ def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, 
 class _Samples:
     """Times of one variant at one point, over rounds."""
 
-    def __init__(self, profiler: LatencyProfiler, bucket: int, context: int) -> None:
+    def __init__(self, profiler: LatencyProfiler, rows: SequenceOf[RowInputs]) -> None:
         self._profiler = profiler
-        self._held = ExitStack()
-        self._rows = self._held.enter_context(rows_at(profiler.runner, bucket, context))
+        self._rows = rows
         self._is_cuda = profiler.runner.model.device.type == "cuda"
         self.step_ms: list[float] = []
         self.host_us: list[float] = []
@@ -277,9 +281,6 @@ class _Samples:
 
     def run_eagerly(self) -> None:
         self.eager_ms += self._profiler.eager(self._rows, 5)
-
-    def close(self) -> None:
-        self._held.close()
 
 
 def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:

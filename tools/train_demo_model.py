@@ -2,7 +2,7 @@
 
     python tools/train_demo_model.py --out graphdecode/models/demo
 
-The model is a byte-level Llama of 0.82 million parameters (tasks: graphdecode/models/demo_tasks.py), trained by AdamW
+The model is a byte-level Llama of 0.82 million parameters (tasks: tools/demo_tasks.py), trained by AdamW
 with a cosine schedule and a loss on the answer's tokens only. Token id i < 256 is byte i. With a fixed --seed, number
 of steps and threads, and no --minutes, a run repeats itself on the same machine.
 """
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from graphdecode.models.demo_tasks import TASKS, sample
+from demo_tasks import TASKS, sample
 
 NUM_BYTES = 256
 BOS_ID, EOS_ID, PAD_ID = 256, 257, 258

@@ -2,7 +2,7 @@
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .ledger import PageLedger
-from .paged_cache import PagedKVCache, copy_page
+from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
 from .untouched import untouched_zeros
 
@@ -13,6 +13,7 @@ __all__ = [
     "PagedKVCache",
     "UnknownSequenceError",
     "copy_page",
+    "fill_page_row",
     "require_positive",
     "untouched_zeros",
 ]

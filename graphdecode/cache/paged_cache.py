@@ -155,16 +155,6 @@ class PagedKVCache:
         """
         return tuple(self._pages(sequence_id))
 
-    def fill_page_row(self, sequence_id: Hashable, out: np.ndarray) -> None:
-        """Write a sequence's pages into `out`, int32 [max_pages_per_row], and the trash page behind them.
-
-        Raises:
-            UnknownSequenceError: there is no such sequence.
-        """
-        pages = self._pages(sequence_id)
-        out[: len(pages)] = pages
-        out[len(pages) :] = self.trash_page
-
     def reset(self) -> None:
         """Forget all sequences and prefixes; the tensors stay as they are."""
         self.ledger.clear()
@@ -200,3 +190,9 @@ def copy_page(layers: Iterable[tuple[Tensor, Tensor]], move: tuple[int, int] | N
         source, destination = move
         for tensor in (tensor for layer in layers for tensor in layer):
             tensor[destination].copy_(tensor[source])
+
+
+def fill_page_row(row: np.ndarray, pages: Sequence[int], trash_page: int) -> None:
+    """Write a sequence's pages into its row of a page table, int32 [pages of a row], and the trash page behind them."""
+    row[: len(pages)] = pages
+    row[len(pages) :] = trash_page

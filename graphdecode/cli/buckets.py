@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class _FileByDefault(typer.core.TyperGroup):
-    """A command group whose first word may be a file instead of a command: it is shown then."""
+    """A command group whose first word may be a file or an option instead of a command: `show` is meant then."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
+        if args and args[0] not in self.commands and args[0] != "--help":
             args = ["show", *args]
         return super().parse_args(ctx, args)
 
@@ -30,14 +30,14 @@ class _FileByDefault(typer.core.TyperGroup):
 buckets = typer.Typer(
     cls=_FileByDefault,
     no_args_is_help=True,
-    help="Show a configuration file's buckets, or tune them.",
+    help="Show the buckets of a configuration file, or the default ones, or tune them.",
     epilog="Example: graphdecode buckets my-buckets.toml",
 )
 
 
 @buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
 def show(
-    file: Annotated[Path, typer.Argument(help="A configuration file (TOML).")],
+    file: Annotated[Path | None, typer.Argument(help="A configuration file (TOML); none: the defaults.")] = None,
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
     device: DeviceOption = None,
     dtype: DtypeOption = None,

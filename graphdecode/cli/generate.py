@@ -103,9 +103,9 @@ def generate(
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
-    from graphdecode.models import check_model, load_tokenizer, resolve_model_path
+    from graphdecode.models import check_model, resolve_model_path
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
-    from graphdecode.text import RunSummary
+    from graphdecode.text import RunSummary, load_tokenizer
 
     given = sampling_fields(
         n=n,

@@ -20,12 +20,13 @@ def versions() -> str:
 def state() -> str:
     """Return all that a report of a bug should tell, one fact a line."""
     from graphdecode.engine.loading import resolve_device
+    from graphdecode.kernels.native import library
     from graphdecode.profiling.environment import describe_environment
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: _of(name) for name in _PACKAGES}
     facts |= describe_environment(resolve_device("auto"))
-    return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), _compiled_kernels()])
+    return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), library.describe()])
 
 
 def _of(package: str) -> str:
@@ -33,10 +34,3 @@ def _of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "none"
-
-
-def _compiled_kernels() -> str:
-    from graphdecode.kernels.native import library
-
-    reason = library.why_not()
-    return "compiled kernels: " + ("there" if reason is None else f"none, torch's operators do the work: {reason}")

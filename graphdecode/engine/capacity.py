@@ -44,8 +44,7 @@ def plan_capacity(
 ) -> Capacity:
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free.
 
-    `"auto"` never takes more pages than all rows at full length need, and for each of them the page that has to be
-    free when another one enters.
+    `"auto"` never takes more pages than all rows at full length need.
 
     Args:
         config: rows, lengths and pages.
@@ -69,7 +68,7 @@ def plan_capacity(
             raise ArgumentError(
                 f"no memory is left on {device} for a key-value cache: one page takes {page_bytes} bytes"
             )
-        total = min(affordable, config.max_batch_size * (pages_per_row + 1))
+        total = min(affordable, config.max_batch_size * pages_per_row)
     token_limit = min(max_sequence_length, total * config.page_size)
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import numpy as np
+
 _STEP_TIMES_KEPT = 100_000
 
 
@@ -55,7 +57,7 @@ class EngineStats:
     prefill_seconds: float = 0.0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     bucket_steps: Counter[int] = field(default_factory=Counter)
-    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT))
+    step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
 
     @property
     def padding_share(self) -> float:
@@ -63,3 +65,20 @@ class EngineStats:
         computed = sum(bucket * steps for bucket, steps in self.bucket_steps.items())
         live = sum(size * steps for size, steps in self.batch_sizes.items())
         return 1.0 - live / computed if computed else 0.0
+
+    def __str__(self) -> str:
+        """Return a summary in one line."""
+        parts = [f"{self.generated_tokens} tokens in {self.finished_answers} finished answers"]
+        parts.append(f"{self.prefilled_tokens} prompt tokens prefilled in {self.prefill_seconds:.2f} s")
+        steps = f"{sum(self.batch_sizes.values())} decode steps"
+        parts.append(", ".join([steps, *self.step_times()]))
+        parts.append("buckets " + (", ".join(f"{b} x{n}" for b, n in sorted(self.bucket_steps.items())) or "none"))
+        parts.append(f"padding {100 * self.padding_share:.0f}%")
+        return "; ".join(parts)
+
+    def step_times(self) -> list[str]:
+        """Return the median and the 99th percentile of the last steps' times, in words; nothing where none ran."""
+        if not self.step_seconds:
+            return []
+        p50, p99 = np.percentile(np.array(self.step_seconds) * 1000, [50, 99])
+        return [f"{p50:.2f} ms per token p50, {p99:.2f} p99"]

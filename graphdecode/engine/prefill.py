@@ -10,6 +10,7 @@ import torch
 
 from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buffers import Slot, StepBuffers
+from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
 
@@ -83,8 +84,7 @@ class Prefill:
             end += length
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
-            staged["page_table"][row, : len(chunk.pages)] = chunk.pages
-            staged["page_table"][row, len(chunk.pages) :] = self._trash_page
+            fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
         staged["live_tokens"][0] = end
         self._buffers.upload(_CHUNKS, len(chunks))
         batch = self._buffers.narrow(len(chunks))

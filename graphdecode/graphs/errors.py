@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
+from graphdecode import buffers
 from graphdecode.errors import GraphdecodeError
 
 
@@ -22,6 +23,7 @@ def _folders_of(package: str) -> Iterator[str]:
 
 _NOT_THE_STEPS = ("torch", "triton", "graphdecode.graphs", "graphdecode.kernels")
 _OWN_FOLDERS = tuple(folder for package in _NOT_THE_STEPS for folder in _folders_of(package))
+_OWN_FILES = (buffers.__file__, os.path.realpath(buffers.__file__))  # where a slot that is not there is missed
 # what a registered operator does inside stands below a frame of these
 _DISPATCH_FILES = tuple(
     os.path.join(folder, part) for folder in _folders_of("torch") for part in ("_ops.py", "_library" + os.sep)
@@ -124,7 +126,7 @@ Refuse = Callable[[CaptureError], None]
 
 
 def _is_own(path: str) -> bool:
-    if path.startswith((*_OWN_FOLDERS, "<frozen")):
+    if path.startswith((*_OWN_FOLDERS, *_OWN_FILES, "<frozen")):
         return True
     return path.startswith(_STANDARD_LIBRARY) and "-packages" not in path
 

@@ -7,7 +7,6 @@ from graphdecode.models.generation_defaults import generation_defaults
 from graphdecode.models.load import check_model, describe_model, load_model, resolve_dtype, weight_bytes
 from graphdecode.models.source import ModelSourceError, resolve_model_path
 from graphdecode.models.sources import register_source
-from graphdecode.models.tokenizer import load_tokenizer
 from graphdecode.models.weight_map import CheckpointError
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "describe_model",
     "generation_defaults",
     "load_model",
-    "load_tokenizer",
     "register_family",
     "register_source",
     "resolve_dtype",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -181,8 +181,7 @@ class LatencyProfiler:
         warm_up = min(STEPS_PER_STAGING, steps)
         for index in range(steps + warm_up):
             if index % STEPS_PER_STAGING == 0:
-                self.runner.stage(rows)
-                self._synchronize()
+                self._stage(rows)
             began = time.perf_counter()
             launch = self.runner.launch(len(rows))
             launched = time.perf_counter()
@@ -195,8 +194,7 @@ class LatencyProfiler:
             return launch_us, [microseconds / 1000 for microseconds in launch_us], token_ms
         step_ms: list[float] = []
         while len(step_ms) < steps:
-            self.runner.stage(rows)
-            self._synchronize()
+            self._stage(rows)
             count = min(STEPS_PER_STAGING, steps - len(step_ms))
             step_ms += back_to_back_ms(lambda: self.runner.launch(len(rows)), count)
         return launch_us, step_ms, token_ms
@@ -205,10 +203,8 @@ class LatencyProfiler:
         """Return the times of eager steps in ms, after two that are not counted; the host's part is in them."""
         step_ms: list[float] = []
         while len(step_ms) < count + 2:
-            self.runner.stage(rows)
-            self._synchronize()
-            steps = min(STEPS_PER_STAGING, count + 2 - len(step_ms))
-            step_ms += self._eager_ms(len(rows), steps)
+            self._stage(rows)
+            step_ms += self._eager_ms(len(rows), min(STEPS_PER_STAGING, count + 2 - len(step_ms)))
         return step_ms[2:]
 
     def _eager_ms(self, num_rows: int, steps: int) -> list[float]:
@@ -219,8 +215,9 @@ class LatencyProfiler:
         for _ in range(steps):
             run()
             times.append(time.perf_counter())
-        return [1000 * (end - begin) for begin, end in itertools.pairwise(times)]
+        return [1000 * (end - begin) for begin, end in pairwise(times)]
 
-    def _synchronize(self) -> None:
+    def _stage(self, rows: Sequence[RowInputs]) -> None:
+        self.runner.stage(rows)
         if self._is_cuda:
             torch.cuda.synchronize()

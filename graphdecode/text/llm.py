@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, NoReturn, Unpack, cast
 
 import torch
 from tqdm import tqdm
@@ -22,12 +22,13 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, check_model, generation_defaults, load_tokenizer, resolve_model_path
+from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.text.router import Router
 from graphdecode.text.stream import Stream
+from graphdecode.text.tokenizer import load_tokenizer
 
 
 class LLM:
@@ -40,7 +41,7 @@ class LLM:
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
-        tokenizer: the model's own, where it was loaded already (`graphdecode.models.load_tokenizer`).
+        tokenizer: the model's, where it was loaded already (`graphdecode.text.load_tokenizer`).
         keywords: settings that override those of `config`, such as max_batch_size, max_sequence_length, device, dtype,
             seed, quantize; see `EngineConfig` and `BucketConfig`. vLLM's names of these are taken too (max_model_len,
             max_num_seqs, enforce_eager, ...), and what it has beyond is refused with what to do instead.
@@ -234,6 +235,14 @@ class LLM:
     def close(self) -> None:
         """Release graphs and buffers; the engine cannot be used afterwards. Answers under way end with an error."""
         self.router.close()
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled or copied: graphs and caches are this process's own.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("an LLM cannot be pickled: make one in each process, from the same model and settings")
 
     def __enter__(self) -> LLM:
         return self

@@ -38,9 +38,7 @@ class RunSummary:
         parts.append(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")
         if first:
             parts.append(f"first token after {1000 * float(np.median(first)):.1f} ms")
-        if stats.step_seconds:
-            p50, p99 = np.percentile(np.array(stats.step_seconds) * 1000, [50, 99])
-            parts.append(f"{p50:.2f} ms per token p50, {p99:.2f} p99")
+        parts += stats.step_times()
         replayed = stats.bucket_steps - self._buckets
         parts.append("buckets " + (", ".join(f"{b} x{replayed[b]}" for b in sorted(replayed)) or "none"))
         parts.append(f"padding {100 * stats.padding_share:.0f}%")

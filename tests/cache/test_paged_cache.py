@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphdecode.cache import CacheFullError, PagedKVCache, UnknownSequenceError
+from graphdecode.cache import CacheFullError, PagedKVCache, UnknownSequenceError, fill_page_row
 
 
 def make(pages=8, page_size=4, prefix_caching=True, max_pages_per_row=16, num_layers=1):
@@ -155,7 +155,7 @@ def test_a_page_row_ends_in_the_trash_page():
     cache.add("a", [])
     cache.reserve("a", 5)
     row = np.full(4, -1, dtype=np.int32)
-    cache.fill_page_row("a", row)
+    fill_page_row(row, cache.pages_of("a"), cache.trash_page)
     assert row.tolist() == [*cache.pages_of("a"), 8, 8]
     assert cache.trash_page == 8
 
@@ -169,7 +169,6 @@ def test_unknown_and_known_ids_are_errors():
         lambda: cache.truncate("b", 0),
         lambda: cache.free("b"),
         lambda: cache.pages_of("b"),
-        lambda: cache.fill_page_row("b", np.zeros(16, dtype=np.int32)),
     ):
         with pytest.raises(UnknownSequenceError, match="'b'"):
             call()

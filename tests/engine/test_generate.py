@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from demo_tasks import TASKS, sample
 from graphdecode import LLM, SamplingParams
-from graphdecode.models.demo_tasks import TASKS, sample
 
 MakeLLM = Callable[..., LLM]
 

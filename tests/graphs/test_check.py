@@ -105,8 +105,10 @@ def test_the_demo_decoder_has_no_findings(options: dict) -> None:
             stream.close()
 
 
-def test_the_readmes_steps_have_no_findings() -> None:
-    examples = re.findall(r"```python\n(.*?)```", (HERE.parents[1] / "README.md").read_text(), re.DOTALL)
+def test_the_documents_steps_have_no_findings() -> None:
+    documents = [HERE.parents[1] / "README.md", HERE.parents[1] / "docs" / "graphs.md"]
+    texts = "".join(document.read_text() for document in documents)
+    examples = re.findall(r"```python\n(.*?)```", texts, re.DOTALL)
     checked = []
     for source in examples:
         if "GraphManager(" not in source:
@@ -118,7 +120,8 @@ def test_the_readmes_steps_have_no_findings() -> None:
             for value in names.values()
             if inspect.isfunction(value) and "batch" in inspect.signature(value).parameters
         )
-        assert not check(step, names["buffers"], constants=[names["weight"]] if "weight" in names else [])
+        constants = [value for value in names.values() if isinstance(value, torch.Tensor)]
+        assert not check(step, names["buffers"], constants=constants)
         checked.append(step.__name__)
     assert "step" in checked
     assert "count_down" in checked

@@ -1,16 +1,16 @@
 """A capture that does not come to its end leaves nothing behind: no mode, no hook, no graph, no changed slot."""
 
+import sys
 import threading
 
 import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
+from graphdecode.graphs.launches import KERNEL_CLASSES
 
 
 @pytest.fixture
@@ -52,13 +52,13 @@ def reads(batch: Batch) -> None:
 )
 def test_nothing_is_left_behind(buffers: StepBuffers, step, error: type) -> None:
     before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
-    runs = [kernel_class.run for kernel_class in (JITFunction, InterpretedFunction)]
+    runs = [kernel_class.run for kernel_class in KERNEL_CLASSES]
     graphs = GraphManager(step, buffers, [1, 2, 4])
     with pytest.raises(error):
         graphs.capture(progress=False)
     assert not _get_current_dispatch_mode_stack()
     assert not _get_current_function_mode_stack()
-    assert [kernel_class.run for kernel_class in (JITFunction, InterpretedFunction)] == runs
+    assert [kernel_class.run for kernel_class in KERNEL_CLASSES] == runs
     assert torch.is_grad_enabled()
     assert buffers.live_row_count == 3
     for name, tensor in buffers.tensors.items():
@@ -85,8 +85,13 @@ def test_an_error_of_an_operator_names_operator_and_line(buffers: StepBuffers) -
     assert caught.value.line == wrong_shapes.__code__.co_firstlineno + 2
 
 
-def test_a_bar_is_shown_while_capturing_if_wanted(buffers: StepBuffers, capsys: pytest.CaptureFixture) -> None:
+def test_a_bar_is_shown_while_capturing_if_wanted_and_on_a_terminal_alone(
+    buffers: StepBuffers, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graphs = GraphManager(good_step, buffers, [1, 2, 4])
+    graphs.capture(progress=True)
+    assert capsys.readouterr() == ("", ""), "standard error is no terminal here"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     graphs.capture(progress=False)
     assert capsys.readouterr() == ("", "")
     graphs.capture(progress=True)

@@ -54,6 +54,7 @@ def compiled(arch, pytestconfig, tmp_path_factory) -> dict[str, dict[str, int]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # forty seconds of a core, where that is not shared
 def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
     measured, budget = compiled, json.loads(BUDGETS.read_text())[f"sm_{arch}"]
     assert measured.keys() == budget.keys()

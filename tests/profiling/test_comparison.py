@@ -14,8 +14,9 @@ from typer.testing import CliRunner
 from graphdecode import BucketConfig
 from graphdecode.buffers import Batch
 from graphdecode.cli import app
-from graphdecode.engine.loading import load_runner
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.steps import DecodeStep
+from graphdecode.models import load_model
 from graphdecode.profiling.comparison import compare_profiles, read_profile
 from graphdecode.profiling.latency import LatencyProfiler
 
@@ -120,21 +121,22 @@ def dawdle(x: torch.Tensor, microseconds: float) -> None:
         pass
 
 
-class DawdlingRunner(Runner):
-    """Its step takes longer by what `delays_us` says for the bucket, in an operator of the graph."""
+class DawdlingStep(DecodeStep):
+    """Takes longer by what `delays_us` says for the bucket, in an operator of the graph."""
 
     delays_us: ClassVar[dict[int, float]] = {}
 
-    def _step(self, batch: Batch) -> None:
-        super()._step(batch)
+    def __call__(self, batch: Batch) -> None:
+        super().__call__(batch)
         if self.delays_us:
             dawdle(batch.sampled, self.delays_us[batch.sampled.shape[0]])
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> dict:
-    monkeypatch.setattr("graphdecode.engine.loading.Runner", DawdlingRunner)
-    monkeypatch.setattr(DawdlingRunner, "delays_us", delays_us)
-    runner = load_runner("demo", BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4]))
+    monkeypatch.setattr(DawdlingStep, "delays_us", delays_us)
+    config = BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4])
+    decoder = load_model("demo", device=torch.device("cpu"), max_sequence_length=128, batch_sizes=(1, 4))
+    runner = make_runner(decoder, config, step=DawdlingStep)
     runner.graphs.capture(progress=False)
     try:
         return LatencyProfiler(runner, steps=300).profile([32], model="demo", progress=False)

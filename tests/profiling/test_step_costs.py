@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphdecode.config import BucketConfig
 from graphdecode.kernels.native import library as native
-from step_costs import EAGER, FULL, kernel_summary, measure_steps
+from step_costs import EAGER, FULL, captured_variants, kernel_summary, measure_steps
 
 ROOT = Path(__file__).parents[2]
 # the demo model: 4 layers, d 128, 4 query and 2 key heads of 32, ff 384, vocabulary 259 (tied)
@@ -48,6 +49,14 @@ def test_the_floor_is_the_bytes_over_the_bandwidth(demo):
 def test_the_variants_compute_the_same_step(demo):
     for cost in demo["costs"]:
         assert cost["logprob_error"] < 1e-4, cost["variant"]
+
+
+def test_the_variants_share_one_cache():
+    config = BucketConfig(max_batch_size=2, max_sequence_length=64)
+    with captured_variants("demo", torch.device("cpu"), "float32", config) as runners:
+        assert len(runners) >= 2
+        places = {layer[0].data_ptr() for runner in runners.values() for layer in runner.cache.layers}
+        assert len(places) == runners[FULL].model.num_layers
 
 
 def test_gaps_lie_between_kernels_that_do_not_overlap():

@@ -1,20 +1,13 @@
-"""Every example of docs/surfaces.md runs as it stands, and each public name of the surfaces has one."""
+"""Each public name of the surfaces has an example in docs/surfaces.md; that they run is tested with all documents."""
 
 import re
 from pathlib import Path
-
-import pytest
 
 from graphdecode import BatchDecodeWithPagedKVCacheWrapper, InferenceParams, SlotKVCacheManager
 from graphdecode.surfaces import flashinfer, optimum_neuron, transformer_engine
 
 TEXT = (Path(__file__).parents[2] / "docs" / "surfaces.md").read_text()
 EXAMPLES = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
-
-
-@pytest.mark.parametrize("number", range(len(EXAMPLES)))
-def test_examples_run(number):
-    exec(compile(EXAMPLES[number], f"docs/surfaces.md, example {number + 1}", "exec"), {"__name__": "__main__"})
 
 
 def test_each_public_name_has_an_example():

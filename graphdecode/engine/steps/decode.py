@@ -9,6 +9,7 @@ import torch
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
+from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
 from graphdecode.engine.steps.step import StepSetting
@@ -142,8 +143,7 @@ class DecodeStep:
         """Write the page table."""
         table = self.buffers.staging(_PAGES)["page_table"]
         for row, owned in enumerate(pages):
-            table[row, : len(owned)] = owned
-            table[row, len(owned) :] = self._trash_page
+            fill_page_row(table[row], owned, self._trash_page)
         self.buffers.upload(_PAGES, len(pages))
 
     def rewind(self, step_index: int) -> None:

@@ -1,5 +1,6 @@
 """What both built-in cache managers share: lengths, checks, and the order of a step."""
 
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
@@ -17,7 +18,7 @@ QKV_FORMATS = ("bshd", "sbhd", "thd")
 _INT32_MAX = 2**31 - 1
 
 
-class StagedKVCacheManager(KVCacheManager):
+class StagedKVCacheManager(KVCacheManager, ABC):
     """The base of the built-in managers: which sequences there are, how long each is, and which row is whose.
 
     A subclass says where tokens go, in `allocate_memory` and the `_place` hooks. `sequences` is the one list that all
@@ -165,17 +166,17 @@ class StagedKVCacheManager(KVCacheManager):
             raise ValueError(f"the step length of {wrong[0]!r} must be in 1..{limit}, got {step_dict[wrong[0]]}")
         return steps.astype(np.int64, copy=False)
 
+    @abstractmethod
     def _extend_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Make room for the lengths `after` where rows and sequences are as in the last step; all or nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _arrange_places(self, ids: list[Hashable], after: np.ndarray) -> None:
         """Make room for these sequences in these rows, and free all others' places; all or nothing."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _forget_places(self) -> None:
         """Free all places."""
-        raise NotImplementedError
 
     def step(
         self,
@@ -301,11 +302,13 @@ class StagedKVCacheManager(KVCacheManager):
         self._truncate_places(sequence_id, length)
         self.sequences[sequence_id] = length
 
+    @abstractmethod
     def _fork_places(self, parent_id: Hashable, child_id: Hashable, length: int) -> None:
-        raise NotImplementedError
+        """Enter a child with the places of the parent's first `length` tokens; all or nothing."""
 
+    @abstractmethod
     def _truncate_places(self, sequence_id: Hashable, length: int) -> None:
-        raise NotImplementedError
+        """Give back the places past `length` tokens; all or nothing."""
 
     def _length(self, sequence_id: Hashable) -> int:
         if sequence_id not in self.sequences:

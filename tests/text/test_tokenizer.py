@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from graphdecode.models import load_tokenizer, resolve_model_path
+from graphdecode.models import resolve_model_path
+from graphdecode.text import load_tokenizer
 
 TEXT = "417+385= <|bos|> rev wörld\n\n  日本"
 CHANGES = [
@@ -37,7 +38,8 @@ def test_it_is_the_one_that_transformers_chooses(tmp_path: Path, change: dict, m
 
 def test_it_costs_no_import_of_models() -> None:
     script = (
-        "import sys\nfrom graphdecode.models import load_tokenizer, resolve_model_path\n"
+        "import sys\nfrom graphdecode.models import resolve_model_path\n"
+        "from graphdecode.text.tokenizer import load_tokenizer\n"
         "load_tokenizer(resolve_model_path('demo'))\nprint('transformers.activations' in sys.modules)"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
