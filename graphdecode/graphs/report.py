@@ -26,9 +26,9 @@ class BucketReport:
         pool_bytes: memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket
             mostly adds none.
         driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
-        moved_bytes: an estimate of what one replay reads and writes: of recorded operators all tensors that they are
-            given, of CUDA kernels the slots, caches and weights among their arguments; whole caches either way, and 0
-            where it is not known.
+        moved_bytes: what one replay reads and writes at most: of recorded operators all tensors that they are given, of
+            CUDA kernels the slots, caches and weights among their arguments. Of a cache the live lengths are read, and
+            of an embedding the rows that are gathered, which no graph knows: both count whole. 0 where it is not known.
         replays: how many steps ran, in single replays and in launches.
         live_rows: rows that were live, over all these steps.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
@@ -93,7 +93,7 @@ class GraphReport:
         lines = [
             f"{len(self.buckets)} buckets, {self.backend} backend",
             f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
-            f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
+            f"{'driver MiB':>11} {'moved MiB, at most':>18} {'replays':>8} {'padding':>8}",
         ]
         lines += [self._row(bucket) for bucket in self.buckets]
         for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
@@ -118,7 +118,7 @@ class GraphReport:
         driver = f"{b.driver_bytes / 2**20:.2f}" if has_driver else "-"
         return (
             f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
-            f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>10.1f} "
+            f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>18.1f} "
             f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
         )
 
