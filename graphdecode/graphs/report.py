@@ -91,7 +91,7 @@ class GraphReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.buckets)} buckets, {self.backend} backend; moved MiB are at most, whole caches and tables",
+            f"{len(self.buckets)} buckets, {self.backend} backend",
             f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
             f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
@@ -110,6 +110,8 @@ class GraphReport:
             if choices:
                 lines.append(f"chosen for bucket {_numbers(alike)}:")
                 lines += [f"  {name}: {_figures(facts)}" for name, facts in choices.items()]
+        if any(bucket.moved_bytes for bucket in self.buckets):
+            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
         return "\n".join(lines)
 
     def _row(self, b: BucketReport) -> str:
