@@ -96,6 +96,8 @@ class GraphReport:
             f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
         lines += [self._row(bucket) for bucket in self.buckets]
+        if any(bucket.moved_bytes for bucket in self.buckets):
+            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
         for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
             if kernels:
                 shown = kernels.most_common(_NAMES_SHOWN)
@@ -110,8 +112,6 @@ class GraphReport:
             if choices:
                 lines.append(f"chosen for bucket {_numbers(alike)}:")
                 lines += [f"  {name}: {_figures(facts)}" for name, facts in choices.items()]
-        if any(bucket.moved_bytes for bucket in self.buckets):
-            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
         return "\n".join(lines)
 
     def _row(self, b: BucketReport) -> str:
