@@ -93,9 +93,11 @@ class GraphReport:
         lines = [
             f"{len(self.buckets)} buckets, {self.backend} backend",
             f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
-            f"{'driver MiB':>11} {'moved MiB, at most':>18} {'replays':>8} {'padding':>8}",
+            f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
         lines += [self._row(bucket) for bucket in self.buckets]
+        if any(bucket.moved_bytes for bucket in self.buckets):
+            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
         for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
             if kernels:
                 shown = kernels.most_common(_NAMES_SHOWN)
@@ -118,7 +120,7 @@ class GraphReport:
         driver = f"{b.driver_bytes / 2**20:.2f}" if has_driver else "-"
         return (
             f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
-            f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>18.1f} "
+            f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>10.1f} "
             f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
         )
 
