@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
@@ -20,15 +22,18 @@ from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
+from graphdecode.models import Decoder
 
+T = TypeVar("T")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
 
 class Engine:
     """Generates tokens for many requests at once. It knows no text, and starts no thread.
 
-    All methods may be called from any thread. Whoever calls `step` does the work of all; `add`, `finish` and `abort`
-    never wait for a step: what they ask for is done before the next one.
+    All methods may be called from any thread. Whoever calls `step` does the work of all. `add`, `finish` and `abort`
+    wait for no other thread's step: what they ask for is done before the next one; where none runs they do it at once,
+    which may mean to read what is under way.
 
     Args:
         runner: the model, its cache and its graphs.
@@ -47,7 +52,8 @@ class Engine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
         self._ended: list[int] = []  # known until the next step, for text that ends an answer earlier
-        self._torn: str | None = None  # why a step did not come to its end
+        self._lost: list[Event] = []  # what the next step tells those whose requests were given up
+        self._torn: str | None = None  # set while the books are changed: who finds it set finds them torn
         self._closed = False
 
     @property
@@ -59,6 +65,16 @@ class Engine:
     def cache(self) -> PagedKVCache:
         """The key-value cache, whose pool can be asked for free and used pages."""
         return self.runner.cache
+
+    @property
+    def model(self) -> Decoder:
+        """The decoder."""
+        return self.runner.model
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a sequence gave its pages back for others and was recomputed."""
+        return self.scheduler.num_preemptions
 
     @property
     def capacity(self) -> Capacity:
@@ -92,7 +108,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox) or self._torn is not None or self._loop.has_work
+        return bool(self._inbox or self._lost) or self._torn is not None or self._loop.has_work
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served; nothing changes.
@@ -166,9 +182,13 @@ class Engine:
             metrics=RequestMetrics(time.perf_counter()),
         )
         self._sequences[request_id] = sequence
-        self._inbox.append(lambda: self._loop.add(sequence))
+        self._inbox.append(lambda: self._enter(sequence))
         self._settle()
         return request_id
+
+    def _enter(self, sequence: Sequence) -> None:
+        if not sequence.finished:  # given up before it began
+            self._loop.add(sequence)
 
     def abort(self, request_id: int) -> None:
         """Give up a request: its row and pages are free before the next step, and no event names it any more.
@@ -204,33 +224,57 @@ class Engine:
         """Do now what was asked for, unless a step is running: whoever runs it looks again when it is done."""
         while self._inbox and self._stepping.acquire(blocking=False):
             try:
-                self._take_inbox()
+                with contextlib.suppress(Exception):  # it gave all up, and the next step says so to each owner
+                    self._take_inbox()
             finally:
                 self._stepping.release()
 
     def _take_inbox(self) -> None:
-        if self._torn is not None:
-            self._loop.reset(self._torn)
-            self._torn = None
+        if self._torn is not None:  # by what could not be caught where it came, such as a second Ctrl-C
+            self._give_up_all(self._torn)
         while self._inbox:
-            self._inbox.popleft()()
+            self._whole(self._inbox.popleft())
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        """Change the books of rows and pages; where that does not come to its end, every request is given up."""
+        self._torn = "the engine's step was interrupted"
+        try:
+            done = work()
+        except Exception as error:
+            self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
+            raise
+        self._torn = None
+        return done
+
+    def _give_up_all(self, error: str) -> None:
+        """Begin anew with empty books; the next step tells every owner."""
+        self._inbox.clear()
+        events = self._loop.reset()
+        told = {event.request_id for event in events if event.finish_reason is not None} | set(self._ended)
+        for request_id, sequence in list(self._sequences.items()):
+            sequence.finish_reason = sequence.finish_reason or "error"
+            if request_id not in told:
+                events.append(Event(request_id, [], None, "error", None, sequence.metrics, error))
+        self._lost += events
+        self._torn = None
 
     def step(self) -> list[Event]:
         """Do one round for all requests: at most one prefill and one launch; return what became of whom.
 
         A step that fails gives up every request, whose owners are told by the next step; later requests are served.
+
+        Raises:
+            ClosedError: the engine was closed.
         """
         with self._stepping:
+            if self._closed:
+                raise ClosedError("this engine was closed")
             self._take_inbox()
             while self._ended:
                 self._sequences.pop(self._ended.pop(), None)
-            self._torn = "the engine's step was interrupted"  # until it has come to its end
-            try:
-                events = self._loop.step()
-            except Exception as error:
-                self._torn = f"the engine's step failed: {type(error).__name__}: {error}"
-                raise
-            self._torn = None
+            events = self._whole(self._loop.step)
+            if self._lost:
+                events, self._lost = self._lost + events, []
             known = [event for event in events if event.request_id in self._sequences]
             self._ended += [event.request_id for event in known if event.finish_reason is not None]
         self._settle()
@@ -242,9 +286,9 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            self._inbox.clear()
-            self._loop.reset("the engine was closed")
-            self._sequences.clear()
+            self._loop.reset()
+            for books in (self._inbox, self._lost, self._sequences):
+                books.clear()
             self.runner.close()
 
 

@@ -80,18 +80,13 @@ class EngineLoop:
         events, self._events = self._events, []
         return events
 
-    def reset(self, error: str) -> None:
-        """Give up everything that runs or waits, in whatever state a failed step left it; the next step says so.
-
-        Args:
-            error: why, for those who wait.
-        """
+    def reset(self) -> list[Event]:
+        """Forget everything that runs or waits, in whatever state a failed step left it; return what it gave so far."""
         self._under_way.clear()
         self._staged = []
-        for sequence in self.scheduler.reset():
-            if not sequence.finished:
-                sequence.finish_reason = "error"
-                self._events.append(Event(sequence.request_id, [], None, "error", None, sequence.metrics, error))
+        self.scheduler.reset()
+        events, self._events = self._events, []
+        return events
 
     def _prefill(self) -> None:
         chunks = self.scheduler.next_chunks()
@@ -116,8 +111,6 @@ class EngineLoop:
             self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
         self._under_way.append(_UnderWay(launch, tuple(self._staged)))
-        self.stats.batch_sizes[len(self._staged)] += num_steps
-        self.stats.bucket_steps[launch.bucket] += num_steps
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -143,7 +136,10 @@ class EngineLoop:
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
-        ran = sum(any(token >= 0 for token in step.tokens) for step in steps)
+        # a loop on the device ends with its last row; a single step has run whatever its rows gave
+        ran = 1 if len(steps) == 1 else sum(any(token >= 0 for token in step.tokens) for step in steps)
+        self.stats.batch_sizes[launch.num_rows] += ran
+        self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()
         self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / max(ran, 1))
         self._last_read = now

@@ -144,8 +144,3 @@ class SamplingParams:
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
-
-    @property
-    def uses_penalties(self) -> bool:
-        """Whether the counts of a row's tokens matter to its sampling."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -210,13 +210,11 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def reset(self) -> list[Sequence]:
-        """Forget every sequence and all that the cache holds, in whatever state both are; return who was there."""
-        present = list(dict.fromkeys([*self._admitted, *self.prefilling, *self.decoding, *self.waiting]))
+    def reset(self) -> None:
+        """Forget every sequence and all that the cache holds, in whatever state both are."""
         self.waiting.clear()
         self.prefilling, self.decoding, self._admitted = [], [], []
         self.cache.reset()
-        return present
 
     def _release(self, sequence: Sequence) -> None:
         self.publish(sequence)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
@@ -24,6 +27,7 @@ class Answer:
 
     Attributes:
         pieces: text that nobody has taken yet.
+        on_news: is called in whichever thread brought something new.
     """
 
     def __init__(
@@ -32,6 +36,7 @@ class Answer:
         self.output = output
         self.request = request
         self.pieces: deque[str] = deque()
+        self.on_news: Callable[[], None] = _nothing
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = None
@@ -44,30 +49,28 @@ class Answer:
                 include_stop=self._includes_stop,
             )
         self._begun = False
+        self._changing = threading.Lock()  # whose thread steps, and who gives the answer up
 
     @property
     def finished(self) -> bool:
-        """Whether it is complete, or was given up."""
+        """Whether it is complete, or was given up; nothing of it changes any more."""
         return self.output.finish_reason is not None
 
     def take(self, event: Event) -> bool:
         """Take what the engine tells of it; return whether its text ended it, so that the engine is to be told."""
-        output = self.output
-        if output.finish_reason is not None:
-            return False
-        if not self._begun:
-            self._begun = True
-            self._tell_beginning(event.metrics)
-        ended_by_text = self._take_tokens(event)
-        if not ended_by_text and event.finish_reason is not None:
-            self._finish(event.finish_reason, event.stop_reason)
-            if event.error is not None:
-                self.request.error = event.error
-        self._show()
-        if output.finish_reason is not None:
-            self.request.metrics.num_preemptions += event.metrics.num_preemptions
-            self.request.metrics.finished_time = time.perf_counter()
-        return ended_by_text
+        with self._changing:
+            if self.output.finish_reason is not None:
+                return False
+            if not self._begun:
+                self._begun = True
+                self._tell_beginning(event.metrics)
+            stop = self._take_tokens(event)
+            reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
+            if reason is not None:
+                self.request.metrics.num_preemptions += event.metrics.num_preemptions
+            self._end(reason, stop_reason, event.error)
+        self.on_news()
+        return stop is not None
 
     def give_up(self, error: str | None = None) -> None:
         """End it where it is.
@@ -75,13 +78,28 @@ class Answer:
         Args:
             error: why, where it is not what its reader wanted.
         """
-        if not self.finished:
-            if error is not None:
-                self.request.error = error
-            self._finish("abort", None)
-            self._show()
+        with self._changing:
+            if self.output.finish_reason is None:
+                self._end("abort", None, error)
+        self.on_news()
 
-    def _take_tokens(self, event: Event) -> bool:
+    def fail(self, error: str) -> None:
+        """End it with what there is, for its text cannot be made."""
+        with self._changing:
+            if self.output.finish_reason is None:
+                self.request.error = error
+                self.output.finish_reason = "error"
+        self.on_news()
+
+    def snapshot(self) -> CompletionOutput:
+        """Return what there is so far, which later events do not change."""
+        with self._changing:
+            output = self.output
+            logprobs = None if output.logprobs is None else list(output.logprobs)
+            return replace(output, token_ids=list(output.token_ids), logprobs=logprobs)
+
+    def _take_tokens(self, event: Event) -> str | None:
+        """Take the tokens; return the stop text that ended them, if one did."""
         # the token that ends an answer is part of its tokens, and not of its text unless that is asked for
         ends_silently = event.finish_reason == "stop" and not self._includes_stop
         silent = len(event.token_ids) - ends_silently
@@ -91,9 +109,26 @@ class Answer:
                 self._take_logprobs(token, event.logprobs[place])
             stop = self._detokenizer.push(token) if self._detokenizer and place < silent else None
             if stop is not None:
-                self._finish("stop", stop)
-                return True
-        return False
+                return stop
+        return None
+
+    def _end(self, reason: str | None, stop_reason: str | int | None, error: str | None) -> None:
+        """Show the text that is safe to show; with a reason all of it, and the answer is finished."""
+        if reason is not None and self._detokenizer is not None and not isinstance(stop_reason, str):
+            late_stop = self._detokenizer.finish()
+            if late_stop is not None:
+                reason, stop_reason = "stop", late_stop
+        if self._detokenizer is not None:
+            piece = self._detokenizer.take(final=reason is not None)
+            if piece:
+                self.output.text += piece
+                self.pieces.append(piece)
+        if reason is not None:
+            if error is not None:
+                self.request.error = error
+            self.request.metrics.finished_time = time.perf_counter()
+            self.output.stop_reason = stop_reason
+            self.output.finish_reason = reason  # last: other threads look at it to know that all else is there
 
     def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:
         entries = {
@@ -109,29 +144,16 @@ class Answer:
     def _decode(self, token: int) -> str | None:
         return None if self._detokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
-    def _finish(self, reason: str, stop_reason: str | int | None) -> None:
-        if self._detokenizer is not None and not isinstance(stop_reason, str):
-            late_stop = self._detokenizer.finish()
-            if late_stop is not None:
-                reason, stop_reason = "stop", late_stop
-        self.output.finish_reason = reason
-        self.output.stop_reason = stop_reason
-
-    def _show(self) -> None:
-        """Bring the visible text up to date, for readers of the output and of the stream."""
-        if self._detokenizer is None:
-            return
-        piece = self._detokenizer.take(final=self.output.finish_reason is not None)
-        if piece:
-            self.output.text += piece
-            self.pieces.append(piece)
-
     def _tell_beginning(self, own: RequestMetrics) -> None:
         """Bring the prompt's metrics up to date with those of this answer, whose first event has come."""
         shared = self.request.metrics
         shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
         shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
         shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)
+
+
+def _nothing() -> None:
+    """Nobody asked for news."""
 
 
 def _earliest(*times: float | None) -> float | None:

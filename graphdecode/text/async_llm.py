@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import threading
+import weakref
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.text.answer import Answer
 from graphdecode.text.intake import as_params
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt
+
+_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell]"
 
 
 class AsyncLLM:
@@ -30,7 +36,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
-        self._listeners: dict[Answer, tuple[asyncio.AbstractEventLoop, asyncio.Event]] = {}
+        self._bells: _Bells = weakref.WeakKeyDictionary()
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
@@ -57,10 +63,10 @@ class AsyncLLM:
             raise ArgumentError(order.output.error)
         if request_id is not None:
             order.output.request_id = request_id
-        news = asyncio.Event()
+        news, bell = asyncio.Event(), _Bell.of(asyncio.get_running_loop(), self._bells)
+        for answer in order.answers:
+            answer.on_news = partial(bell.ring, news)
         try:
-            for answer in order.answers:
-                self._listeners[answer] = (asyncio.get_running_loop(), news)
             self.llm.router.submit(order.requests)
             with self._work:
                 self._work.notify()
@@ -71,10 +77,9 @@ class AsyncLLM:
                 finished = all(answer.finished for answer in order.answers)
                 if order.output.error is not None:
                     raise AnswerError(order.output.error)
-                yield _snapshot(order.output)
+                outputs = [answer.snapshot() for answer in order.answers]
+                yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
         finally:
-            for answer in order.answers:
-                self._listeners.pop(answer, None)
             self.llm.router.give_up(order.answers)
 
     def _run(self) -> None:
@@ -87,20 +92,11 @@ class AsyncLLM:
                 if self._closing:
                     return
             try:
-                self._wake(router.step())
-            except Exception:  # the engine has given everything up, and its next step says so to each owner
+                router.step()
+            except Exception as error:  # the engine has given all up, and its next step says so to each owner
                 if router.closed:
                     return
-
-    def _wake(self, answers: list[Answer]) -> None:
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
-        for answer in answers:
-            listener = self._listeners.get(answer)
-            if listener is not None:
-                by_loop.setdefault(listener[0], []).append(listener[1])
-        for loop, news in by_loop.items():
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_set_all, news)
+                logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
 
     def close(self) -> None:
         """End the thread, and release graphs and buffers; answers under way end with an error."""
@@ -108,9 +104,7 @@ class AsyncLLM:
             self._closing = True
             self._work.notify()
         self._thread.join()
-        answers = list(self._listeners)
         self.llm.close()
-        self._wake(answers)
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -119,19 +113,25 @@ class AsyncLLM:
         await asyncio.to_thread(self.close)
 
 
-def _set_all(events: list[asyncio.Event]) -> None:
-    for event in events:
-        event.set()
+class _Bell:
+    """Wakes tasks of one event loop from other threads: once for all that have news at the same time."""
 
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._news: deque[asyncio.Event] = deque()
 
-def _snapshot(output: RequestOutput) -> RequestOutput:
-    """Return what later steps do not change any more."""
-    answers = [
-        replace(
-            answer,
-            token_ids=list(answer.token_ids),
-            logprobs=None if answer.logprobs is None else list(answer.logprobs),
-        )
-        for answer in output.outputs
-    ]
-    return replace(output, outputs=answers, metrics=replace(output.metrics))
+    @classmethod
+    def of(cls, loop: asyncio.AbstractEventLoop, known: _Bells) -> _Bell:
+        """Return a loop's bell, which is made when it is first asked for."""
+        return known.setdefault(loop, cls(loop))
+
+    def ring(self, news: asyncio.Event) -> None:
+        """Let an event be set by its loop."""
+        self._news.append(news)
+        if len(self._news) == 1:  # else the loop was called already, and has not come this far
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        while self._news:
+            self._news.popleft().set()

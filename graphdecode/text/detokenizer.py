@@ -47,7 +47,11 @@ class Detokenizer:
     def push(self, token_id: int) -> str | None:
         """Take the next token; return the stop string that it completed, if any."""
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
+        try:
+            piece = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # its own kind: a text that does not go on from what it gave before; it begins anew
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            piece = self._stream.step(self._tokenizer, token_id)
         if not piece:
             return None
         return self._append(piece)

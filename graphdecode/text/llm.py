@@ -92,7 +92,7 @@ class LLM:
     @property
     def model(self) -> Decoder:
         """The decoder."""
-        return self.engine.runner.model
+        return self.engine.model
 
     @property
     def device(self) -> torch.device:
@@ -117,7 +117,7 @@ class LLM:
     @property
     def num_preemptions(self) -> int:
         """How often a sequence gave its pages back for others and was recomputed."""
-        return self.engine.scheduler.num_preemptions
+        return self.engine.num_preemptions
 
     @property
     def num_waiting(self) -> int:
@@ -210,6 +210,8 @@ class LLM:
             ValueError: what was given is no prompt or can never fit, or `n` is not 1.
         """
         self._check_open()
+        if refuse not in ("raise", "return"):
+            raise ArgumentError(f"refuse must be 'raise' or 'return', got {refuse!r}")
         if isinstance(sampling_params, SequenceOf):
             raise ArgumentError(
                 f"a stream has one prompt and one SamplingParams, got a {type(sampling_params).__name__}"
@@ -221,7 +223,8 @@ class LLM:
         order = self.intake.order(prompt, self.intake.encode(prompt), params)
         if order.output.error is not None and refuse == "raise":
             raise ArgumentError(order.output.error)
-        self.router.submit(order.requests)
+        with DeferredInterrupt():
+            self.router.submit(order.requests)
         return Stream(order.output, order.answers[0] if order.answers else None, self.router)
 
     def step(self) -> None:

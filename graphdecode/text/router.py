@@ -40,16 +40,20 @@ class Router:
             RequestError: one can never be served; none was handed in.
             ClosedError: this was closed.
         """
-        pairs = list(requests)
-        for request, _ in pairs:
-            self.engine.check(request)
         with self._books:
             if self.closed:
                 raise ClosedError("this LLM was closed")
-            for request, answer in pairs:
-                request_id = self.engine.add(request)
-                self._answers[request_id] = answer
-                self._ids[answer] = request_id
+            ids: list[int] = []
+            try:
+                for request, answer in requests:
+                    ids.append(self.engine.add(request))
+                    self._answers[ids[-1]] = answer
+                    self._ids[answer] = ids[-1]
+            except BaseException:
+                for request_id in ids:
+                    self._ids.pop(self._answers.pop(request_id), None)
+                    self.engine.abort(request_id)
+                raise
 
     def give_up(self, answers: Iterable[Answer]) -> None:
         """End answers that nobody wants any more; their rows and pages are free for others."""
@@ -93,31 +97,34 @@ class Router:
                         self._waiting -= 1
                 between()
 
-    def step(self) -> list[Answer]:
-        """Do one round of the engine, once it is this thread's turn; return the answers that got something new."""
+    def step(self) -> None:
+        """Do one round of the engine, once it is this thread's turn."""
         with self._turn:
-            changed = self._round()
+            self._round()
         self._announce()
-        return changed
 
-    def _round(self) -> list[Answer]:
+    def _round(self) -> None:
         if self.closed:
             raise ClosedError("this LLM was closed")
-        changed = []
-        events = self.engine.step()
+        try:
+            events = self.engine.step()
+        except ClosedError:  # by another thread, meanwhile
+            raise ClosedError("this LLM was closed") from None
         with self._books:
             owners = [self._answers.get(event.request_id) for event in events]
         for event, answer in zip(events, owners, strict=True):
             if answer is None:
                 continue
-            if answer.take(event):
-                self.engine.finish(event.request_id, len(answer.output.token_ids))
+            try:
+                if answer.take(event):
+                    self.engine.finish(event.request_id, len(answer.output.token_ids))
+            except Exception as error:  # whatever a tokenizer stumbles over must not touch the other answers
+                self.engine.abort(event.request_id)
+                answer.fail(f"its text cannot be made: {type(error).__name__}: {error}")
             if answer.output.finish_reason is not None:
                 self._forget(answer)
-            changed.append(answer)
         if self._waiting:
             self._announce()
-        return changed
 
     def _announce(self) -> None:
         if self._waiting:

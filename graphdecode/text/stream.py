@@ -44,6 +44,7 @@ class Stream:
                 raise
         if answer.pieces:
             return answer.pieces.popleft()
+        self._answer = None
         if self.request.error is not None:
             raise AnswerError(self.request.error)
         raise StopIteration

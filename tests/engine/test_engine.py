@@ -165,3 +165,30 @@ def test_a_closed_engine_takes_nothing() -> None:
     made.close()
     with pytest.raises(RuntimeError, match="closed"):
         made.add(Request([97], GREEDY))
+    assert not made.has_work
+    with pytest.raises(RuntimeError, match="closed"):
+        made.step()
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_what_fails_while_a_request_is_taken_out_is_told_to_all(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, lookahead: int
+) -> None:
+    monkeypatch.setattr(engine, "lookahead", lookahead)
+    kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
+    for _ in range(3):
+        engine.step()
+
+    def failing(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(engine.runner, "read", failing)
+    monkeypatch.setattr(engine.scheduler, "remove", failing)
+    engine.abort(gone)
+    monkeypatch.undo()
+    events = []
+    for _ in range(20):
+        events += engine.step() if engine.has_work else []
+    assert [(event.request_id, event.finish_reason) for event in events if event.finish_reason] == [(kept, "error")]
+    assert_idle(engine)
+    assert len(run_one(engine, [97, 98])) == 12

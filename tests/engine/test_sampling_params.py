@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.engine.steps import RowSampling
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,10 @@ def test_borders_are_allowed() -> None:
 
 
 def test_penalties_are_noticed() -> None:
-    assert not SamplingParams().uses_penalties
-    assert SamplingParams(repetition_penalty=1.1).uses_penalties
-    assert SamplingParams(presence_penalty=-1).uses_penalties
-    assert SamplingParams(frequency_penalty=0.1).uses_penalties
+    def of(params: SamplingParams) -> RowSampling:
+        return RowSampling.of(params, seed=0, stop_ids=(), prompt_length=1, max_length=8)
+
+    assert not of(SamplingParams()).uses_penalties
+    assert of(SamplingParams(repetition_penalty=1.1)).uses_penalties
+    assert of(SamplingParams(presence_penalty=-1)).uses_penalties
+    assert of(SamplingParams(frequency_penalty=0.1)).uses_penalties

@@ -98,3 +98,16 @@ def test_a_step_that_fails_is_told_to_every_task(monkeypatch: pytest.MonkeyPatch
             assert await answer(llm, "12+30=", params()) == "42"
 
     asyncio.run(main())
+
+
+def test_rounds_that_another_thread_does_bring_news_too() -> None:
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            long = params(max_tokens=60, ignore_eos=True)
+            tasks = [asyncio.create_task(answer(llm, "abc", long)) for _ in range(3)]
+            outputs = await asyncio.to_thread(llm.llm.generate, ["12+30="] * 6, params())
+            assert [output.outputs[0].text for output in outputs] == ["42"] * 6
+            texts = await asyncio.wait_for(asyncio.gather(*tasks), 60)
+            assert texts == [llm.llm.generate("abc", long)[0].outputs[0].text] * 3
+
+    asyncio.run(main())

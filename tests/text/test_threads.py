@@ -2,11 +2,13 @@
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.text.detokenizer import Detokenizer
 
 THREADS, ROUNDS = 16, 6
 
@@ -110,3 +112,52 @@ def test_closing_in_the_middle_of_a_stream_is_an_error_and_not_its_end() -> None
     llm.close()
     with pytest.raises(RuntimeError, match="this LLM was closed"):
         list(pieces)
+
+
+def test_an_answer_whose_text_cannot_be_made_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    prompts = ["abc", "rev oceanic=", "12+30="]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    push = Detokenizer.push
+    first: list[Detokenizer] = []
+
+    def stumbling(self: Detokenizer, token_id: int) -> str | None:
+        first.append(self)
+        if self is first[0] and first.count(self) > 3:
+            raise ValueError("half a character")
+        return push(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "push", stumbling)
+    outputs = llm.generate(prompts, params)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert sorted(reasons) == ["error", "length", "length"]
+    for output, text in zip(outputs, expected, strict=True):
+        if output.outputs[0].finish_reason == "error":
+            assert "half a character" in (output.error or "")
+        else:
+            assert output.outputs[0].text == text
+    assert llm.cache.pool.used == 0
+
+
+def test_who_sees_an_answer_finished_sees_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last text is slow to come; another thread that waits for it must not be handed less."""
+    params = SamplingParams(temperature=0.0, max_tokens=6)
+    expected = llm.generate("417+385=", params)[0].outputs[0].text
+    take = Detokenizer.take
+
+    def slow(self: Detokenizer, final: bool = False) -> str:
+        if final:
+            time.sleep(0.05)
+        return take(self, final)
+
+    monkeypatch.setattr(Detokenizer, "take", slow)
+    given: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: given.append(llm.generate("417+385=", params)[0].outputs[0].text))
+        for _ in range(4)
+    ] + [threading.Thread(target=lambda: given.append("".join(llm.stream("417+385=", params)))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert given == [expected] * 8

@@ -4,10 +4,7 @@ from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.row_inputs import RowInputs, RowSampling, StepLogprobs, StepTokens
 from graphdecode.engine.steps.step import Step, StepSetting
 
-STEPS = {"decode": DecodeStep}
-
 __all__ = [
-    "STEPS",
     "DecodeStep",
     "RowInputs",
     "RowSampling",
