@@ -57,7 +57,7 @@ class Compiler(NamedTuple):
         flags = PORTABLE_FLAGS + (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
         try:
             version = subprocess.run(
-                [words[0], "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
+                [*words, "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
                 errors="replace", env=_environment(),
             )  # fmt: skip
             return cls([*words, "-march=native", *flags], version.stdout, _processor())

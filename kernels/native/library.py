@@ -154,16 +154,17 @@ def _compiled() -> _Loaded:
                 descriptor = folder.opened(name)
                 if descriptor is None:
                     descriptor = _made(folder, name, compiler, unit, options)
-        except OSError as error:
+            try:  # by its descriptor: what was checked is what is loaded
+                loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+            finally:
+                os.close(descriptor)
+        except OSError as error:  # it cannot be written, or nothing in it may be executed
             problems.append(f"{path}: {error}")
             continue
         if problems:
             _LOG.warning("graphdecode: compiled kernels are kept in %s (%s; %s names a better folder)", path,
                          "; ".join(problems), FOLDER_VARIABLE)  # fmt: skip
-        try:  # by its descriptor: what was checked is what is loaded
-            return _Loaded(ctypes.CDLL(f"/proc/self/fd/{descriptor}"), Path(path) / name, compiler, None)
-        finally:
-            os.close(descriptor)
+        return _Loaded(loaded, Path(path) / name, compiler, None)
     raise OSError(
         f"no folder for compiled kernels can be written ({'; '.join(problems)}); {FOLDER_VARIABLE} names another"
     )

@@ -2,8 +2,8 @@
  *
  * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_BF16 is defined or not, and NAME()
  * gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
- * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many rows there are, which other rows,
- * or how many threads.
+ * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many
+ * rows there are, which other rows, or how many threads.
  */
 #ifndef GRAPHDECODE_NATIVE_H
 #define GRAPHDECODE_NATIVE_H
