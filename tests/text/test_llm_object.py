@@ -30,8 +30,8 @@ def test_printed_figures_are_a_summary_of_one_line(llm: LLM) -> None:
 
 
 def test_times_of_steps_are_told_in_milliseconds() -> None:
-    stats = EngineStats(step_seconds=deque([0.002] * 99 + [0.25]))
-    assert "0 decode steps, 2.00 ms per token p50, 4.48 p99;" in str(stats)
+    stats = EngineStats(step_seconds=deque([0.9] * 99 + [2.5]))
+    assert "0 decode steps, 900.00 ms per token p50, 916.00 p99;" in str(stats)
     stats.batch_sizes[3], stats.bucket_steps[4] = 2, 2
     assert str(stats).endswith("buckets 4 x2; padding 25%")
 
