@@ -288,10 +288,15 @@ class StepBuffers:
         self._tensors[LIVE_ROWS].fill_(live_rows)
         self._live_rows = live_rows
 
-    def pad(self, live_rows: int) -> None:
-        """Fill every slot's tail past `live_rows` with its pad."""
+    def pad(self, live_rows: int, rows: int | None = None) -> None:
+        """Fill every slot's tail past `live_rows` with its pad.
+
+        Args:
+            live_rows: rows that are left as they are.
+            rows: where the tails end, such as a bucket's; None: at the capacity.
+        """
         for slot in self.slots.values():
-            tail = self._tail(slot, live_rows)
+            tail = self._tail(slot, live_rows, rows)
             if tail is not None:
                 tail.fill_(slot.pad)
 
@@ -314,13 +319,14 @@ class StepBuffers:
                 values.view(-1)[::2] = limits.min
                 tail.copy_(values)
 
-    def _tail(self, slot: Slot, live_rows: int) -> Tensor | None:
+    def _tail(self, slot: Slot, live_rows: int, rows: int | None = None) -> Tensor | None:
         dim = slot.batch_dim
         if dim is None:
             return None
         start = slot.rows(live_rows)
         tensor = self._tensors[slot.name]
-        return tensor.narrow(dim, start, tensor.shape[dim] - start)
+        end = tensor.shape[dim] if rows is None else slot.rows(rows)
+        return tensor.narrow(dim, start, end - start)
 
     def freeze(self) -> None:
         """From now on, refuse whatever would allocate or move a tensor of the step."""

@@ -54,12 +54,19 @@ def test_several_answers_stand_under_their_prompts_in_order(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.name != "posix", reason="sends a signal")
-def test_ctrl_c_keeps_the_answers_that_are_complete_as_json(tmp_path: Path) -> None:
+def test_ctrl_c_gives_as_json_what_is_complete_and_marks_what_is_not(tmp_path: Path) -> None:
     first, rest, errors, status = interrupted(tmp_path, "--json")
     answers = [json.loads(line) for line in (first + rest).split("\n")[:-1]]  # texts have other ends of lines in them
     assert status == 130, errors
-    assert 2 <= len(answers) < MANY
-    assert all(answer["outputs"][0]["finish_reason"] in ("stop", "length") for answer in answers)
+    assert [answer["request_id"] for answer in answers] == list(range(MANY))
+    complete = [answer for answer in answers if answer["error"] is None]
+    assert 2 <= len(complete) < MANY
+    assert all(answer["outputs"][0]["finish_reason"] in ("stop", "length") for answer in complete)
+    cut = [answer for answer in answers if answer["error"] is not None]
+    assert {answer["outputs"][0]["finish_reason"] for answer in cut} == {"abort"}
+    assert {answer["error"] for answer in cut} == {"interrupted before the answer was complete"}
+    assert any(answer["outputs"][0]["text"] for answer in cut), "what was generated of them is kept"
+    assert not any(answer["outputs"][0]["text"] for answer in answers[-10:])
     assert "Traceback" not in errors
 
 

@@ -4,6 +4,7 @@ from .errors import CacheFullError, UnknownSequenceError, require_positive
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
+from .untouched import untouched_zeros
 
 __all__ = [
     "CacheFullError",
@@ -14,4 +15,5 @@ __all__ = [
     "copy_page",
     "fill_page_row",
     "require_positive",
+    "untouched_zeros",
 ]

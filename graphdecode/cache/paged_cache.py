@@ -9,6 +9,7 @@ from torch import Tensor
 from .errors import UnknownSequenceError, require_positive
 from .ledger import PageLedger
 from .pool import PagePool
+from .untouched import untouched_zeros
 
 
 class PagedKVCache:
@@ -29,7 +30,8 @@ class PagedKVCache:
         prefix_caching: whether `add` finds the pages of prefixes that were published.
 
     Attributes:
-        layers: (keys, values) of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zero-filled.
+        layers: (keys, values) of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros; on a
+            CPU they take memory as pages are written.
         ledger: who owns which page.
         trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
 
@@ -66,8 +68,7 @@ class PagedKVCache:
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
         self.layers: list[tuple[Tensor, Tensor]] = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
-            for _ in range(num_layers)
+            (untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)) for _ in range(num_layers)
         ]
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import textwrap
+import time
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graphdecode.cli.capacity import check_length, fitted, limited
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -65,6 +67,12 @@ def generate(
     logprobs: LogprobsOption = None,
     seed: SeedOption = None,
     stop: StopOption = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
+    ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
@@ -80,6 +88,7 @@ def generate(
     How answers are sampled, unless options say it, is what the checkpoint's generation_config.json asks for: greedy
     where it does not set do_sample. Without that file it is the library's default: temperature 1.
     """
+    began = time.perf_counter()
     if logprobs is not None and not as_json:
         raise ArgumentError("--logprobs are printed with --json alone")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
@@ -92,9 +101,11 @@ def generate(
         batch_invariant=batch_invariant or None,
         prefix_cache=False if no_prefix_cache else None,
     )
+    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
+    from graphdecode.models import check_model, resolve_model_path
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
-    from graphdecode.text import RunSummary
+    from graphdecode.text import RunSummary, load_tokenizer
 
     given = sampling_fields(
         n=n,
@@ -115,9 +126,15 @@ def generate(
     SamplingParams(**given)  # what cannot be is said before a model is loaded
     if record_batches is not None:
         check_record(record_batches)
-    with LLM(model, config=settings, progress=True) as llm:
+    path = resolve_model_path(model)
+    trained_length = check_model(path).max_position_embeddings
+    check_length(max_sequence_length, trained_length)
+    tokenizer = load_tokenizer(path)
+    lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
+    settings = fitted(settings, lengths, max_tokens, answers=len(texts) * (n or 1), trained_length=trained_length)
+    with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
-        summary = RunSummary(llm)
+        summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
             outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
         finally:
@@ -185,7 +202,11 @@ def _streams(llm: LLM, texts: list[str], params: SamplingParams) -> list[list[St
 
 
 def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
-    """Print each answer as it is complete, in the order of the prompts; when interrupted, all that are complete."""
+    """Print a line a prompt as it is answered, in the order of the prompts.
+
+    When interrupted: a line for each prompt that is left, with what there is; answers that are not complete have the
+    `finish_reason` "abort", and their line an `error`.
+    """
     from tqdm import tqdm
 
     from graphdecode.engine.interrupts import DeferredInterrupt
@@ -201,9 +222,13 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
                 _print_record(waiting.popleft())
     finally:
         with DeferredInterrupt():
+            for streams in prompts[len(prompts) - len(waiting) :]:
+                for stream in streams:
+                    stream.close()
             for request in waiting:
-                if all(answer.finish_reason not in (None, "abort") for answer in request.outputs):
-                    _print_record(request)
+                if any(answer.finish_reason == "abort" for answer in request.outputs):
+                    request.error = "interrupted before the answer was complete"
+                _print_record(request)
     return [streams[0].request for streams in prompts]
 
 

@@ -93,11 +93,11 @@ class Scheduler:
         """Give a waiting sequence its pages, or leave everything as it was and return False."""
         length = len(sequence.token_ids)
         cached = self.cache.add(sequence.request_id, sequence.token_ids)
-        # one page stays free for each running sequence: whoever enters must not push out who is at work
-        spare = len(self._admitted)
+        # one page stays free for each running sequence that may want more: whoever enters must not push out who works
+        spare = sum(self._may_grow(admitted) for admitted in self._admitted)
         try:
             self.cache.reserve(sequence.request_id, length)
-            if self.cache.available_pages < spare and self._admitted:
+            if self.cache.available_pages < spare:
                 raise CacheFullError("no spare pages")
         except CacheFullError:
             self.cache.free(sequence.request_id)
@@ -112,6 +112,10 @@ class Scheduler:
         self._admitted.append(sequence)
         self.prefilling.append(sequence)
         return True
+
+    def _may_grow(self, sequence: Sequence) -> bool:
+        """Whether a sequence does not own yet all pages that it can ever need."""
+        return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size < sequence.max_length
 
     def _reserve_answer(self, sequence: Sequence) -> None:
         """Take the pages of the whole answer where more than half of the pool stays free.

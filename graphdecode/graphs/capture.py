@@ -191,7 +191,7 @@ class CudaStepGraph:
         pool_bytes: memory that this capture added to the pool; none where what others left there is enough.
         driver_bytes: device memory that the instantiation took.
         moved_bytes: for each kernel the sizes of the slots, caches and weights among its arguments; intermediates are
-            not counted, and what a kernel reads in part (the live pages of a cache) is counted whole.
+            not counted, and what a kernel reads in part (the live pages of a cache) is counted whole, as a bound.
         capture_ms: time of capture and instantiation.
         instantiate_ms: time of it that the driver took to make the graph fit to launch.
 

@@ -16,6 +16,7 @@ from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_o
 from graphdecode.graphs.nested import mapped
 from graphdecode.graphs.observer import StepObserver, observed
 from graphdecode.graphs.owners import Owners, storage_key
+from graphdecode.graphs.row_mixing import find_mixed_rows
 
 # after these, a second run that differs from the first is a consequence, and would only hide the cause
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
@@ -65,8 +66,9 @@ def check(
     """Return the hazards of a step, in the order in which they were met; a step that can be captured has none.
 
     The step is run twice, with different contents in all slots and different numbers of live rows: what a graph would
-    repeat though the second run did something else (a number, a slice, a branch) is found by comparing the two. The
-    slots hold the same afterwards as before; adopted tensors do not.
+    repeat though the second run did something else (a number, a slice, a branch) is found by comparing the two. Where
+    nothing is found so, two more runs have different, hostile values in the rows past the live ones: what changes in a
+    live row would be wrong in a padded bucket. The slots hold the same afterwards as before; adopted tensors do not.
 
     Args:
         step: what would be captured.
@@ -96,6 +98,9 @@ def check(
             traces.append(tracer.trace)
     if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
         _compare(*traces, refuse=collect)
+    if not findings:  # what runs otherwise the next time cannot be compared
+        with slots_restored(buffers):
+            find_mixed_rows(step, buffers, owners, _fill, collect)
     return list(findings.values())
 
 

@@ -69,6 +69,10 @@ HAZARDS = {
         "the step does something else the next time: a graph would repeat what it did at capture",
         "put what changes into a slot, and read it on the device",
     ),
+    "mixed-rows": (
+        "live rows depend on what stands in the rows past them, and in a padded bucket these hold anything",
+        "keep to a row, or leave the others out: torch.where(torch.arange(rows, device=...) < live_rows, ..., 0)",
+    ),
     "unregistered-launch": (
         "a Triton kernel is launched outside of any registered operator: it can be neither recorded nor checked",
         "register it with torch.library, with the tensors that it writes in mutates_args",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,13 +10,15 @@ from typing import Any
 
 from graphdecode.graphs.errors import CaptureError
 
-try:
+
+def _kernel_classes() -> tuple[Any, ...]:
+    """Return what a kernel can be; where nobody has imported Triton there is none to launch."""
+    if "triton" not in sys.modules:
+        return ()
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
-    KERNEL_CLASSES: tuple[Any, ...] = (JITFunction, InterpretedFunction)
-except ImportError:
-    KERNEL_CLASSES = ()
+    return JITFunction, InterpretedFunction
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def launches_watched(in_operator: Callable[[], bool], refuse: Callable[[CaptureE
         in_operator: says whether an operator is running.
         refuse: what to do with a launch.
     """
-    originals = [(kernel_class, kernel_class.run) for kernel_class in KERNEL_CLASSES]
+    originals = [(kernel_class, kernel_class.run) for kernel_class in _kernel_classes()]
     watched_thread = threading.get_ident()
 
     def watched(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,7 @@ class GraphManager:
         self._runnables: dict[int, Runnable] = {}
         self._is_open = False
         self._verified_size: int | None = None
+        self._padded_size: int | None = None
         self._frozen = False
         self._reports: dict[int, BucketReport] = {}
         at_exit = functools.partial(_close, weakref.ref(self))
@@ -180,8 +181,9 @@ class GraphManager:
     def replay(self, batch_size: int) -> int:
         """Run one step of the first `batch_size` rows: one launch. Returns the bucket that ran.
 
-        When the batch size changes, the addresses of all slots and constants are checked; a strict manager audits its
-        graphs before every replay.
+        When the batch size changes, the rows that the bucket has beyond it get the pads that their slots declare, and
+        the addresses of all slots and constants are checked; a strict manager audits its graphs before every replay.
+        While the batch size stays the same, the host writes nothing: what a step left in those rows stands there.
 
         Raises:
             ValueError: `batch_size` is outside 1..max_batch_size.
@@ -217,17 +219,26 @@ class GraphManager:
         if self._strict or batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
-        self._reports[bucket].add_run(batch_size, self._go(runnable, batch_size, num_steps), num_steps is not None)
+        ran = self._go(runnable, bucket, batch_size, num_steps)
+        self._reports[bucket].add_run(batch_size, ran, num_steps is not None)
         return bucket
 
-    def _go(self, runnable: Runnable, batch_size: int, num_steps: int | None) -> int:
+    def _go(self, runnable: Runnable, bucket: int, batch_size: int, num_steps: int | None) -> int:
         """Run a bucket, and return how many steps that were, as far as the host knows."""
-        self.buffers.set_live_rows(batch_size)
+        self._set_rows(batch_size, bucket)
         if num_steps is not None and self._control is not None and runnable.loop is not None:
             self._control.ask_for(num_steps)
             return runnable.loop.launch(num_steps)
         runnable.replay()
         return 1
+
+    def _set_rows(self, batch_size: int, bucket: int) -> None:
+        """Make rows live, and the bucket's others what their slots declare, unless the last run had as many."""
+        self.buffers.set_live_rows(batch_size)
+        if batch_size != self._padded_size:
+            if batch_size < bucket:
+                self.buffers.pad(batch_size, bucket)  # an upload has made rows live, and knows its block alone
+            self._padded_size = batch_size
 
     def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:
         if not self._is_open:
@@ -235,10 +246,10 @@ class GraphManager:
         self.verify()
         captured = next((larger for larger in self.buckets if larger > bucket and larger in self.graphs), None)
         if captured is not None:
-            ran = self._go(self._runnables[captured], batch_size, num_steps)
+            ran = self._go(self._runnables[captured], captured, batch_size, num_steps)
             self._reports[captured].add_run(batch_size, ran, num_steps is not None)
         else:
-            self._go(self._generation.eager(bucket), batch_size, num_steps)
+            self._go(self._generation.eager(bucket), bucket, batch_size, num_steps)
         if not self._frozen:
             self._capture_or_stay_eager(bucket)
         return bucket if captured is None else captured
@@ -255,7 +266,7 @@ class GraphManager:
     def run_eager(self, batch_size: int) -> int:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
-        self.buffers.set_live_rows(batch_size)
+        self._set_rows(batch_size, bucket)
         run(self._step, self.buffers.narrow(bucket))
         return bucket
 
@@ -348,7 +359,7 @@ class GraphManager:
 
     def _drop_graphs(self) -> None:
         self._is_open = False
-        self._verified_size = None
+        self._verified_size = self._padded_size = None
         self._runnables.clear()
         self._generation.close()
         self._generation = self._new_generation()

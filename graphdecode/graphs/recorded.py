@@ -146,7 +146,7 @@ class RecordedStepGraph:
         kinds: operator -> how often the step runs it.
         nodes: the operators in order.
         pool_bytes: memory of the intermediates.
-        moved_bytes: bytes of all tensors that the operators are given, whole caches too; an estimate.
+        moved_bytes: bytes of all tensors that the operators are given; of caches and gathered tables an upper bound.
         driver_bytes: 0; there is no driver.
         capture_ms: time of the recording.
         instantiate_ms: 0.

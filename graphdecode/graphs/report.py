@@ -26,9 +26,9 @@ class BucketReport:
         pool_bytes: memory that the capture added for intermediates; CUDA graphs share theirs, so that a smaller bucket
             mostly adds none.
         driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
-        moved_bytes: an estimate of what one replay reads and writes: of recorded operators all tensors that they are
-            given, of CUDA kernels the slots, caches and weights among their arguments; whole caches either way, and 0
-            where it is not known.
+        moved_bytes: what one replay reads and writes at most: of recorded operators all tensors that they are given, of
+            CUDA kernels the slots, caches and weights among their arguments. Of a cache the live lengths are read, and
+            of an embedding the rows that are gathered, which no graph knows: both count whole. 0 where it is not known.
         replays: how many steps ran, in single replays and in launches.
         live_rows: rows that were live, over all these steps.
         choices: by name, what the step's owner chose for this bucket, and the figures that spoke for it.
@@ -96,6 +96,8 @@ class GraphReport:
             f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
         lines += [self._row(bucket) for bucket in self.buckets]
+        if any(bucket.moved_bytes for bucket in self.buckets):
+            lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
         for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
             if kernels:
                 shown = kernels.most_common(_NAMES_SHOWN)

@@ -63,7 +63,7 @@ class StepGraph(Protocol):
         nodes: the operations in order.
         pool_bytes: memory of the step's intermediates.
         driver_bytes: device memory that the driver took to make the graph fit to launch.
-        moved_bytes: an estimate of what one replay reads and writes; 0 where it is not known.
+        moved_bytes: what one replay reads and writes at most; 0 where it is not known.
         capture_ms: time that it took to capture the graph and make it fit to launch, without warm-up.
         instantiate_ms: time of it that the driver took.
     """

@@ -6,6 +6,7 @@ from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 from graphdecode.text.stream import Stream
 from graphdecode.text.summary import RunSummary
+from graphdecode.text.tokenizer import load_tokenizer
 
 __all__ = [
     "LLM",
@@ -18,4 +19,5 @@ __all__ = [
     "RunSummary",
     "SamplingParams",
     "Stream",
+    "load_tokenizer",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Unpack, cast
 
@@ -38,14 +41,17 @@ class LLM:
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
+        tokenizer: the model's, where it was loaded already (`graphdecode.text.load_tokenizer`).
         keywords: settings that override those of `config`, such as max_batch_size, max_sequence_length, device, dtype,
             seed, quantize; see `EngineConfig` and `BucketConfig`. vLLM's names of these are taken too (max_model_len,
             max_num_seqs, enforce_eager, ...), and what it has beyond is refused with what to do instead.
 
     Attributes:
-        engine_config: all settings.
+        engine_config: all settings, with the `max_sequence_length` that holds: where the model was trained for less
+            than was asked for, a warning says so. (The default is no wish, and shrinks silently.)
         tokenizer: of transformers.
         engine: what answers, in tokens.
+        load_seconds: what it took to load the model and to capture its graphs.
 
     Raises:
         ArgumentError: the model or a setting cannot be used; the message says why.
@@ -58,19 +64,25 @@ class LLM:
         *,
         config: EngineConfig | BucketConfig | Mapping[str, Any] | str | Path | None = None,
         progress: bool = False,
+        tokenizer: Any = None,
         **keywords: Unpack[LLMKeywords],
     ) -> None:
-        self.engine_config = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        began = time.perf_counter()
+        if isinstance(tokenizer, (str, Path)):
+            as_settings({"tokenizer": tokenizer})  # vLLM's, which is refused
+        settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self._sampling_defaults = generation_defaults(path)
-        self.tokenizer: Any = load_tokenizer(path)
-        runner = load_runner(path, self.engine_config, progress=progress)
+        self.tokenizer: Any = load_tokenizer(path) if tokenizer is None else tokenizer
+        runner = load_runner(path, settings, progress=progress)
+        self.engine_config = _as_it_holds(settings, runner.capacity)
         self.engine = Engine(runner, seed=self.engine_config.seed)
         self.router = Router(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
         self.graphs.capture(progress=progress)
         runner.buffers.freeze()
+        self.load_seconds = time.perf_counter() - began
 
     @property
     def config(self) -> BucketConfig:
@@ -241,3 +253,14 @@ class LLM:
     def _check_open(self) -> None:
         if self.router.closed:
             raise ClosedError("this LLM was closed")
+
+
+def _as_it_holds(settings: EngineConfig, capacity: Capacity) -> EngineConfig:
+    """Return the settings with the longest sequence that there can be; warn where that is less than was asked for."""
+    asked, holds = settings.buckets.max_sequence_length, capacity.max_sequence_length
+    if asked > holds and asked != BucketConfig.max_sequence_length:
+        warnings.warn(
+            f"max_sequence_length is {holds}, for which the model was trained, and not {asked} as asked for",
+            stacklevel=3,
+        )
+    return replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=holds))

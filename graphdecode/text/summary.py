@@ -18,21 +18,24 @@ class RunSummary:
 
     Args:
         llm: the engine that the run uses.
+        load_seconds: what it took until the engine was ready; None: what the `LLM` took to be made.
     """
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, load_seconds: float | None = None) -> None:
         self._llm = llm
+        self._load_seconds = llm.load_seconds if load_seconds is None else load_seconds
         self._began = time.perf_counter()
         self._tokens = llm.stats.generated_tokens
         self._buckets = Counter(llm.stats.bucket_steps)
 
     def line(self, outputs: list[RequestOutput]) -> str:
-        """Return tokens/s, first token, ms per token, the buckets replayed, padding share, backend and kernels."""
+        """Return time to load, tokens/s, first token, ms per token, buckets replayed, padding, backend and kernels."""
         stats = self._llm.stats
         seconds = time.perf_counter() - self._began
         tokens = stats.generated_tokens - self._tokens
         first = [t for output in outputs if (t := output.metrics.time_to_first_token) is not None]
-        parts = [f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s"]
+        parts = [f"ready after {self._load_seconds:.2f} s"]
+        parts.append(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s")
         if first:
             parts.append(f"first token after {1000 * float(np.median(first)):.1f} ms")
         parts += stats.step_times()

@@ -19,7 +19,7 @@ _VERSION_SECONDS = 20
 _DISK_ERRORS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
 
-class CompileError(Exception):
+class NotCompiled(Exception):
     """The compiler cannot make the kernels, in whichever folder."""
 
 
@@ -41,19 +41,19 @@ class Compiler(NamedTuple):
         """Return the one that CC names, else the first of cc, gcc and clang.
 
         Raises:
-            CompileError: there is none, or it cannot be run.
+            NotCompiled: there is none, or it cannot be run.
         """
         if platform.system() != "Linux":
-            raise CompileError(f"compiled kernels are made on Linux alone, this is {platform.system()}")
+            raise NotCompiled(f"compiled kernels are made on Linux alone, this is {platform.system()}")
         named = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
         if named is None:
-            raise CompileError("no C compiler was found: install gcc or clang, or name one in CC")
+            raise NotCompiled("no C compiler was found: install gcc or clang, or name one in CC")
         try:
             words = shlex.split(named)
         except ValueError as error:
-            raise CompileError(f"CC is {named!r}, which is no command: {error}") from None
+            raise NotCompiled(f"CC is {named!r}, which is no command: {error}") from None
         if not words:
-            raise CompileError(f"CC is {named!r}, which is no command")
+            raise NotCompiled(f"CC is {named!r}, which is no command")
         flags = PORTABLE_FLAGS + (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
         try:
             version = subprocess.run(
@@ -63,13 +63,13 @@ class Compiler(NamedTuple):
             return cls([*words, "-march=native", *flags], version.stdout, _processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             told = f"the C compiler {words[0]!r} cannot be run ({error})"
-            raise CompileError(f"{told}: install it, or name one in CC") from error
+            raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
     def compile(self, text: str, options: list[str], made: Path) -> None:
         """Compile a source text into the file `made`, with no other file but in its folder.
 
         Raises:
-            CompileError: the compiler refuses it, or takes too long.
+            NotCompiled: the compiler refuses it, or takes too long.
             OSError: there is no room in that folder.
         """
         command = [*self.command, *options, "-x", "c", "-", "-lm", "-o", str(made)]
@@ -80,7 +80,7 @@ class Compiler(NamedTuple):
         try:
             _, told = process.communicate(text, timeout=COMPILE_SECONDS)
         except subprocess.TimeoutExpired:
-            raise CompileError(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
+            raise NotCompiled(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
         finally:  # its own children are of its group, and may outlive it
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -90,7 +90,7 @@ class Compiler(NamedTuple):
             if any(problem in told for problem in _DISK_ERRORS):
                 raise OSError(said)
             said = said or f"exit code {process.returncode}"
-            raise CompileError(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
+            raise NotCompiled(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
 
 
 def _environment() -> dict[str, str]:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from .cache_folder import FOLDER_VARIABLE, cache_folder
-from .compiler import COMPILE_SECONDS, CompileError, Compiler
+from .compiler import COMPILE_SECONDS, Compiler, NotCompiled
 from .private_folder import PrivateFolder
 from .unit import declare, include_flags, sources_bytes, unit_text
 
@@ -130,7 +130,7 @@ def _load_once() -> _Loaded:
         return _Loaded(None, None, None, f"{SWITCH} is 0")
     try:
         return _compiled()
-    except (CompileError, OSError) as error:
+    except (NotCompiled, OSError) as error:
         _LOG.warning(
             "graphdecode: no compiled kernels, torch's operators do the work, many times slower: %s "
             "(%s=0 says nothing)", " ".join(str(error).split()), SWITCH,

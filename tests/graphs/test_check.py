@@ -18,6 +18,8 @@ from graphdecode.buffers import Batch
 from graphdecode.graphs import check
 
 HERE = Path(__file__).parent
+# steps that replay as they run, but whose rows are one whole: right in a bucket that is full
+MIXES_ROWS = {"attention", "scatter_by_index"}
 # what one line does wrong may be more than one thing
 ALSO_FOUND = {"from_numpy": ("host-read", "host-data"), "made_at_the_first_step": ("baked-value",)}
 
@@ -44,7 +46,8 @@ def test_the_corpus_is_large_enough() -> None:
 @pytest.mark.parametrize("name", GOOD_STEPS)
 def test_a_good_step_has_no_findings(name: str) -> None:
     findings = check(GOOD_STEPS[name], make_buffers(), constants=CONSTANTS)
-    assert not findings, [str(finding) for finding in findings]
+    expected = {"mixed-rows"} if name in MIXES_ROWS else set()
+    assert {finding.kind for finding in findings} == expected, [str(finding) for finding in findings]
 
 
 def test_a_check_leaves_the_slots_as_they_were() -> None:

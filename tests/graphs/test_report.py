@@ -136,3 +136,17 @@ def test_what_the_owner_of_a_step_chose_is_shown_bucket_by_bucket(device: str) -
 
 def test_a_step_of_no_choices_says_nothing_of_them(graphs: GraphManager) -> None:
     assert "chosen" not in str(graphs.report())
+
+
+def test_what_is_moved_is_called_a_bound_and_is_one(device: str) -> None:
+    """A gather reads as many rows as there are indices; the graph knows the table alone."""
+    table = torch.zeros(1000, 8, device=device)
+    buffers = StepBuffers(
+        [Slot("ids", ("batch",), torch.int64), Slot("y", ("batch", 8), torch.float32)], max_batch_size=2, device=device
+    )
+    graphs = GraphManager(lambda batch: batch.y.copy_(table[batch.ids]), buffers, [2], constants=[table])
+    report = graphs.capture(progress=False)
+    gathered = 2 * 8 * 4
+    assert "moved MiB are at most: of caches and tables all is counted" in str(report)
+    assert report.buckets[0].moved_bytes >= table.nbytes > gathered
+    graphs.close()

@@ -14,7 +14,7 @@ import pytest
 
 from graphdecode.kernels.native import compiler as compiling
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, CompileError, Compiler
+from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
 from graphdecode.kernels.native.private_folder import PrivateFolder
 from graphdecode.kernels.native.unit import include_flags, unit_text
 
@@ -92,7 +92,7 @@ def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp
 
 def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    with pytest.raises(CompileError, match="Linux alone, this is Darwin"):
+    with pytest.raises(NotCompiled, match="Linux alone, this is Darwin"):
         Compiler.found()
 
 
@@ -100,7 +100,7 @@ def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
     text = unit_text()
     assert "TENSOR(const int32_t) positions;" in text
     for wrong in ("TENSOR(const int32_t) place;", "int64_t positions;"):
-        with pytest.raises(CompileError, match="positions"):
+        with pytest.raises(NotCompiled, match="positions"):
             Compiler.found().compile(
                 text.replace("TENSOR(const int32_t) positions;", wrong),
                 ["-Werror=incompatible-pointer-types", *include_flags()],
@@ -246,7 +246,7 @@ def test_what_a_killed_process_left_is_removed(folder):
 def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
     slow = script(tmp_path / "cc", f"sleep 300 & echo $! > {tmp_path}/child; wait")
-    with folder.locked(1), folder.scratch() as scratch, pytest.raises(CompileError, match="stopped after 1 s"):
+    with folder.locked(1), folder.scratch() as scratch, pytest.raises(NotCompiled, match="stopped after 1 s"):
         Compiler([slow], "", "").compile("", [], scratch / "kernels.so")
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 5
@@ -258,7 +258,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
 
 def test_a_killed_compiler_is_a_reason(tmp_path):
     killed = script(tmp_path / "cc", f"kill -{signal.SIGKILL.value} $$")
-    with pytest.raises(CompileError, match="could not compile the kernels: -9"):
+    with pytest.raises(NotCompiled, match="could not compile the kernels: exit code -9"):
         Compiler([killed], "", "").compile("", [], tmp_path / "kernels.so")
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from graphdecode import LLM, GraphdecodeError
-from graphdecode.models import load_tokenizer, resolve_model_path
+from graphdecode.models import resolve_model_path
+from graphdecode.text import load_tokenizer
 
 DEMO = resolve_model_path("demo")
 POINTER = (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cache import require_positive
+from graphdecode.cache import require_positive, untouched_zeros
 from graphdecode.kernels.cache.slot_cache import slot_scatter, slot_shift
 
 from .sharding import kv_heads_per_rank
@@ -105,7 +105,7 @@ class SlotKVCacheManager:
         self.length = padded // num_cores_per_group
         self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         self._places = self.length + (1 if sharded else 0)
-        self._flat = [torch.zeros(self.kv_shape, dtype=dtype, device=self.device) for _ in range(2 * num_layers)]
+        self._flat = [untouched_zeros(self.kv_shape, dtype, self.device) for _ in range(2 * num_layers)]
 
     @classmethod
     def from_config(

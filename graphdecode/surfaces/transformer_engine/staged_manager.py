@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.cache import UnknownSequenceError, require_positive
+from graphdecode.cache import UnknownSequenceError, require_positive, untouched_zeros
 from graphdecode.kernels.cache.cache_append import cache_append
 
 from .manager import KVCacheManager
@@ -91,8 +91,8 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         """Allocate a layer of `slots` = (rows, tokens) or (pages, tokens), zero-filled, unless it exists."""
         if layer_number in self.cache:
             return
-        keys = torch.zeros((*slots, self.num_heads, self.head_dim_k), dtype=self.dtype, device=self.device)
-        values = torch.zeros((*slots, self.num_heads, self.head_dim_v), dtype=self.dtype, device=self.device)
+        keys = untouched_zeros((*slots, self.num_heads, self.head_dim_k), self.dtype, self.device)
+        values = untouched_zeros((*slots, self.num_heads, self.head_dim_v), self.dtype, self.device)
         self.cache[layer_number] = (keys, values)
 
     def tensors(self) -> dict[str, Tensor]:
