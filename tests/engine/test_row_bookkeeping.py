@@ -1,5 +1,6 @@
 """What the host tells a step of its rows: the tokens that penalties count, where a row ends, and who gets in."""
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -91,6 +92,34 @@ def test_a_row_is_finished_on_the_device_by_the_last_token_that_it_may_have(
     assert buffers.finished[0] == 1
     # the position of the token that was fed last: one before that of the last token, whose keys nobody needs
     assert buffers.pre_step_seqlens[0] == prompt_length + tokens - 2
+
+
+def test_what_was_found_in_the_prefix_cache_is_told(llm: LLM) -> None:
+    """Sixteen tokens are a page, and at least one token is left to compute."""
+    params = SamplingParams(temperature=0.0, max_tokens=1)
+    first, again, shorter = (
+        llm.generate([[42] * length], params, use_tqdm=False)[0].metrics.num_cached_tokens for length in (33, 33, 32)
+    )
+    assert (first, again, shorter) == (0, 32, 16)
+
+
+def test_the_time_of_a_step_is_its_share_of_its_launch(llm: LLM) -> None:
+    llm.stats.step_seconds.clear()
+    began = time.perf_counter()
+    tokens = answer_of(llm, [97], SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True))
+    launches = -(-32 // llm.config.steps_per_launch)
+    assert (len(tokens), len(llm.stats.step_seconds)) == (32, launches)
+    assert 0 < sum(llm.stats.step_seconds) * llm.config.steps_per_launch <= time.perf_counter() - began
+
+
+def test_closing_gives_up_what_runs_and_every_page() -> None:
+    with LLM("demo", max_batch_size=1, max_sequence_length=64, backend="eager") as llm:
+        for prompt in ([97], [98]):
+            llm.engine.add(Request(prompt, SamplingParams(max_tokens=9)))
+        llm.engine.step()
+        assert llm.cache.pool.used
+        assert llm.num_waiting == 1
+    assert (llm.cache.pool.used, llm.num_waiting) == (0, 0)
 
 
 def waiting(request_id: int, length: int) -> Sequence:

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,13 @@ def test_printed_figures_are_a_summary_of_one_line(llm: LLM) -> None:
     for part in ("7 tokens in 2 finished answers", "4 decode steps, ", " ms per token p50, ", "buckets 1 x1, 2 x3"):
         assert part in told
     assert "deque" not in repr(llm.stats)
+
+
+def test_times_of_steps_are_told_in_milliseconds() -> None:
+    stats = EngineStats(step_seconds=deque([0.9] * 99 + [2.5]))
+    assert "0 decode steps, 900.00 ms per token p50, 916.00 p99;" in str(stats)
+    stats.batch_sizes[3], stats.bucket_steps[4] = 2, 2
+    assert str(stats).endswith("buckets 4 x2; padding 25%")
 
 
 @pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy])
