@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, SamplingParams
+from graphdecode import LLM, ArgumentError, BucketConfig, EngineConfig, GraphdecodeError, SamplingParams
 from graphdecode.config.vllm_names import LLM_KEYWORDS, SAMPLING_PARAMS, SETTINGS, as_settings
 
 # of vLLM's SamplingParams, as published from 0.6 to 0.13: every field that a caller may give
@@ -29,7 +29,7 @@ enable_lora max_loras max_lora_rank speculative_config scheduling_policy async_s
 max_logprobs generation_config override_generation_config enable_sleep_mode kv_transfer_config additional_config
 worker_cls worker_extension_cls cudagraph_capture_sizes cuda_graph_sizes served_model_name code_revision
 disable_sliding_window limit_mm_per_prompt calculate_kv_scales guided_decoding_backend"""
-OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)}
+OWN_SETTINGS = {each.name for config in (EngineConfig, BucketConfig) for each in fields(config)} | {"tokenizer"}
 
 
 @pytest.mark.parametrize("name", FIELDS.split())
@@ -97,6 +97,13 @@ def test_vllms_names_mean_our_settings(renamed: LLM) -> None:
     assert buckets.backend == renamed.graphs.backend == "eager"
     assert (renamed.engine_config.max_prefill_tokens, renamed.engine_config.prefix_cache) == (64, False)
     assert renamed.capacity.token_limit == 96
+
+
+def test_another_folders_tokenizer_may_be_taken() -> None:
+    with LLM("demo", tokenizer="demo", max_num_seqs=1, max_model_len=32, enforce_eager=True) as llm:
+        assert llm.tokenizer.name_or_path.endswith("demo")
+    with pytest.raises(GraphdecodeError, match="'no-such-folder' is no folder"):
+        LLM("demo", tokenizer="no-such-folder")
 
 
 def test_a_setting_that_is_given_by_two_names_is_refused() -> None:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,6 +43,7 @@ from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode import LLM, RequestOutput, SamplingParams
+    from graphdecode.config import EngineConfig
     from graphdecode.text import Stream
     from graphdecode.text.answer import Answer
 
@@ -108,35 +109,22 @@ def generate(
     from graphdecode.text import RunSummary, load_tokenizer
 
     given = sampling_fields(
-        n=n,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=logit_bias,
-        seed=settings.seed,
-        stop=stop,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        logprobs=logprobs,
-    )
-    SamplingParams(**given)  # what cannot be is said before a model is loaded
+        n=n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
+        seed=settings.seed, stop=stop, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs,
+    )  # fmt: skip
+    SamplingParams(**given)  # what cannot be is said before a model is looked for
     if record_batches is not None:
         check_record(record_batches)
     path = resolve_model_path(model)
-    trained_length = check_model(path).max_position_embeddings
-    check_length(max_sequence_length, trained_length)
+    check_length(max_sequence_length, check_model(path).max_position_embeddings)
     tokenizer = load_tokenizer(path)
-    lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
-    settings = fitted(settings, lengths, max_tokens, answers=len(texts) * (n or 1), trained_length=trained_length)
+    settings = _sized(settings, path, tokenizer, texts, SamplingParams(**given))
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
-            outputs = _print_json(llm, texts, params) if as_json else _print_text(llm, texts, params)
+            outputs = (_print_json if as_json else _print_text)(llm, texts, params)
         finally:
             if record_batches is not None:
                 record_batch_sizes(record_batches, llm.stats.batch_sizes)
@@ -147,6 +135,17 @@ def generate(
         print_error(f"{textwrap.shorten(repr(output.prompt), 60)}: {output.error}")
     if refused:
         raise typer.Exit(2)
+
+
+def _sized(
+    settings: EngineConfig, path: Path, tokenizer: Any, texts: list[str], params: SamplingParams
+) -> EngineConfig:
+    """Return settings whose capacity is what these prompts can use."""
+    from graphdecode.models import check_model
+
+    lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
+    trained_length = check_model(path).max_position_embeddings
+    return fitted(settings, lengths, params.max_tokens, answers=len(texts) * params.n, trained_length=trained_length)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:

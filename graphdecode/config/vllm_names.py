@@ -35,7 +35,7 @@ _NO_LORA = Unsupported("adapters are not read: merge the adapter into the checkp
 _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
-_OWN_TOKENIZER = Unsupported("the tokenizer is the model folder's: give prompts as token ids", (None, "auto", False))
+_OWN_TOKENIZER = Unsupported("the tokenizer is what transformers' AutoTokenizer reads from its folder", (None, "auto"))
 _NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
@@ -82,7 +82,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "task": Unsupported("a model generates", (None, "auto", "generate")),
     "runner": Unsupported("a model generates", (None, "auto", "generate")),
     "convert": Unsupported("a model generates", (None, "auto", "none")),
-    "tokenizer": _OWN_TOKENIZER,
     "tokenizer_mode": _OWN_TOKENIZER,
     "skip_tokenizer_init": Unsupported("graphdecode.Engine takes and gives tokens alone", (None, False)),
     "trust_remote_code": Unsupported("Python code of a checkpoint is never run", (None, False)),

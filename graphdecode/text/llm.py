@@ -41,7 +41,8 @@ class LLM:
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
-        tokenizer: the model's, where it was loaded already (`graphdecode.text.load_tokenizer`).
+        tokenizer: another folder or repository to take it from than the model's, or one that was loaded already
+            (`graphdecode.text.load_tokenizer`).
         keywords: settings that override those of `config`, such as max_batch_size, max_sequence_length, device, dtype,
             seed, quantize; see `EngineConfig` and `BucketConfig`. vLLM's names of these are taken too (max_model_len,
             max_num_seqs, enforce_eager, ...), and what it has beyond is refused with what to do instead.
@@ -69,7 +70,7 @@ class LLM:
     ) -> None:
         began = time.perf_counter()
         if isinstance(tokenizer, (str, Path)):
-            as_settings({"tokenizer": tokenizer})  # vLLM's, which is refused
+            tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds

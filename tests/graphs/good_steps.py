@@ -100,6 +100,12 @@ def dtype_changes(batch) -> None:
 
 
 @good
+def device_named_elsewhere(batch) -> None:
+    """A step that follows its tensors: where they live, its own line does not say."""
+    batch.y.add_(batch.x.to(str(batch.y.device)))
+
+
+@good
 def concatenation(batch) -> None:
     batch.y.copy_(torch.cat([batch.x[:, 4:], batch.x[:, :4]], dim=-1))
 

@@ -243,6 +243,15 @@ def test_a_launch_before_the_capture_is_an_error(device: str) -> None:
         graphs.launch(1, 1)
 
 
+def test_a_loop_may_be_of_one_step(device: str) -> None:
+    buffers = make_buffers(device)
+    graphs = GraphManager(step, buffers, [ROWS], loop=Loop(1))
+    graphs.capture(progress=False)
+    buffers.left[:1].fill_(3)
+    graphs.launch(1, 1)
+    assert int(buffers.left[0]) == 2
+
+
 def test_a_loop_needs_no_epilogue(device: str) -> None:
     buffers = make_buffers(device)
     graphs = GraphManager(step, buffers, [ROWS], loop=Loop(16))

@@ -70,3 +70,21 @@ def test_an_error_in_a_function_of_the_step_is_blamed_on_its_line() -> None:
     with pytest.raises(CaptureError) as caught:
         GraphManager(step, make_buffers(), [4]).capture(progress=False)
     assert caught.value.line == inner.__code__.co_firstlineno + 1
+
+
+def test_no_row_is_live_while_buckets_are_captured() -> None:
+    """A step that writes to a cache by its live rows would write what stands in the slots by chance."""
+    buffers = make_buffers()
+    seen = torch.zeros(1, dtype=torch.int32)
+    buffers.adopt("seen", seen)
+    buffers.set_live_rows(2)
+
+    def step(batch: Batch) -> None:
+        batch.seen.add_(batch.live_rows)
+
+    graphs = GraphManager(step, buffers, [1, 2])
+    graphs.capture(progress=False)
+    assert int(seen) == 0
+    assert int(buffers.live_rows) == 2, "what the slots held is given back"
+    graphs.replay(2)
+    assert int(seen) == 2
