@@ -1,43 +1,19 @@
 """Door 5: a front of another process, over a pipe: it speaks tokens, and needs nothing but the engine's public face."""
 
 import multiprocessing
-from multiprocessing.connection import Connection
 
-from graphdecode import LLM, Engine, Event, Request, SamplingParams
+from pipe_front import worker
+
+from graphdecode import LLM, Event, Request, SamplingParams
 
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30="]
 
 
-class PipeFront:
-    """Serves what comes over a pipe: requests to begin, numbers to abort, None to end."""
-
-    def __init__(self, engine: Engine, pipe: Connection) -> None:
-        self.engine = engine
-        self.pipe = pipe
-
-    def serve(self) -> None:
-        while True:
-            while self.pipe.poll(None if not self.engine.has_work else 0):
-                message = self.pipe.recv()
-                if message is None:
-                    return
-                if isinstance(message, Request):
-                    self.pipe.send(self.engine.add(message))
-                else:
-                    self.engine.abort(message)
-            self.pipe.send(self.engine.step())
-
-
-def worker(pipe: Connection) -> None:
-    with LLM("demo", device="cpu") as llm:
-        pipe.send([llm.tokenizer.encode(prompt) for prompt in PROMPTS])
-        PipeFront(llm.engine, pipe).serve()
-
-
 def test_another_process_gets_its_tokens_over_a_pipe() -> None:
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=worker, args=(there,))
+    process = multiprocessing.get_context("spawn").Process(target=worker, args=(there, PROMPTS))
     process.start()
+    there.close()  # so that a front that dies is seen here
     try:
         prompts = here.recv()
         ids: list[int] = []

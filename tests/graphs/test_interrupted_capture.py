@@ -1,5 +1,6 @@
 """A capture that does not come to its end leaves nothing behind: no mode, no hook, no graph, no changed slot."""
 
+import importlib.util
 import sys
 import threading
 
@@ -10,7 +11,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs.launches import KERNEL_CLASSES
+
+KERNEL_CLASSES = []
+if importlib.util.find_spec("triton") is not None:
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    KERNEL_CLASSES = [JITFunction, InterpretedFunction]
 
 
 @pytest.fixture
