@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.metrics import EngineStats
@@ -15,8 +15,7 @@ from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import StepLogprobs, StepTokens
 
 
-@dataclass(frozen=True)
-class _UnderWay:
+class _UnderWay(NamedTuple):
     """A launch, and whose its rows are."""
 
     launch: Launch
@@ -159,10 +158,10 @@ class EngineLoop:
         if not accepted:
             return
         self.stats.generated_tokens += len(accepted)
-        metrics = sequence.metrics
+        metrics, finish_reason = sequence.metrics, sequence.finish_reason
         if metrics.first_token_time is None:
             metrics.first_token_time = time.perf_counter()
-        if sequence.finish_reason is not None:
+        if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
             self.stats.finished_answers += 1
             self.scheduler.remove(sequence)
@@ -172,7 +171,7 @@ class EngineLoop:
             taken = zip(accepted, steps, strict=False)
             logprobs = [_token_logprobs(step.logprobs, row, token, wanted) for token, step in taken if step.logprobs]
         self._events.append(
-            Event(sequence.request_id, accepted, logprobs, sequence.finish_reason, sequence.stop_reason, metrics)
+            Event(sequence.request_id, accepted, logprobs, finish_reason, sequence.stop_reason, metrics)
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """Steps that are under way.
 
     Attributes:

@@ -66,9 +66,11 @@ class Answer:
                 self._tell_beginning(event.metrics)
             stop = self._take_tokens(event)
             reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
-            if reason is not None:
+            if reason is None:
+                self._show(final=False)
+            else:
                 self.request.metrics.num_preemptions += event.metrics.num_preemptions
-            self._end(reason, stop_reason, event.error)
+                self._end(reason, stop_reason, event.error)
         self.on_news()
         return stop is not None
 
@@ -102,33 +104,34 @@ class Answer:
         """Take the tokens; return the stop text that ended them, if one did."""
         # the token that ends an answer is part of its tokens, and not of its text unless that is asked for
         ends_silently = event.finish_reason == "stop" and not self._includes_stop
-        silent = len(event.token_ids) - ends_silently
+        detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
         for place, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)
             if event.logprobs is not None:
                 self._take_logprobs(token, event.logprobs[place])
-            stop = self._detokenizer.push(token) if self._detokenizer and place < silent else None
-            if stop is not None:
+            if detokenizer is not None and place < silent and (stop := detokenizer.push(token)) is not None:
                 return stop
         return None
 
-    def _end(self, reason: str | None, stop_reason: str | int | None, error: str | None) -> None:
-        """Show the text that is safe to show; with a reason all of it, and the answer is finished."""
-        if reason is not None and self._detokenizer is not None and not isinstance(stop_reason, str):
+    def _end(self, reason: str, stop_reason: str | int | None, error: str | None) -> None:
+        """Show all of the text, and be finished."""
+        if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
             if late_stop is not None:
                 reason, stop_reason = "stop", late_stop
-        if self._detokenizer is not None:
-            piece = self._detokenizer.take(final=reason is not None)
-            if piece:
-                self.output.text += piece
-                self.pieces.append(piece)
-        if reason is not None:
-            if error is not None:
-                self.request.error = error
-            self.request.metrics.finished_time = time.perf_counter()
-            self.output.stop_reason = stop_reason
-            self.output.finish_reason = reason  # last: other threads look at it to know that all else is there
+        self._show(final=True)
+        if error is not None:
+            self.request.error = error
+        self.request.metrics.finished_time = time.perf_counter()
+        self.output.stop_reason = stop_reason
+        self.output.finish_reason = reason  # last: other threads look at it to know that all else is there
+
+    def _show(self, *, final: bool) -> None:
+        """Bring the visible text up to date, for readers of the output and of the stream."""
+        piece = self._detokenizer.take(final) if self._detokenizer is not None else ""
+        if piece:
+            self.output.text += piece
+            self.pieces.append(piece)
 
     def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:
         entries = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.kernels.sampling.sampling_slots import sampling_flags
@@ -117,8 +118,7 @@ class RowInputs:
     sampling: RowSampling
 
 
-@dataclass(frozen=True)
-class StepLogprobs:
+class StepLogprobs(NamedTuple):
     """Log-probabilities of one step, in row order: of the sampled tokens, and the most likely ones."""
 
     sampled: list[float]
@@ -126,8 +126,7 @@ class StepLogprobs:
     top_ids: list[list[int]]
 
 
-@dataclass(frozen=True)
-class StepTokens:
+class StepTokens(NamedTuple):
     """What one step gave its rows, in row order: tokens, -1 where a row had finished before."""
 
     tokens: list[int]
