@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.kernels.sampling.sampling_slots import sampling_flags
+from graphdecode.kernels.sampling.sampling_slots import FLAG_PENALTIES, sampling_flags
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
@@ -98,7 +98,7 @@ class RowSampling:
     @property
     def uses_penalties(self) -> bool:
         """Whether the counts of the row's tokens matter."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return bool(self.sampling_flags & FLAG_PENALTIES)
 
 
 @dataclass(frozen=True)
