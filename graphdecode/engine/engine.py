@@ -112,6 +112,11 @@ class Engine:
         return len(self.scheduler.waiting)
 
     @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self.scheduler.prefilling) + len(self.scheduler.decoding)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._inbox or self._lost) or self._torn is not None or self._loop.has_work

@@ -109,6 +109,7 @@ class EngineLoop:
         elif pages_changed:
             self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
+        self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         self._under_way.append(_UnderWay(launch, tuple(self._staged)))
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:

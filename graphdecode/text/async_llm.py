@@ -6,21 +6,15 @@ import asyncio
 import contextlib
 import logging
 import threading
-import weakref
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.intake import as_params
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.prompts import Prompt, as_prompt
-
-_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell]"
+from graphdecode.text.prompts import Prompt
 
 
 class AsyncLLM:
@@ -36,7 +30,7 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
-        self._bells: _Bells = weakref.WeakKeyDictionary()
+        self._front = AsyncFront(self.llm.intake, self.llm.router, self._wake)
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
@@ -57,30 +51,13 @@ class AsyncLLM:
             AnswerError: this was closed, or a step of the engine failed.
         """
         (params,) = as_params(sampling_params, 1)
-        item = as_prompt(prompt)
-        order = self.llm.intake.order(item, self.llm.intake.encode(item), params)
-        if order.output.error is not None:
-            raise ArgumentError(order.output.error)
-        if request_id is not None:
-            order.output.request_id = request_id
-        news, bell = asyncio.Event(), _Bell.of(asyncio.get_running_loop(), self._bells)
-        for answer in order.answers:
-            answer.on_news = partial(bell.ring, news)
-        try:
-            self.llm.router.submit(order.requests)
-            with self._work:
-                self._work.notify()
-            finished = False
-            while not finished:
-                await news.wait()
-                news.clear()
-                finished = all(answer.finished for answer in order.answers)
-                if order.output.error is not None:
-                    raise AnswerError(order.output.error)
-                outputs = [answer.snapshot() for answer in order.answers]
-                yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
-        finally:
-            self.llm.router.give_up(order.answers)
+        async with contextlib.aclosing(self._front.generate(prompt, params, request_id)) as outputs:
+            async for output in outputs:
+                yield output
+
+    def _wake(self) -> None:
+        with self._work:
+            self._work.notify()
 
     def _run(self) -> None:
         """Step while there is work; the thread's life."""
@@ -111,27 +88,3 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
-
-
-class _Bell:
-    """Wakes tasks of one event loop from other threads: once for all that have news at the same time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._news: deque[asyncio.Event] = deque()
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop, known: _Bells) -> _Bell:
-        """Return a loop's bell, which is made when it is first asked for."""
-        return known.setdefault(loop, cls(loop))
-
-    def ring(self, news: asyncio.Event) -> None:
-        """Let an event be set by its loop."""
-        self._news.append(news)
-        if len(self._news) == 1:  # else the loop was called already, and has not come this far
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        while self._news:
-            self._news.popleft().set()

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphdecode.engine import Engine, Request, RequestError, RequestMetrics, SamplingParams
+from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
 from graphdecode.engine.engine import derived_seed
 from graphdecode.errors import ArgumentError
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.router import TokenEngine
 
 
 @dataclass(frozen=True)
@@ -42,18 +43,23 @@ class Intake:
         tokenizer: of transformers.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, engine: TokenEngine, tokenizer: Any) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()  # the tokenizer keeps settings of the call that runs
         self._numbers = itertools.count()
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them."""
+    def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them.
+
+        Args:
+            prompt: a text or token ids.
+            special: add the special tokens that the tokenizer begins a text with.
+        """
         if not isinstance(prompt, str):
             return prompt
         with self._encoding:
-            ids = list(self._tokenizer(prompt, verbose=False).input_ids)
+            ids = list(self._tokenizer(prompt, verbose=False, add_special_tokens=special).input_ids)
         if not ids and self._tokenizer.bos_token_id is not None:
             ids = [self._tokenizer.bos_token_id]
         return ids
@@ -71,7 +77,7 @@ class Intake:
             request = Request(token_ids, replace(params, n=1, stop=None, seed=own_seed))
             requests.append((request, Answer(answer_output, output, params, self._tokenizer.backend_tokenizer)))
         try:
-            self._engine.check(requests[0][0])
+            self._engine.rules.check(requests[0][0])
         except RequestError as error:
             output.error = str(error)
             for answer_output in outputs:

@@ -16,17 +16,17 @@ from tqdm import tqdm
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.config.vllm_names import LLMKeywords, as_settings
-from graphdecode.engine import Engine, EngineStats, SamplingParams
+from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.interrupts import DeferredInterrupt
-from graphdecode.engine.loading import load_runner
+from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
-from graphdecode.text.router import Router
+from graphdecode.text.router import SteppingRouter
 from graphdecode.text.stream import Stream
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -76,13 +76,10 @@ class LLM:
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self._sampling_defaults = generation_defaults(path)
         self.tokenizer: Any = load_tokenizer(path) if tokenizer is None else tokenizer
-        runner = load_runner(path, settings, progress=progress)
-        self.engine_config = _as_it_holds(settings, runner.capacity)
-        self.engine = Engine(runner, seed=self.engine_config.seed)
-        self.router = Router(self.engine)
+        self.engine = load_engine(path, settings, progress=progress)
+        self.engine_config = _as_it_holds(settings, self.engine.capacity)
+        self.router = SteppingRouter(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
-        self.graphs.capture(progress=progress)
-        runner.buffers.freeze()
         self.load_seconds = time.perf_counter() - began
 
     @property
