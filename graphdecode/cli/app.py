@@ -15,6 +15,7 @@ import typer
 
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.generate import generate
+from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
 from graphdecode.cli.serve import serve
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
 app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
+app.add_typer(models, name="models")
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
 app.command(epilog="Example: graphdecode check mypackage.step:step")(check)

@@ -64,7 +64,7 @@ class Service:
         self.client = EngineClient(Setup(path, config, progress), on_events=self._deliver, on_vitals=self._take_vitals)
         self.router = Router(self.client)
         self.intake = Intake(self.client, tokenizer)
-        self.front = AsyncFront(self.intake, self.router, _steps_by_itself)
+        self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
         self._unknown_fields: set[str] = set()
 

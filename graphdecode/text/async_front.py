@@ -12,11 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
-from graphdecode.text.intake import Intake, Order
+from graphdecode.text.intake import Order
 from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.prompts import Prompt, as_prompt
 from graphdecode.text.router import Router
 
 _Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell]"
@@ -26,23 +24,26 @@ class AsyncFront:
     """Hands prompts in from tasks, and wakes each task when there is news of its answers.
 
     Args:
-        intake: makes requests of prompts.
         router: brings the engine's events to the answers.
         on_work: is called when something was handed in.
     """
 
-    def __init__(self, intake: Intake, router: Router, on_work: Callable[[], None]) -> None:
-        self.intake = intake
+    def __init__(self, router: Router, on_work: Callable[[], None]) -> None:
         self.router = router
         self._on_work = on_work
         self._bells: _Bells = weakref.WeakKeyDictionary()
 
-    async def generate(
-        self, prompt: Prompt, params: SamplingParams, request_id: str | None
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one prompt; see `AsyncLLM.generate`."""
-        item = as_prompt(prompt)
-        order = self.intake.order(item, self.intake.encode(item), params)
+    async def outputs(self, order: Order, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
+        """Hand an order in, and yield all there is of it each time that there is more; leaving it gives it up.
+
+        Args:
+            order: of one prompt.
+            request_id: what the outputs are to be called; None: the order's number.
+
+        Raises:
+            ArgumentError: it was refused.
+            AnswerError: the engine was closed, or a step of it failed.
+        """
         if request_id is not None:
             order.output.request_id = request_id
         async with contextlib.aclosing(self.follow([order])) as news:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Unpack
 
 from graphdecode.engine import SamplingParams
 from graphdecode.text.async_front import AsyncFront
+from graphdecode.text.chat import ChatOptions, Message, render_chat
 from graphdecode.text.intake import as_params
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.prompts import Prompt
+from graphdecode.text.prompts import Prompt, as_prompt
 
 
 class AsyncLLM:
@@ -30,13 +30,13 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
-        self._front = AsyncFront(self.llm.intake, self.llm.router, self._wake)
+        self._front = AsyncFront(self.llm.router, self._wake)
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
+    def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt: yield all there is so far each time that there is more; leaving it gives the request up.
@@ -51,9 +51,32 @@ class AsyncLLM:
             AnswerError: this was closed, or a step of the engine failed.
         """
         (params,) = as_params(sampling_params, 1)
-        async with contextlib.aclosing(self._front.generate(prompt, params, request_id)) as outputs:
-            async for output in outputs:
-                yield output
+        item = as_prompt(prompt)
+        order = self.llm.intake.order(item, self.llm.intake.encode(item), params)
+        return self._front.outputs(order, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation through the model's chat template, as `generate` answers a prompt.
+
+        Args:
+            messages: as for `LLM.chat`, of one conversation.
+            sampling_params: None means what it means for `LLM.chat`.
+            request_id: what the outputs are to be called; None: a number.
+            options: see `render_chat`.
+
+        Raises:
+            ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
+            AnswerError: this was closed, or a step of the engine failed.
+        """
+        (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
+        chat = render_chat(self.llm.tokenizer, messages, **options)
+        return self._front.outputs(self.llm.intake.order(chat.text, chat.token_ids, chat.ending(params)), request_id)
 
     def _wake(self) -> None:
         with self._work:
