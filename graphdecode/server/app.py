@@ -22,9 +22,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.server.chat_completions import chat
 from graphdecode.server.completions import complete
 from graphdecode.server.http_errors import HttpError, as_http_error
-from graphdecode.server.protocol import Body, Completion, Detokenize, Tokenize
+from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
 
@@ -41,6 +42,7 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{model:path}", endpoints.model),
         Route("/v1/completions", endpoints.of(Completion, complete), methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.of(ChatCompletion, chat), methods=["POST"]),
         Route("/tokenize", endpoints.of(Tokenize, tokenize), methods=["POST"]),
         Route("/detokenize", endpoints.of(Detokenize, detokenize), methods=["POST"]),
         Route("/tokenizer_info", endpoints.tokenizer_info),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.config import EngineConfig, ServerConfig
-from graphdecode.engine import SamplingParams
+from graphdecode.engine import RequestError, SamplingParams
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.http_errors import HttpError
+from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
 from graphdecode.server.patience import Patience
 from graphdecode.server.wire import Ready, Setup
@@ -124,18 +124,32 @@ class Service:
         limits = self.limits
         if not prompts or len(prompts) > limits.max_prompts:
             raise HttpError(400, f"prompt must be 1..{limits.max_prompts} prompts, got {len(prompts)}", param="prompt")
-        if params.n > limits.max_answers:
-            raise HttpError(400, f"n must be at most {limits.max_answers}, got {params.n}", param="n")
+        self._check_answers(params)
         self.admit(len(prompts) * params.n)
-        orders = []
-        for prompt in map(as_prompt, prompts):
-            ids = await self.encode(prompt, special=special)
-            order = self.intake.order(prompt, ids, params)
-            if order.output.error is not None:
-                code = "context_length_exceeded" if "tokens; with one token" in order.output.error else None
-                raise HttpError(400, order.output.error, param="prompt", code=code)
-            orders.append(order)
-        return orders
+        return [
+            self._order(prompt, await self.encode(prompt, special=special), params)
+            for prompt in map(as_prompt, prompts)
+        ]
+
+    def order(self, text: str, token_ids: list[int], params: SamplingParams) -> Order:
+        """Return the order of one prompt that was tokenised already.
+
+        Raises:
+            HttpError: it can never be served, or not now.
+        """
+        self._check_answers(params)
+        self.admit(params.n)
+        return self._order(text, token_ids, params)
+
+    def _check_answers(self, params: SamplingParams) -> None:
+        if params.n > self.limits.max_answers:
+            raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
+
+    def _order(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Order:
+        order = self.intake.order(prompt, ids, params)
+        if order.output.error is not None:
+            raise as_http_error(RequestError(order.output.error), frozenset({"prompt"}))
+        return order
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids."""

@@ -6,20 +6,24 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
+from graphdecode.server.chat_completions import rendered_chat
 from graphdecode.server.http_errors import HttpError
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
 
 
 async def tokenize(service: Service, body: Tokenize) -> Response:
-    """Return the tokens of a text.
+    """Return the tokens of a text or of a conversation.
 
     Raises:
         HttpError: there is none.
     """
-    if body.prompt is None:
-        raise HttpError(400, "prompt must be a text", param="prompt")
-    ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
+    if body.prompt is not None:
+        ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
+    elif body.messages is not None:
+        ids = rendered_chat(service, body).token_ids
+    else:
+        raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
     answer: dict[str, Any] = {
         "count": len(ids),
         "max_model_len": service.client.rules.capacity.token_limit,
