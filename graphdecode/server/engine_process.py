@@ -127,7 +127,8 @@ class EngineProcess:
 
 def main() -> None:
     """Load what the first message asks for, say so, and serve."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the other side decides
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the other side decides
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     try:
