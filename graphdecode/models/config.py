@@ -23,6 +23,27 @@ class UnsupportedModelError(GraphdecodeError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model.
+
+    Attributes:
+        count: experts of a layer.
+        slots: of which a token takes so many.
+        intermediate_size: channels inside of one.
+        renormalise: whether the weights of a token's experts add up to 1.
+        shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
+        layers: for each layer, whether it has experts; one without has an MLP.
+    """
+
+    count: int
+    slots: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shapes and options of a decoder; a family with more of them has a subclass.
 
@@ -48,6 +69,7 @@ class ModelConfig:
             have `rope`.
         sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
         attention_soft_cap: caps these logits where it is > 0.
+        experts: or None.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -72,6 +94,7 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None
     attention_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
