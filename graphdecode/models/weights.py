@@ -26,7 +26,7 @@ class Weights:
         self._map = weight_map
         self._options = options
         self._positions = positions
-        self._angles: dict[tuple[RopeConfig, int], Tensor] = {}
+        self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def tensor(self, place: str) -> Tensor:
         """Return what is at a place, in memory of its own."""
@@ -52,8 +52,13 @@ class Weights:
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         return load_linear(self._source, names, None, self._options)
 
-    def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
-        """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]; layers share a table."""
+    def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
+        """Return cosines and sines by position, float32 [positions, 2, pairs that turn]; layers share a table.
+
+        Args:
+            rope: None where the layer knows nothing of positions.
+            head_dim: channels of a head.
+        """
         key = (rope, head_dim)
         if key not in self._angles:
             self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self._options.device)

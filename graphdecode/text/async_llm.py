@@ -8,14 +8,15 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.text.intake import as_params, as_priorities
+from graphdecode.text.chat import ChatOptions, Message, render_chat
+from graphdecode.text.intake import Order, as_params, as_priorities
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt
@@ -42,7 +43,7 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
@@ -66,6 +67,33 @@ class AsyncLLM:
         item = as_prompt(prompt)
         (first,) = as_priorities(priority, 1)
         order = self.llm.intake.order(item, self.llm.intake.encode(item), params, priority=first)
+        return self._outputs(order, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation through the model's chat template, as `generate` answers a prompt.
+
+        Args:
+            messages: as for `LLM.chat`, of one conversation.
+            sampling_params: None means what it means for `LLM.chat`.
+            request_id: what the outputs are to be called; None: a number.
+            options: see `render_chat`.
+
+        Raises:
+            ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
+            AnswerError: this was closed, or a step of the engine failed.
+        """
+        (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
+        chat = render_chat(self.llm.tokenizer, messages, **options)
+        return self._outputs(self.llm.intake.order(chat.text, chat.token_ids, chat.ending(params)), request_id)
+
+    async def _outputs(self, order: Order, request_id: str | None) -> AsyncIterator[RequestOutput]:
+        """Hand an order in; yield all there is of it each time that there is more."""
         if order.output.error is not None:
             raise ArgumentError(order.output.error)
         if request_id is not None:

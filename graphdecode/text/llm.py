@@ -23,7 +23,8 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
-from graphdecode.text.intake import Intake, as_params, as_priorities
+from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
+from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.text.router import Router
@@ -138,12 +139,16 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return how the checkpoint wants to be sampled: its `generation_config.json`, else the library's defaults.
 
-        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`.
+        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`. `chat` does.
 
         Raises:
             ArgumentError: the file states what cannot be.
         """
         return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+
+    def default_chat_params(self) -> SamplingParams:
+        """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
+        return replace(self.get_default_sampling_params(), max_tokens=None)
 
     def generate(
         self,
@@ -180,6 +185,45 @@ class LLM:
             self.intake.order(item, ids, p, priority=first)
             for item, ids, p, first in zip(items, encoded, params, priorities, strict=True)
         ]
+        return self._answered(orders, use_tqdm)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several of them side by side, through the model's chat template.
+
+        Args:
+            messages: of one conversation in OpenAI's form, such as `[{"role": "user", "content": "Hello"}]`, or a list
+                of conversations.
+            sampling_params: for all of them, or one for each; None means how the checkpoint wants to be sampled, up to
+                the end of the turn or of the capacity.
+            use_tqdm: show a progress bar on standard error where that is a terminal.
+            options: `chat_template`, `add_generation_prompt`, `continue_final_message`, `tools` and
+                `chat_template_kwargs`; see `render_chat`.
+
+        Returns:
+            One output for each conversation, as of `generate`; its `prompt` is what the template made.
+
+        Raises:
+            ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
+        """
+        self._check_open()
+        chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
+        params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
+        return self._answered(
+            [
+                self.intake.order(chat.text, chat.token_ids, chat.ending(p))
+                for chat, p in zip(chats, params, strict=True)
+            ],
+            use_tqdm,
+        )
+
+    def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
+        """Hand orders in, and come back when all of them are served."""
         answers = [answer for order in orders for answer in order.answers]
         unfinished = list(reversed(answers))
         bar = tqdm(

@@ -140,12 +140,12 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def decode(window_left: int) -> None:
         split_decode.decode_attention_triton(
             q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
-            window_left, 0.0, "NONE", 1.0, 1e4,
+            window_left, 0.0, "NONE", 1.0, 1e4, None,
         )  # fmt: skip
 
     def extend() -> None:
         extend_attention.extend_attention_triton(
-            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, 0.0
+            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, 0.0, None
         )
 
     return {"decode": lambda: decode(-1), "decode-window": lambda: decode(1024), "extend": extend}

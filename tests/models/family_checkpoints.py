@@ -16,6 +16,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from graphdecode.models import resolve_model_path
@@ -70,6 +72,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
 }
 
