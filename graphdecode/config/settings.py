@@ -130,6 +130,7 @@ class EngineKeywords(TypedDict, total=False):
     quantize: str | None
     batch_invariant: bool
     prefix_cache: bool
+    skip_tokenizer_init: bool
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,9 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    skip_tokenizer_init: bool = key(
+        "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):

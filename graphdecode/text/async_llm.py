@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from graphdecode.engine import SamplingParams
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.chat import ChatOptions, Message, render_chat
-from graphdecode.text.intake import as_params
+from graphdecode.text.intake import as_params, as_priorities
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt
@@ -37,7 +37,12 @@ class AsyncLLM:
         self._thread.start()
 
     def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt: yield all there is so far each time that there is more; leaving it gives the request up.
 
@@ -45,6 +50,7 @@ class AsyncLLM:
             prompt: a text, a list of token ids, or a dict with either, as for `LLM.generate`.
             sampling_params: None means the defaults.
             request_id: what the outputs are to be called; None: a number.
+            priority: the lowest is served first.
 
         Raises:
             ValueError: what was given is no prompt or can never fit.
@@ -52,7 +58,8 @@ class AsyncLLM:
         """
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
-        order = self.llm.intake.order(item, self.llm.intake.encode(item), params)
+        (first,) = as_priorities(priority, 1)
+        order = self.llm.intake.order(item, self.llm.intake.encode(item), params, priority=first)
         return self._front.outputs(order, request_id)
 
     def chat(
