@@ -16,7 +16,8 @@ from graphdecode.models.rope import RopeConfig, inverse_frequencies
 
 _FACTORS, _LONG, _SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))
 ROPE_TENSORS = (_FACTORS, _LONG, _SHORT)
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_LLAMA3_CONTEXT = 8192
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
 _LOCAL = ("gemma3", "olmo2")  # whose layers with a window have a rope of their own
 
 
@@ -90,13 +91,13 @@ def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: 
     A file has them in place of the four numbers that Llama 3.1 defines them by. Where they are the factors of those
     numbers as all its models have them, it is that rope again; else one that has factors.
     """
-    context, low, high = (int(_LLAMA3["original_max_position_embeddings"]), 1.0, 4.0)
-    rope = RopeConfig("llama3", theta, float(factors.max()), context, low, high)
+    llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
     if 2 * len(factors) != rotated:
         raise UnsupportedModelError(f"{_FACTORS} has {len(factors)} factors; {rotated} channels are rotated in pairs")
+    rope = RopeConfig.from_dict({"rope_parameters": {**llama3, "rope_theta": theta}}, _LLAMA3_CONTEXT)
     ours = inverse_frequencies(RopeConfig(theta=theta), rotated) / inverse_frequencies(rope, rotated)
     if torch.allclose(ours, torch.from_numpy(factors), rtol=1e-5):
-        return {"rope_type": "llama3", "factor": rope.factor, **_LLAMA3}
+        return llama3
     trained = metadata.count("context_length")
     same = {"short_factor": factors.tolist(), "long_factor": factors.tolist()}
     return {
