@@ -179,9 +179,7 @@ class Endpoints:
 
     async def version(self, _: Request) -> Response:
         """`GET /version`."""
-        from graphdecode import __version__
-
-        return JSONResponse({"version": __version__})
+        return JSONResponse({"version": self._service.version})
 
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
