@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -63,7 +62,6 @@ def make_app(service: Service) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=middleware,
-        lifespan=_lifespan(service),
         exception_handlers={
             HttpError: _say,
             GraphdecodeError: _say_ours,
@@ -71,16 +69,6 @@ def make_app(service: Service) -> Starlette:
             Exception: _say_bug,
         },
     )
-
-
-def _lifespan(service: Service) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.create_task(service.patience.watch())
-        yield
-        watch.cancel()
-
-    return lifespan
 
 
 class Endpoints:

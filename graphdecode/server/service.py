@@ -168,8 +168,13 @@ class Service:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(name[:40] for name in new)))
 
-    def close(self) -> None:
-        """End the engine; answers under way end with an error."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the engine; answers under way end with an error.
+
+        Args:
+            at_once: do not wait for its step to end.
+        """
+        self.client.close(at_once=at_once)
         self.router.close()
 
 
