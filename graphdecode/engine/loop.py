@@ -12,7 +12,7 @@ from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
-from graphdecode.engine.steps import StepLogprobs, StepTokens
+from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 
 
 class _UnderWay(NamedTuple):
@@ -146,32 +146,36 @@ class EngineLoop:
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:
         """Take what the steps of a launch gave one row, and tell its owner."""
         accepted: list[int] = []
+        error: str | None = None
         page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if token < 0 or sequence.finish_reason is not None:
+            if token == ENDED_BEFORE or sequence.finish_reason is not None:
+                break
+            if token < 0:
+                error = sequence.fail(token)
                 break
             sequence.accept(token)
             accepted.append(token)
             if not sequence.cached_length % page_size:
                 self.scheduler.publish(sequence)
-        if not accepted:
+        if not accepted and error is None:
             return
         self.stats.generated_tokens += len(accepted)
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
-        if metrics.first_token_time is None:
+        if accepted and metrics.first_token_time is None:
             metrics.first_token_time = time.perf_counter()
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
-            self.stats.finished_answers += 1
-            self.scheduler.remove(sequence)
+            self.stats.finished_answers += error is None
+            self.scheduler.remove(sequence, findable=error is None)
         wanted = sequence.params.logprobs
         logprobs = None
         if wanted is not None:
             taken = zip(accepted, steps, strict=False)
             logprobs = [_token_logprobs(step.logprobs, row, token, wanted) for token, step in taken if step.logprobs]
         self._events.append(
-            Event(sequence.request_id, accepted, logprobs, finish_reason, sequence.stop_reason, metrics)
+            Event(sequence.request_id, accepted, logprobs, finish_reason, sequence.stop_reason, metrics, error)
         )
 
 

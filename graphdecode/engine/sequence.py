@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
 
 
 @dataclass(eq=False)
@@ -73,6 +73,18 @@ class Sequence:
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif len(self.token_ids) >= self.max_length:
             self.finish_reason = "length"
+
+    def fail(self, why: int) -> str:
+        """End it, for no token can be chosen; return an error that says so.
+
+        Args:
+            why: one of NO_CHOICE.
+        """
+        self.finish_reason = "error"
+        return (
+            f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
+            f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
+        )
 
     def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
         """Return what a step is told of it.
