@@ -19,6 +19,7 @@ from graphdecode.cli.generate import generate
 from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
+from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
 from graphdecode.errors import GraphdecodeError
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
 app.command(epilog='Example: graphdecode chat --model smollm2 "Why is the sky blue?"')(chat)
+app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
 app.add_typer(models, name="models")
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)

@@ -14,14 +14,14 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
-from graphdecode.engine.request import Event, Request, RequestError
+from graphdecode.engine.request import Event, Request
+from graphdecode.engine.rules import RequestRules
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
 from graphdecode.models import Decoder
 
 T = TypeVar("T")
@@ -38,6 +38,9 @@ class Engine:
     Args:
         runner: the model, its cache and its graphs.
         seed: of the requests that bring none.
+
+    Attributes:
+        rules: what it can serve, as data that another process can hold too.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0) -> None:
@@ -46,6 +49,9 @@ class Engine:
             runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget
         )
         self.seed = seed
+        self.rules = RequestRules(
+            self.vocab_size, tuple(runner.model.config.eos_token_ids), runner.capacity, runner.cache.page_size
+        )
         self._loop = EngineLoop(self.scheduler, runner)
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = itertools.count()
@@ -106,6 +112,11 @@ class Engine:
         return len(self.scheduler.waiting)
 
     @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self.scheduler.prefilling) + len(self.scheduler.decoding)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._inbox or self._lost) or self._torn is not None or self._loop.has_work
@@ -116,39 +127,7 @@ class Engine:
         Raises:
             RequestError: says what does not fit, and the range.
         """
-        params, vocab_size = request.sampling_params, self.vocab_size
-        tokens = request.prompt_token_ids
-        if params.n != 1:
-            raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
-        if params.stop_strings:
-            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {params.stop!r}")
-        if not len(tokens):
-            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
-        wrong = [token for token in tokens if not 0 <= token < vocab_size]
-        if wrong:
-            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
-        capacity = self.capacity
-        if len(tokens) >= capacity.token_limit:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; with one token to generate, at most "
-                f"{capacity.token_limit - 1} fit (max_sequence_length {capacity.max_sequence_length}, "
-                f"{capacity.total_num_pages} pages of {self.cache.page_size} tokens)"
-            )
-        stop_ids = self._stop_ids(request)
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise RequestError(
-                f"at most {MAX_STOP_IDS} tokens can end an answer, the model's and stop_token_ids are {len(stop_ids)}"
-            )
-        named = {"stop_token_ids": params.stop_token_ids or (), "logit_bias": params.logit_bias or ()}
-        for name, ids in named.items():
-            beyond = [token for token in ids if token >= vocab_size]
-            if beyond:
-                raise RequestError(f"{name} names {beyond}, the vocabulary ends at {vocab_size - 1}")
-
-    def _stop_ids(self, request: Request) -> tuple[int, ...]:
-        params = request.sampling_params
-        eos = () if params.ignore_eos else self.runner.model.config.eos_token_ids
-        return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
+        self.rules.check(request)
 
     def add(self, request: Request) -> int:
         """Hand in a request, and return what names it in `step`'s events.
@@ -159,11 +138,11 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("this engine was closed")
-        self.check(request)
+        self.rules.check(request)
         request_id = next(self._request_ids)
         params = request.sampling_params
         tokens = [int(token) for token in request.prompt_token_ids]
-        stop_ids = self._stop_ids(request)
+        stop_ids = self.rules.stop_ids(request)
         max_length = self.capacity.token_limit
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
@@ -180,6 +159,7 @@ class Engine:
                 params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
             ),
             metrics=RequestMetrics(time.perf_counter()),
+            priority=request.priority,
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))
@@ -294,5 +274,9 @@ class Engine:
 
 def derived_seed(seed: int, index: int) -> int:
     """Derive a seed from another, as a signed 64-bit integer: a Weyl step of SplitMix64 (Steele et al., 2014)."""
-    mixed = (seed + (index + 1) * _GOLDEN_GAMMA) % 2**64
-    return mixed - 2**64 if mixed >= 2**63 else mixed
+    return as_int64(seed + (index + 1) * _GOLDEN_GAMMA)
+
+
+def as_int64(value: int) -> int:
+    """Return the signed 64-bit integer that an integer wraps around to."""
+    return (value + 2**63) % 2**64 - 2**63
