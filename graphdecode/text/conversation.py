@@ -58,7 +58,7 @@ class Conversation:
             ArgumentError: the message alone is longer than there is room, or the template refuses it.
         """
         self.messages.append({"role": "user", "content": text})
-        answer = ""
+        answer, complete = "", False
         try:
             chat = self._fitting()
             params = chat.ending(self._params)
@@ -67,8 +67,9 @@ class Conversation:
                 for piece in stream:
                     answer += piece
                     yield piece
+            complete = True
         finally:
-            if answer:
+            if answer or complete:
                 self.messages.append({"role": "assistant", "content": answer})
             else:
                 self.messages.pop()
