@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -130,6 +131,12 @@ class Stream:
         else:
             self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, norm.weight, norm.eps)
         self._is_fresh = False
+
+    def narrowed(self, begin: int, end: int) -> Stream:
+        """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+        part = copy(self)
+        part.residual, part.hidden = self.residual[begin:end], self.hidden[begin:end]
+        return part
 
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
