@@ -13,7 +13,6 @@ from graphdecode.models.family import register_family
 
 __all__ = ["GptOss", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"]
 
-register_family(GptOss())
 register_family(Llama())
 register_family(Mistral())
 register_family(Mixtral())
@@ -21,4 +20,5 @@ register_family(Qwen2())
 register_family(Qwen2Moe())
 register_family(Qwen3())
 register_family(Qwen3Moe())
+register_family(GptOss())
 register_family(SmolLM3())

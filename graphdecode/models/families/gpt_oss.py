@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, attention with sinks, windows in every other layer."""
+"""gpt-oss (OpenAI, 2025): experts with biases and a clamped gate, sinks in attention, a window in every other layer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GptOss(Sparse):
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts, which are always stacked: [in_features, out_features]."""
+        """Return the places of one layer's router and experts, always stacked: [in_features, out_features]."""
         experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
         all_of, width = experts.count, experts.intermediate_size
         return {
