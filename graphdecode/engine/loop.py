@@ -184,13 +184,9 @@ class EngineLoop:
         self._tell(sequence, accepted, logprobs, error)
 
     def _tell(
-        self,
-        sequence: Sequence,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        error: str | None = None,
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, error: str | None = None
     ) -> None:
-        """Tell a sequence's owner of new tokens, and forget the sequence if it has ended."""
+        """Tell a sequence's owner of new tokens, or of an error, and forget the sequence if it has ended."""
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
