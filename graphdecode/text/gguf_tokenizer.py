@@ -94,13 +94,23 @@ class _Vocabulary:
         return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}; another tokenizer can be given by `tokenizer=`")
 
 
+class _Uncopied:
+    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._tokenizer
+
+
 def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Any:
     from transformers import PreTrainedTokenizerFast  # here, for it takes a second
 
     _add_whole(vocabulary, tokenizer)
     named = {name: vocabulary.token(use) for name, use in _NAMED.items()}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Uncopied(tokenizer),
         **{name: token for name, token in named.items() if token is not None},
         add_bos_token=vocabulary.flag("add_bos_token", adds_bos),
         add_eos_token=vocabulary.flag("add_eos_token", False),
