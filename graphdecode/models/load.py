@@ -122,7 +122,8 @@ def load_model(
         _check_invariance(config, chosen, device)
     _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _build(config, Weights(source, weight_map, options, positions), progress)
+    norm_offset = family_of(config.architecture).norm_offset
+    return _build(config, Weights(source, weight_map, options, positions, norm_offset), progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
