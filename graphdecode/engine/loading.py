@@ -14,7 +14,7 @@ from graphdecode.engine.capacity import plan_capacity
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Decoder, load_model
+from graphdecode.models import Model, load_model
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -63,13 +63,15 @@ def load_runner(
         batch_sizes=settings.buckets.ladder.sizes,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
+        model_impl=settings.model_impl,
+        trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
     return make_runner(decoder, settings)
 
 
 def make_runner(
-    decoder: Decoder,
+    decoder: Model,
     config: EngineConfig | BucketConfig,
     *,
     step: Callable[[StepSetting], Step] = DecodeStep,

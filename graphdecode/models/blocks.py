@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
+from graphdecode.attention import AttentionOptions
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.embedding import embedding
@@ -21,7 +22,7 @@ from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import WeightForm
 
 LayerCache = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]  # out, q, keys, values, window
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
 Vary = Callable[[WeightForm], WeightForm]
 
 
@@ -143,7 +144,11 @@ class Attention(Block):
         o: [hidden, heads * head_dim].
         head_dim: channels of a head.
         window: how many keys before a query's own it sees; -1 is all.
-        cos_sin: float32 [positions, 2, head_dim / 2].
+        cos_sin: float32 [positions, 2, channels / 2] of a head's first channels, which turn with the position; of the
+            others they do not, and of none where there are 0.
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+        logits_soft_cap: caps the logits where it is > 0.
+        sinks: float32 [heads], logits without a value; or None.
     """
 
     qkv: WeightForm
@@ -153,6 +158,9 @@ class Attention(Block):
     head_dim: int
     window: int
     cos_sin: Tensor
+    sm_scale: float | None = None
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Append the tokens' keys and values to the cache, and replace `hidden`."""
@@ -174,7 +182,8 @@ class Attention(Block):
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
         attended = torch.empty_like(q)
-        stream.attend(attended, q, *cache, self.window)
+        options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
+        stream.attend(attended, q, *cache, options)
         self.o.apply(stream.hidden, attended.view(qkv.shape[0], -1))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention, extend_attention
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_attention
 from graphdecode.buffers import Batch
 from graphdecode.models.blocks import Attend, Block, Head, Layer, LayerCache, Stem, StepOperators, Stream, Tokens, Vary
 from graphdecode.models.config import ModelConfig
@@ -96,8 +96,8 @@ class Decoder:
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
-            attention.run(out, q, keys, values, batch.page_table, window_left=window)
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+            attention.run(out, q, keys, values, batch.page_table, options)
 
         return self.head.run(self._run_layers(tokens, caches, attend))
 
@@ -127,11 +127,11 @@ class Decoder:
             attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
         """
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, keys, values, rows, positions, live, page_table, window)
+                attention.run(out, q, keys, values, rows, positions, live, page_table, options)
                 return
-            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, window_left=window)
+            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
 
         with torch.no_grad():
             self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)

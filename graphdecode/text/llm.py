@@ -21,8 +21,8 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
-from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
+from graphdecode.graphs import CaptureError, GraphManager
+from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
@@ -73,7 +73,8 @@ class LLM:
             tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
-        check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         self._sampling_defaults = generation_defaults(path)
         self.tokenizer: Any = load_tokenizer(path) if tokenizer is None else tokenizer
         runner = load_runner(path, settings, progress=progress)
@@ -81,7 +82,11 @@ class LLM:
         self.engine = Engine(runner, seed=self.engine_config.seed)
         self.router = Router(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
-        self.graphs.capture(progress=progress)
+        try:
+            self.graphs.capture(progress=progress)
+        except CaptureError as error:
+            error.add_note("without graphs the model can be run all the same: backend='eager'")
+            raise
         runner.buffers.freeze()
         self.load_seconds = time.perf_counter() - began
 
@@ -91,7 +96,7 @@ class LLM:
         return self.engine_config.buckets
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.engine.model
 
