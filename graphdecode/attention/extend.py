@@ -48,4 +48,5 @@ def extend_attention(
         sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
         window_left=options.window_left,
         soft_cap=options.logits_soft_cap,
+        sinks=options.sinks,
     )

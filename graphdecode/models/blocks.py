@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -128,6 +129,12 @@ class Stream:
             self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, norm.weight, norm.eps)
         self._is_fresh = False
 
+    def narrowed(self, begin: int, end: int) -> Stream:
+        """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+        part = copy(self)
+        part.residual, part.hidden = self.residual[begin:end], self.hidden[begin:end]
+        return part
+
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
         return self.residual.new_empty((self.residual.shape[0], columns))
@@ -187,8 +194,16 @@ class Attention(Block):
         self.o.apply(stream.hidden, attended.view(qkv.shape[0], -1))
 
 
+class FeedForward(Block):
+    """What a layer does with each token by itself."""
+
+    @abstractmethod
+    def run(self, stream: Stream) -> None:
+        """Replace `hidden`."""
+
+
 @dataclass(frozen=True)
-class GatedMlp(Block):
+class GatedMlp(FeedForward):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
 
     gate_up: WeightForm  # [2 * intermediate, hidden]
@@ -219,7 +234,7 @@ class PreNormLayer(Layer):
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    mlp: GatedMlp
+    mlp: FeedForward
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Run the layer."""

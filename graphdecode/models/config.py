@@ -14,11 +14,33 @@ from graphdecode.models.rope import RopeConfig
 from graphdecode.models.source import refuse_pointer
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class UnsupportedModelError(GraphdecodeError, ValueError):
     """A checkpoint that this runtime cannot run; the message says what it can."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model.
+
+    Attributes:
+        count: experts of a layer.
+        slots: of which a token takes so many.
+        intermediate_size: channels inside of one.
+        renormalise: whether the weights of a token's experts add up to 1.
+        shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
+        layers: for each layer, whether it has experts; one without has an MLP.
+    """
+
+    count: int
+    slots: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +65,11 @@ class ModelConfig:
         mlp_bias: the MLP's products have one.
         tie_word_embeddings: the output layer is the embedding.
         windows: for each layer, how many keys before a query's own it sees; -1 is all.
+        layer_ropes: for each layer its rotary embedding, None where it knows nothing of positions; empty where all
+            have `rope`.
+        sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
+        attention_soft_cap: caps these logits where it is > 0.
+        experts: or None.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -64,15 +91,20 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool
     windows: tuple[int, ...]
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    sm_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
 
-def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
+def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5.
 
     Args:
         settings: of a config.json, with the family's defaults.
+        may_be_partial: whether the family knows channels that do not turn with the position.
 
     Raises:
         UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
@@ -84,11 +116,10 @@ def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"quantization_config ({method}) is not supported; supported are plain weights of dtype {', '.join(DTYPES)}"
         )
-    activation = settings.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
-        raise UnsupportedModelError(
-            f"hidden_act {activation!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
-        )
+    activation = settings.get("hidden_act")
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        named = "is missing" if activation is None else f"{activation!r} is not supported"
+        raise UnsupportedModelError(f"hidden_act {named}; supported are {', '.join(_ACTIVATIONS)}")
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
@@ -112,7 +143,7 @@ def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": _positive(settings, "rms_norm_eps", 1e-6),
         "activation": _ACTIVATIONS[activation],
         "max_position_embeddings": max_positions,
-        "rope": RopeConfig.from_dict(settings, max_positions),
+        "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
         "tie_word_embeddings": bool(settings.get("tie_word_embeddings", False)),
         "eos_token_ids": _token_ids(settings, "eos_token_id"),
         "dtype": DTYPES[dtype],
@@ -163,3 +194,32 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UnsupportedModelError(f"{path} is no JSON object")
     return content
+
+
+def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
+    """Return for each layer whether it sees a window, as `layer_types` says.
+
+    Args:
+        settings: of a config.json, with the family's defaults.
+        otherwise: what holds where there is no such field.
+
+    Raises:
+        UnsupportedModelError: the field does not name each layer's type, or names an unknown one.
+    """
+    kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
+    if len(kinds) != len(otherwise) or not set(kinds) <= set(_LAYER_TYPES):
+        raise UnsupportedModelError(
+            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {kinds!r}"
+        )
+    return [kind == _LAYER_TYPES[True] for kind in kinds]
+
+
+def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
+    """Return for each layer how many keys before a query's own it sees; -1 is all. See `is_windowed`.
+
+    transformers keeps the keys with `key > query - sliding_window`: that many less one before the query's own.
+    """
+    if settings.get("sliding_window") is None:
+        return (-1,) * len(otherwise)
+    size = count(settings, "sliding_window")
+    return tuple(size - 1 if windowed else -1 for windowed in is_windowed(settings, otherwise))

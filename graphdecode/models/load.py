@@ -148,15 +148,15 @@ def load_model(
         by_transformers.check_files(source)
         return by_transformers.load(options, progress=progress)
     config = source.config()
-    weight_map = family_of(config.architecture).weights(config)
-    options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) == 2))
+    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
+    options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     return _build(config, Weights(source, weight_map, options, positions), progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
-    weight_map = family_of(config.architecture).weights(config)
+    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
     check(source.name, source.tensors, weight_map, unused)
 

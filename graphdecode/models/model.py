@@ -108,8 +108,8 @@ class Model(Protocol):
         page_table: Tensor,
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
-    ) -> None:
-        """Append the keys and values of many tokens; no logits.
+    ) -> Any:
+        """Append the keys and values of many tokens.
 
         Args:
             token_ids: int64 [t], the rows' tokens one after another.
@@ -121,4 +121,16 @@ class Model(Protocol):
             page_table: int32 [b, pages].
             caches: keys and values of each layer.
             attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
+
+        Returns:
+            What `logits` takes.
+        """
+
+    def logits(self, passed: Any, begin: int, end: int) -> Tensor:
+        """Return the logits [end - begin, vocab] of some tokens of a prefill, which are those of one row.
+
+        Args:
+            passed: what `prefill` returned; no other pass came after it.
+            begin: first token.
+            end: behind the last one.
         """

@@ -249,6 +249,20 @@ def test_who_runs_a_model_can_be_said(adopted: Callable[[str], Path]) -> None:
         load_model(adopted("gpt2"), device="cpu", batch_invariant=True)
 
 
+def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Path]) -> None:
+    prompt = prompts()[3]
+    model = AutoModelForCausalLM.from_pretrained(adopted("cohere"), dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    with LLM(adopted("cohere"), dtype="float32", max_batch_size=2, max_prefill_tokens=16) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    for place, token in enumerate(prompt[1:]):
+        assert output.prompt_logprobs[place + 1][token].logprob == pytest.approx(
+            expected[place, token].item(), abs=1e-4
+        )
+
+
 def test_experts_that_a_module_groups_on_the_device_are_captured(tmp_path: Path) -> None:
     folder = save_module(OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2), tmp_path)
     with LLM(folder, dtype="float32", max_batch_size=4, model_impl="transformers") as llm:

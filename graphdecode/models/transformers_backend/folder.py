@@ -150,8 +150,8 @@ class AdoptedFolder:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if type(module).__name__ != name:
             raise UnsupportedModelError(
-                f"{name} is not supported: it has no family here ({', '.join(FAMILIES)}), and what transformers makes of "
-                f"this configuration is a {type(module).__name__}"
+                f"{name} is not supported: it has no family here ({', '.join(FAMILIES)}), and what transformers makes "
+                f"of this configuration is a {type(module).__name__}"
             )
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
         if module._is_stateful or other:

@@ -56,6 +56,7 @@ def _attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -70,6 +71,7 @@ def _attention(
         scaling: multiplies the logits; None: 1 / sqrt(head_dim).
         sliding_window: how many keys a token sees, its own included; None: all.
         softcap: caps the logits.
+        s_aux: [heads], sinks: logits without a value.
         is_causal: whether a token sees those before it alone; None: it does.
         others: what else the module says.
 
@@ -88,4 +90,5 @@ def _attention(
         raise UnsupportedModelError(f"{type(module).__name__} asks for attention, but does not say for which layer")
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = -1 if sliding_window is None else sliding_window - 1
-    return who.attend(module.layer_idx, q, k, v, AttentionOptions(scaling, window, softcap or 0.0))[None], None
+    options = AttentionOptions(scaling, window, softcap or 0.0, None if s_aux is None else s_aux.float())
+    return who.attend(module.layer_idx, q, k, v, options)[None], None

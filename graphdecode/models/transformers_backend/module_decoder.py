@@ -25,6 +25,7 @@ class _Pass(NamedTuple):
     tokens: Tokens
     caches: list[LayerCache]
     attend: Attend
+    is_known: bool = False  # their keys and values are in the caches already
 
 
 class ModuleDecoder:
@@ -89,7 +90,7 @@ class ModuleDecoder:
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
             attention.run(out, q, keys, values, batch.page_table, options)
 
-        return self._run(self.module, tokens, caches, attend).logits[0].to(self.dtype)
+        return self._logits(_Pass(tokens, caches, attend))
 
     def prefill(
         self,
@@ -102,7 +103,7 @@ class ModuleDecoder:
         page_table: Tensor,
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
-    ) -> None:
+    ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
 
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
@@ -111,9 +112,25 @@ class ModuleDecoder:
                 return
             extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
 
-        tokens = Tokens(token_ids, rows, positions, live, page_table)
-        with torch.no_grad():  # what comes after the layers is for logits, which nobody asks for
-            self._run(self.module.base_model, tokens, caches, attend)
+        tokens = _Pass(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+        with torch.no_grad():  # what comes after the layers is for logits
+            self._run(self.module.base_model, tokens)
+        return tokens
+
+    def logits(self, passed: _Pass, begin: int, end: int) -> Tensor:
+        """Feed some tokens of a prefill once more, now for their logits; see `Model.logits`."""
+        ids, rows, positions, live, table = passed.tokens
+        part, count = slice(begin, end), end - begin
+        table = table.index_select(0, rows[begin : begin + 1])
+        tokens = Tokens(ids[part], torch.zeros_like(rows[part]), positions[part], live.clamp(max=count), table)
+        cu_seqlens_q = torch.arange(0, count + 1, count, dtype=torch.int32, device=self.device)
+        cu_seqlens_kv = torch.nn.functional.pad(positions[end - 1 : end] + 1, (1, 0))
+
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, table, options=options)
+
+        with torch.no_grad():
+            return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Append a layer's keys and values, and return the attention of its queries; the module asks for this.
@@ -125,21 +142,27 @@ class ModuleDecoder:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
         self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
-        joined = torch.cat((q, k, v), dim=1).flatten(1)
-        queries = q.new_empty(q.shape)
-        rope_append(
-            queries, *cache, joined, tokens.rows, tokens.positions, tokens.live, tokens.page_table, self._angles
-        )
+        queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self._pass.is_known:
+            queries.copy_(q)
+        else:
+            joined = torch.cat((q, k, v), dim=1).flatten(1)
+            where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
+            rope_append(queries, *cache, joined, *where, self._angles)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, *cache, options)
         return attended
 
-    def _run(self, module: Any, tokens: Tokens, caches: list[LayerCache], attend: Attend) -> Any:
-        """Return what a module gives for some tokens, which it takes for one row."""
+    def _logits(self, tokens: _Pass) -> Tensor:
+        return self._run(self.module, tokens).logits[0].to(self.dtype)
+
+    def _run(self, module: Any, tokens: _Pass) -> Any:
+        """Return what a module gives for the tokens of a pass, which it takes for one row."""
+        ids, _, positions, *_ = tokens.tokens
         # padding may hold anything, and a table has no row for it
-        ids = tokens.ids.clamp(0, self.config.vocab_size - 1)
-        positions = tokens.positions.clamp(0, self.config.max_position_embeddings - 1).long()
-        self._pass = _Pass(tokens, caches, attend)
+        ids = ids.clamp(0, self.config.vocab_size - 1)
+        positions = positions.clamp(0, self.config.max_position_embeddings - 1).long()
+        self._pass = tokens
         try:
             return module(input_ids=ids[None], position_ids=positions[None], use_cache=False)
         finally:
