@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -81,8 +83,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral-window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3, "sliding_window": 20}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
     "qwen2-moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
@@ -91,6 +92,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         | {"sliding_window": 12},
     ),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
 }
 
 
@@ -100,7 +107,7 @@ def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config_class(**(SMALL | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight")):
+        if parameter_name.endswith(("bias", "norm.weight", "sinks")):
             torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
     model.save_pretrained(folder, **options)
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,5 +1,6 @@
 """The model families, one file each; a line here lets its models be loaded."""
 
+from graphdecode.models.families.gpt_oss import GptOss
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
@@ -10,7 +11,7 @@ from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
-__all__ = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"]
+__all__ = ["GptOss", "Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"]
 
 register_family(Llama())
 register_family(Mistral())
@@ -19,4 +20,5 @@ register_family(Qwen2())
 register_family(Qwen2Moe())
 register_family(Qwen3())
 register_family(Qwen3Moe())
+register_family(GptOss())
 register_family(SmolLM3())
