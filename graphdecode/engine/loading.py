@@ -11,6 +11,7 @@ import torch
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine.capacity import plan_capacity
+from graphdecode.engine.engine import Engine
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.errors import ArgumentError
@@ -66,6 +67,23 @@ def load_runner(
         progress=progress,
     )
     return make_runner(decoder, settings)
+
+
+def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = False) -> Engine:
+    """Load a model and capture its graphs.
+
+    Args:
+        model: as for `load_runner`.
+        config: all settings.
+        progress: show bars on standard error.
+
+    Raises:
+        ArgumentError: something cannot be used; the message says what and why.
+    """
+    engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
+    engine.graphs.capture(progress=progress)
+    engine.runner.buffers.freeze()
+    return engine
 
 
 def make_runner(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -139,6 +140,12 @@ class Stream:
     def change(self, norm: Norm | None = None, scale: float = 1.0) -> None:
         """Let what the last block gave be normed and scaled before it is added; for then, at no launch of its own."""
         self._post_norm, self._scale = norm, scale
+
+    def narrowed(self, begin: int, end: int) -> Stream:
+        """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+        part = copy(self)
+        part.residual, part.hidden = self.residual[begin:end], self.hidden[begin:end]
+        return part
 
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""

@@ -23,6 +23,27 @@ class UnsupportedModelError(GraphdecodeError, ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model.
+
+    Attributes:
+        count: experts of a layer.
+        slots: of which a token takes so many.
+        intermediate_size: channels inside of one.
+        renormalise: whether the weights of a token's experts add up to 1.
+        shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
+        layers: for each layer, whether it has experts; one without has an MLP.
+    """
+
+    count: int
+    slots: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+    layers: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shapes and options of a decoder; a family with more of them has a subclass.
 
@@ -52,6 +73,7 @@ class ModelConfig:
         residual_scale: multiplies what attention and MLP add to the residual stream.
         logits_scale: multiplies the model's logits.
         logits_soft_cap: caps them where it is > 0.
+        experts: or None.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -80,6 +102,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 

@@ -112,8 +112,8 @@ class Decoder:
         page_table: Tensor,
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
-    ) -> None:
-        """Append the keys and values of many tokens; no logits, for a prompt's last token is fed to a decode step.
+    ) -> Stream:
+        """Append the keys and values of many tokens; a prompt's last token is not one of them: a decode step is fed it.
 
         Args:
             token_ids: int64 [t], the rows' tokens one after another.
@@ -125,6 +125,9 @@ class Decoder:
             page_table: int32 [b, pages].
             caches: keys and values of each layer.
             attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
+
+        Returns:
+            What the last layer leaves, from which `logits` makes those of the tokens whose successors are scored.
         """
 
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
@@ -134,7 +137,18 @@ class Decoder:
             extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
 
         with torch.no_grad():
-            self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+            return self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+
+    def logits(self, stream: Stream, begin: int, end: int) -> Tensor:
+        """Return the logits [end - begin, vocab] of some tokens of a prefill; once, for they are made in place.
+
+        Args:
+            stream: what `prefill` returned.
+            begin: first token.
+            end: behind the last one.
+        """
+        with torch.no_grad():
+            return self.head.run(stream.narrowed(begin, end))
 
     def _run_layers(self, tokens: Tokens, caches: list[LayerCache], attend: Attend) -> Stream:
         """Return the stream that the last layer leaves."""

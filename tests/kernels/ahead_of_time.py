@@ -193,10 +193,12 @@ def step_arguments() -> dict[str, Any]:
     tensors["logits"] = torch.empty(ROWS, VOCAB)
     tensors["token_counts"] = torch.empty(ROWS, VOCAB, dtype=torch.int32)
     tensors["sampled_logprob"] = torch.empty(ROWS)
+    tensors["sampled_rank"] = torch.empty(ROWS, dtype=torch.int32)
     tensors["top_logprobs"] = torch.empty(ROWS, MAX_LOGPROBS)
     tensors["top_ids"] = torch.empty(ROWS, MAX_LOGPROBS, dtype=torch.int32)
     tensors["ring_tokens"] = torch.empty(4, ROWS, dtype=torch.int64)
     tensors["ring_logprob"] = torch.empty(4, ROWS)
+    tensors["ring_rank"] = torch.empty(4, ROWS, dtype=torch.int32)
     tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
     tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
     groups = {

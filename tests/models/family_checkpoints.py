@@ -18,6 +18,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -26,8 +28,12 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -71,6 +77,7 @@ def longrope(original: int, pairs: int) -> dict[str, Any]:
     return {"rope_parameters": scaling, "original_max_position_embeddings": original}
 
 
+EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
     "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
@@ -132,6 +139,16 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3, "sliding_window": 20}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS
+        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "use_sliding_window": True}
+        | {"sliding_window": 12},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
 }
 
 
