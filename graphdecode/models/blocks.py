@@ -70,11 +70,15 @@ class Block:
         held = [value.tensors if isinstance(value, WeightForm) else [value] for _, value in self.parts()]
         return [value for values in held for value in values if isinstance(value, Tensor)]
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of weights a step reads, whatever the batch: those of products and norms."""
+    def read_bytes(self, rows: int | None = None) -> int:
+        """Return how many bytes of weights a step reads: those of products and norms.
+
+        Args:
+            rows: of the step; None: of any, so that every expert has a token.
+        """
         values = [getattr(self, entry.name) for entry in fields(self)]  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if isinstance(value, (Block, WeightForm)))
+        of_blocks = sum(value.read_bytes(rows) for value in values if isinstance(value, Block))
+        return of_blocks + sum(value.nbytes for value in values if isinstance(value, WeightForm))
 
     def varied(self, vary: Vary) -> Self:
         """Return the block with another product of each weight."""
@@ -95,8 +99,7 @@ class Norm(Block):
     weight: Tensor  # float32 [channels]
     eps: float
 
-    @property
-    def nbytes(self) -> int:
+    def read_bytes(self, rows: int | None = None) -> int:
         """Of the gain."""
         return self.weight.nbytes
 

@@ -33,6 +33,8 @@ class ExpertsConfig:
         renormalise: whether the weights of a token's experts add up to 1.
         shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
         layers: for each layer, whether it has experts; one without has an MLP.
+        alpha: of a clamped gate.
+        limit: of a clamped gate.
     """
 
     count: int
@@ -41,6 +43,8 @@ class ExpertsConfig:
     renormalise: bool
     shared_intermediate_size: int = 0
     layers: tuple[bool, ...]
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.models.gguf.files import SUFFIX, models_among
 from graphdecode.models.installable import InstallableModel, installable
 from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
@@ -20,15 +21,17 @@ class ModelSourceError(GraphdecodeError, ValueError):
 
 
 def resolve_model_path(model: str | Path) -> Path:
-    """Return the folder of a model.
+    """Return the folder of a model, or its file where that is GGUF.
 
     Args:
         model: `"demo"` or what `graphdecode models install` knows (a folder of that name is `"./demo"`), a folder (`~`
-            is the user's own), a name in one of the folders of the environment variable GRAPHDECODE_MODELS, or a
-            Hugging Face repository id, which is fetched with a progress bar unless it is in the cache.
+            is the user's own), a `.gguf` file (of several shards any), a name in one of the folders of the environment
+            variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress bar. Of a
+            folder without config.json, the GGUF file that it holds is the model.
 
     Raises:
-        ModelSourceError: there is no such folder, and no such repository within reach.
+        ModelSourceError: there is no such folder, and no such repository within reach; or a folder holds
+            several models.
     """
     if not isinstance(model, str | Path):
         raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
@@ -39,12 +42,14 @@ def resolve_model_path(model: str | Path) -> Path:
         return package.installed_file() or _not_installed(package)
     name, path = str(model), _expanded(Path(model))
     if name and path.is_dir():
-        return path
+        return _gguf_in(path) or path
     if path.is_file():
+        if path.suffix == SUFFIX:
+            return path
         raise ModelSourceError(_not_a_folder(name, path))
     found = in_model_folders(name)
     if found is not None:
-        return found
+        return (_gguf_in(found) if found.is_dir() else None) or found
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}")
     return _fetched(name)
@@ -64,14 +69,6 @@ def refuse_pointer(file: Path) -> None:
         raise ModelSourceError(
             f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in {file.parent}"
         )
-
-
-def gguf_hint(file: Path) -> str:
-    """Return what to do about a GGUF file."""
-    return (
-        f"{file.name} is a GGUF file, which cannot be read: convert it to a folder with config.json and safetensors "
-        f"(transformers reads it by `gguf_file=` and writes the folder by `save_pretrained`)"
-    )
 
 
 def _not_installed(package: InstallableModel) -> NoReturn:
@@ -97,9 +94,17 @@ def _expanded(path: Path) -> Path:
         return path
 
 
+def _gguf_in(folder: Path) -> Path | None:
+    """Return the GGUF file of a folder that is no checkpoint; None where it holds none."""
+    if (folder / "config.json").exists():
+        return None
+    found = models_among(path.name for path in folder.iterdir())
+    if len(found) > 1:
+        raise ModelSourceError(f"{folder} holds {len(found)} models, {', '.join(found)}: give the path of one of them")
+    return folder / found[0] if found else None
+
+
 def _not_a_folder(name: str, file: Path) -> str:
-    if file.suffix == ".gguf":
-        return f"model {name!r} is no folder: {gguf_hint(file)}"
     if file.suffix == ".safetensors":
         return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
     return f"model {name!r} is no folder but a file; give a checkpoint folder, a repository id or demo"

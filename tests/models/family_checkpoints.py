@@ -12,6 +12,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -139,8 +141,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral-window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3, "sliding_window": 20}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
     "qwen2-moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
@@ -149,6 +150,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         | {"sliding_window": 12},
     ),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
 }
 
 
@@ -158,7 +165,7 @@ def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config_class(**(SMALL | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight")):
+        if parameter_name.endswith(("bias", "norm.weight", "sinks")):
             is_gain = "norm" in parameter_name and "gemma" not in name  # Gemma's is its distance from 1
             torch.nn.init.normal_(parameter, float(is_gain), 0.2)
     model.save_pretrained(folder, **options)

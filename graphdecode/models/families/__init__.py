@@ -2,6 +2,7 @@
 
 from graphdecode.models.families.gemma2 import Gemma2
 from graphdecode.models.families.gemma3 import Gemma3
+from graphdecode.models.families.gpt_oss import GptOss
 from graphdecode.models.families.granite import Granite
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
@@ -19,6 +20,7 @@ from graphdecode.models.family import register_family
 __all__ = [
     "Gemma2",
     "Gemma3",
+    "GptOss",
     "Granite",
     "Llama",
     "Mistral",
@@ -45,5 +47,6 @@ register_family(Phi3())
 register_family(Olmo2())
 register_family(Olmo3())
 register_family(Qwen3Moe())
+register_family(GptOss())
 register_family(SmolLM3())
 register_family(Granite())

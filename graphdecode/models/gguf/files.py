@@ -1,0 +1,28 @@
+"""Which files of a folder are a model in GGUF: one file, or the shards that one name stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+SUFFIX = ".gguf"
+_SHARD = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+def models_among(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files, of those that are shards of one model the first alone."""
+    found = []
+    for name in sorted(name for name in names if name.endswith(SUFFIX)):
+        shard = _SHARD.fullmatch(name)
+        if shard is None or int(shard["number"]) == 1:
+            found.append(name)
+    return found
+
+
+def shards_of(name: str) -> list[str]:
+    """Return the names of all shards of a model, given that of one; of a model in one file, that file."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None:
+        return [name]
+    count = int(shard["count"])
+    return [f"{shard['model']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
