@@ -65,15 +65,7 @@ def test_a_batch_of_texts_and_of_token_ids_keeps_its_order(client: openai.OpenAI
 
 def test_sampled_answers_are_those_of_the_library(client: openai.OpenAI, alone: LLM) -> None:
     params = SamplingParams(
-        n=3,
-        temperature=1.3,
-        top_p=0.9,
-        top_k=40,
-        seed=11,
-        max_tokens=20,
-        ignore_eos=True,
-        stop="z",
-        logit_bias={100: 1.0},
+        n=3, temperature=1.3, top_p=0.9, top_k=40, seed=11, max_tokens=20, ignore_eos=True, stop="z", logit_bias={100: 1.0}
     )
     (expected,) = alone.generate("rev oceanic=", params)
     answer = client.completions.create(
@@ -100,10 +92,9 @@ def test_a_stream_says_the_same_piece_by_piece_and_ends_with_its_usage(client: o
     assert pieces[-1].usage is not None
     assert pieces[-1].usage.total_tokens == pieces[-1].usage.prompt_tokens + pieces[-1].usage.completion_tokens
     assert all(piece.usage is None for piece in pieces[:-1])
-    assert (
-        sorted(choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason)
-        == ["stop"] * 2
-    )
+    assert sorted(choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason) == [
+        "stop"
+    ] * 2
 
 
 def test_a_harness_scores_a_prompt_by_its_echo(client: openai.OpenAI, alone: LLM) -> None:
