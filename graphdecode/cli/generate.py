@@ -23,6 +23,7 @@ from graphdecode.cli.options import (
     ModelOption,
     print_error,
     settings_of,
+    stdin_text,
 )
 from graphdecode.cli.sampling_options import (
     AnswersOption,
@@ -166,17 +167,10 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"--prompts-file {file}: {error}") from error
     if arguments:
-        texts += [line for line in _stdin_text().splitlines() if line]
+        texts += [line for line in stdin_text().splitlines() if line]
     if not texts:
         raise ArgumentError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
-
-
-def _stdin_text() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"stdin: {error}") from error
 
 
 def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
@@ -244,7 +238,7 @@ def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     if silent and llm.tokenizer.chat_template:
         STDERR.print(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) makes one of a chat",
+            "graphdecode chat, and LLM.chat, make turns of a chat of them",
             highlight=False,
             soft_wrap=True,
         )

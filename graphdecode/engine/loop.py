@@ -12,7 +12,7 @@ from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Chunk, Scheduler
 from graphdecode.engine.sequence import Sequence
-from graphdecode.engine.steps import StepLogprobs, StepTokens
+from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 
 
 class _UnderWay(NamedTuple):
@@ -158,35 +158,41 @@ class EngineLoop:
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:
         """Take what the steps of a launch gave one row, and tell its owner."""
         accepted: list[int] = []
+        error: str | None = None
         page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if token < 0 or sequence.finish_reason is not None:
+            if token == ENDED_BEFORE or sequence.finish_reason is not None:
+                break
+            if token < 0:
+                error = sequence.fail(token)
                 break
             sequence.accept(token)
             accepted.append(token)
             if not sequence.cached_length % page_size:
                 self.scheduler.publish(sequence)
-        if not accepted:
+        if not accepted and error is None:
             return
         self.stats.generated_tokens += len(accepted)
-        if sequence.metrics.first_token_time is None:
+        if accepted and sequence.metrics.first_token_time is None:
             sequence.metrics.first_token_time = time.perf_counter()
         wanted = sequence.params.logprobs
         logprobs = None
         if wanted is not None:
             taken = zip(accepted, steps, strict=False)
             logprobs = [_token_logprobs(step.logprobs, row, wanted) for _, step in taken if step.logprobs]
-        self._tell(sequence, accepted, logprobs)
+        self._tell(sequence, accepted, logprobs, error)
 
-    def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Tell a sequence's owner of new tokens, and forget the sequence if it has ended."""
+    def _tell(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, error: str | None = None
+    ) -> None:
+        """Tell a sequence's owner of new tokens, or of an error, and forget the sequence if it has ended."""
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
-            self.stats.finished_answers += 1
-            self.scheduler.remove(sequence)
-        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics)
+            self.stats.finished_answers += error is None
+            self.scheduler.remove(sequence, findable=error is None)
+        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics, error)
         scores = sequence.told_prompt_logprobs()
         self._events.append(event if scores is None else event._replace(prompt_logprobs=scores))
 

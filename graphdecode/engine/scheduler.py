@@ -216,10 +216,15 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(last)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it stands, and give back what it holds."""
+    def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
+        """Forget a sequence wherever it stands, and give back what it holds.
+
+        Args:
+            sequence: which.
+            findable: its pages may serve others; False where what is in them is not to be trusted.
+        """
         if sequence in self._admitted:
-            self._release(sequence)
+            self._release(sequence, findable=findable)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -229,8 +234,11 @@ class Scheduler:
         self.prefilling, self.decoding, self._admitted = [], [], []
         self.cache.reset()
 
-    def _release(self, sequence: Sequence) -> None:
-        self.publish(sequence)
+    def _release(self, sequence: Sequence, *, findable: bool = True) -> None:
+        if findable:
+            self.publish(sequence)
+        else:
+            self.cache.hide(sequence.request_id)
         self.cache.free(sequence.request_id)
         self._admitted.remove(sequence)
         if sequence in self.decoding:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
 
 
 @dataclass(eq=False)
@@ -106,6 +106,18 @@ class Sequence:
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif self.is_full:
             self.finish_reason = "length"
+
+    def fail(self, why: int) -> str:
+        """End it, for no token can be chosen; return an error that says so.
+
+        Args:
+            why: one of NO_CHOICE.
+        """
+        self.finish_reason = "error"
+        return (
+            f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
+            f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
+        )
 
     def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
         """Return what a step is told of it.

@@ -14,7 +14,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json
 from graphdecode.models.family import config_of
 from graphdecode.models.rope import UnsupportedRopeError
-from graphdecode.models.source import gguf_hint, refuse_pointer, resolve_model_path
+from graphdecode.models.source import refuse_pointer, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
@@ -96,9 +96,6 @@ class Checkpoint:
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
             return f"{self.folder} is empty; {expected}"
-        gguf = next((name for name in held if name.endswith(".gguf")), None)
-        if gguf is not None:
-            return f"{self.folder} holds no config.json; {gguf_hint(self.folder / gguf)}"
         more = ", ..." if len(held) > _NAMES_SHOWN else ""
         return f"{self.folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
 

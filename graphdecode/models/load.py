@@ -152,7 +152,8 @@ def load_model(
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _build(config, Weights(source, weight_map, options, positions), progress)
+    norm_offset = family_of(config.architecture).norm_offset
+    return _build(config, Weights(source, weight_map, options, positions, norm_offset), progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

@@ -84,6 +84,9 @@ class Model(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of weights that one decode step reads, whatever the batch."""
 
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of weights that one decode step of so many rows reads at most."""
+
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
 

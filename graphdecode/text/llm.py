@@ -38,7 +38,7 @@ class LLM:
     It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, or `"demo"`.
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.

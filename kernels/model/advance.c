@@ -13,7 +13,7 @@ KERNEL(advance) {
         if (a->finished.data[row]) continue;
         int64_t token = a->sampled.data[row], place = entry + row;
         int32_t position = (int32_t)least_of((int64_t)a->pre_step_seqlens.data[row] + 1, INT32_MAX);
-        int32_t flags = a->sampling_flags.data[row], ends = position >= a->last_position.data[row];
+        int32_t flags = a->sampling_flags.data[row], ends = token < 0 || position >= a->last_position.data[row];
         a->ring_tokens.data[place] = token;
         if (a->token_counts.data && (flags & FLAG_PENALTIES) && token >= 0 && token < a->token_counts.size[1])
             a->token_counts.data[row * a->token_counts.stride[0] + token]++;

@@ -5,7 +5,8 @@ token to feed, one position on. What a step changes is decided by device memory 
 the device needs no host.
 
 A row that finishes does not advance: its token is in the ring, and steps that still run over the row write
-the same key and value at the same place again. It needs no page past the last token it was fed.
+the same key and value at the same place again. It needs no page past the last token it was fed. A row that
+`sample` found no choice for ends the same way: the code is in the ring, and it neither counts nor is fed.
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ class AdvanceState(NamedTuple):
         finished: int32 [b], 1 for a row that ended; the host clears it when it stages a row.
         step_index: int64 [1], steps taken so far; its remainder by R names the ring's current entry.
         running: int32 [1], live rows that are not finished after the step.
-        ring_tokens: int64 [R, b_max], the tokens of the last R steps, -1 where a row had none.
+        ring_tokens: int64 [R, b_max], the tokens of the last R steps; -1 where a row had none, less where no choice.
         token_counts: int32 [b, vocab], see `sampling_slots`; None where no row may have penalties.
         ring_logprob: float32 [R, b_max] or None, log-probability of the ring's tokens.
         ring_rank: int32 [R, b_max] or None, their ranks.
@@ -98,7 +99,7 @@ def _advance_kernel(
     stopped = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
     stopped = stopped & (position >= tl.load(min_position + rows, mask=active, other=0))
     last = tl.load(last_position + rows, mask=active, other=0)
-    ends_now = active & (stopped | (position >= last))
+    ends_now = active & (stopped | (position >= last) | (token < 0))
     goes_on = active & (ends_now == 0)
 
     entry = (step % ring_length) * ring_rows
@@ -115,7 +116,7 @@ def _advance_kernel(
         tl.store(ring_top_logprobs + target, tl.load(top_logprobs + source, mask=inside, other=0.0), mask=inside)
         tl.store(ring_top_ids + target, tl.load(top_ids + source, mask=inside, other=0), mask=inside)
     if PENALTIES:
-        counted = active & ((flags & PENALTIES_FLAG) != 0)
+        counted = active & ((flags & PENALTIES_FLAG) != 0) & (token >= 0) & (token < counts_stride)
         place = token_counts + rows.to(tl.int64) * counts_stride + token
         tl.store(place, tl.load(place, mask=counted, other=0) + 1, mask=counted)
 
@@ -175,9 +176,9 @@ def advance(
     """Take the sampled tokens into the state of every live row that is not finished.
 
     The position of a row's new token is `pre_step_seqlens + 1`. The row finishes with it if that is
-    `last_position` or more, or if the token is a stop id at `min_position` or more. The ring's entry gets -1 in
-    the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone; the logprob rings for rows
-    with FLAG_LOGPROBS, where rings and outputs are given.
+    `last_position` or more, if the token is a stop id at `min_position` or more, or if it is none (< 0). The
+    ring's entry gets -1 in the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone; the
+    logprob rings for rows with FLAG_LOGPROBS, where rings and outputs are given.
 
     Args:
         state: what is changed; finished and dead rows are left as they are.
@@ -202,14 +203,14 @@ def advance(
             continue
         token, position = new_tokens[row], positions[row] + 1
         ring[row] = token
-        if flags[row] & FLAG_PENALTIES and state.token_counts is not None:
+        if flags[row] & FLAG_PENALTIES and state.token_counts is not None and token >= 0:
             state.token_counts.numpy()[row, token] += 1
         if flags[row] & FLAG_LOGPROBS and state.ring_logprob is not None and logprobs is not None:
             state.ring_logprob[entry, row] = logprobs.sampled_logprob[row]
             state.ring_rank[entry, row] = logprobs.sampled_rank[row]  # type: ignore[index]
             state.ring_top_logprobs[entry, row] = logprobs.top_logprobs[row]  # type: ignore[index]
             state.ring_top_ids[entry, row] = logprobs.top_ids[row]  # type: ignore[index]
-        if position >= last[row] or (token in stops[row] and position >= first[row]):
+        if token < 0 or position >= last[row] or (token in stops[row] and position >= first[row]):
             ended[row] = 1
         else:
             next_tokens[row] = token

@@ -83,9 +83,12 @@ def _top_logprobs_kernel(
             scaled = tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0)
             total = largest + tl.log(tl.sum(scaled, axis=0))
             line = logits + row.to(tl.int64) * logits_stride
-            tl.store(sampled_logprob + row, tl.load(line + tl.load(sampled + row)).to(tl.float32) - total)
+            token = tl.load(sampled + row)
+            is_token = (token >= 0) & (token < vocab)
+            logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
+            tl.store(sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
             before = tl.load(block_before + row * BLOCKS + blocks, mask=has_block, other=0)
-            tl.store(sampled_rank + row, tl.sum(before, axis=0) + 1)
+            tl.store(sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
             last_value = float("inf")
             last_id = -1
             for place in range(TOPS):
@@ -166,7 +169,7 @@ def token_logprobs(
         outputs: of the sampled token, its rank among all from 1, and the MAX_LOGPROBS likeliest with their ids,
             likeliest first, the lower id first on ties; where fewer tokens are possible, the tail is -inf and -1.
         logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
-        sampled: int64 [b].
+        sampled: int64 [b]; what is no token has -inf and rank 0, and the rest of its row is of no use.
         live_rows: int32 [1].
         sampling_flags: int32 [b].
     """
@@ -174,11 +177,14 @@ def token_logprobs(
     for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
         if not flags & FLAG_LOGPROBS:
             continue
+        token = int(sampled[row])
+        if not 0 <= token < logits.shape[1]:
+            outputs.sampled_logprob[row], outputs.sampled_rank[row] = -torch.inf, 0
+            continue
         line = logits[row].float()
         wide = line.numpy()
         largest = wide.max()
         total = largest + np.log(np.exp(wide - largest).sum())
-        token = int(sampled[row])
         outputs.sampled_logprob[row] = float(wide[token] - total)
         before = np.count_nonzero(wide > wide[token]) + np.count_nonzero(wide[:token] == wide[token])
         outputs.sampled_rank[row] = 1 + int(before)

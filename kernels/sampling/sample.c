@@ -182,7 +182,9 @@ static float threshold(const struct line *line, int64_t needed, int by_weight) {
 }
 
 static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) {
-    weigh_line(line, a->temperature.data[row]);
+    float temperature = a->temperature.data[row];
+    if (!isfinite(line->largest / temperature)) return TOO_COLD;
+    weigh_line(line, temperature);
     int64_t k = a->top_k.data[row];
     if (k > 0 && k < line->vocab) line->lowest = threshold(line, k, 0);
     float top_p = a->top_p.data[row], min_p = a->min_p.data[row];
@@ -205,6 +207,11 @@ static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) 
         if (before > target) break;
     }
     return begin;
+}
+
+/* The id, or why its logit, the largest or a NaN, leaves no choice. */
+static inline int64_t choice(int64_t id, float largest) {
+    return isfinite(largest) ? id : largest < 0 ? WITHOUT_FINITE : WITHOUT_NUMBERS;
 }
 #endif
 
@@ -236,8 +243,8 @@ static int64_t choose_token(const sample_args *a, int64_t row, struct line *line
     process_line(a, row, line->logits);
     int64_t best = argmax_f32(line->logits, line->vocab);
     line->largest = line->logits[best];
-    int draws = (a->sampling_flags.data[row] & FLAG_SAMPLE) && isfinite(line->largest);
-    return draws ? draw_token(a, row, line) : best;
+    best = choice(best, line->largest);
+    return best >= 0 && (a->sampling_flags.data[row] & FLAG_SAMPLE) ? draw_token(a, row, line) : best;
 }
 #endif
 
@@ -247,7 +254,8 @@ static void NAME(sample_rows)(const void *job, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; row++) {
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
         if (!(a->sampling_flags.data[row] & (FLAG_SAMPLE | FLAG_PENALTIES | FLAG_BIAS | FLAG_STOP_MASK))) {
-            a->sampled.data[row] = NAME(argmax)(logits, vocab);
+            int64_t best = NAME(argmax)(logits, vocab);
+            a->sampled.data[row] = choice(best, widen(logits[best]));
             continue;
         }
         float *memory = scratch(3 * padded);

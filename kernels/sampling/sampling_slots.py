@@ -15,6 +15,12 @@ MAX_STOP_IDS = 8
 MAX_LOGPROBS = 20
 DEAD_TOKEN = 1  # what is sampled for rows past the live ones
 
+# What is sampled for a row whose logits leave no choice; no token, so the row ends with it. -1 stands in the ring
+# where a row had ended before.
+WITHOUT_NUMBERS = -2  # a logit is NaN or +inf
+WITHOUT_FINITE = -3  # all are -inf: masked
+TOO_COLD = -4  # the largest leaves the range of float32 when it is divided by the temperature
+
 # token_counts holds, for each token of a row, how often it was generated (low 30 bits) and whether the
 # prompt has it (this bit).
 PROMPT_BIT = 1 << 30

@@ -8,7 +8,7 @@ from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sample import sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT, LogprobOutputs
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT, WITHOUT_NUMBERS, LogprobOutputs
 
 advance_torch = versions("advance").torch
 native_advance = versions("advance").native
@@ -88,6 +88,24 @@ def test_a_row_finishes_by_stop_id_or_by_position_and_does_not_advance(step):
     assert state.pre_step_seqlens.tolist() == [0, 11, 20, 31]
     assert state.running.tolist() == [2]
     assert state.ring_tokens[2].tolist() == [4, 5, 6, 7, -1, -1]
+
+
+def test_a_row_without_a_choice_ends_with_its_code_in_the_ring_and_is_never_fed(step):
+    state, slots = new_state(3), neutral_slots(3)
+    for row in range(3):
+        set_row(slots, row, frequency_penalty=0.5)
+    counts = state.token_counts.clone()
+    counts[[0, 2], [5, 7]] = 1
+    for later in range(2):
+        step(state, [5 + later, WITHOUT_NUMBERS, 7], slots)
+        assert state.tokens.tolist() == [5 + later, 101, 7]
+        assert state.pre_step_seqlens.tolist() == [1 + later, 10, 21 + later]
+        assert state.finished.tolist() == [0, 1, 0]
+        assert state.running.tolist() == [2]
+    assert state.ring_tokens[2].tolist() == [5, WITHOUT_NUMBERS, 7, -1, -1, -1]
+    assert state.ring_tokens[3].tolist() == [6, -1, 7, -1, -1, -1]
+    counts[0, 6], counts[2, 7] = 1, 2
+    assert torch.equal(state.token_counts, counts)
 
 
 def test_finished_rows_stay_as_they_are(step):

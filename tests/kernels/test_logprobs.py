@@ -89,6 +89,17 @@ def test_the_tail_is_marked_where_fewer_tokens_are_possible(compute):
     torch.testing.assert_close(chosen[0].item(), masked[0].log_softmax(-1)[35].item())
 
 
+@pytest.mark.parametrize("wrong", [-4, -1, 50, 2**40])
+def test_what_is_no_token_has_no_probability_and_its_neighbours_keep_theirs(compute, wrong):
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(5))
+    calm = compute(logits, torch.tensor([7, 8, 9]), [FLAG_LOGPROBS] * 3)
+    logits[1, 20:] = torch.nan
+    outputs = compute(logits, torch.tensor([7, wrong, 9]), [FLAG_LOGPROBS] * 3)
+    assert (outputs[0][1], outputs[1][1]) == (-torch.inf, 0)
+    for mine, before in zip(outputs, calm, strict=True):
+        assert torch.equal(mine[[0, 2]], before[[0, 2]])
+
+
 def test_the_operator_passes_opcheck(device):
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
     flags = torch.tensor([FLAG_LOGPROBS, 0], dtype=torch.int32)

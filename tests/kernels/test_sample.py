@@ -11,7 +11,13 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.philox import uniform_bits
 from graphdecode.kernels.sampling.sample import sample, sample_triton
-from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT, SamplingSlots
+from graphdecode.kernels.sampling.sampling_slots import (
+    PROMPT_BIT,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    SamplingSlots,
+)
 
 native_sample = versions("sample").native
 sample_torch = versions("sample").torch
@@ -44,13 +50,52 @@ def draw(request, device):
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(draw):
-    logits = torch.zeros(4, 50)
+    logits = torch.zeros(3, 50)
     logits[0, 31] = 2.0
     logits[1, [18, 7, 44]] = 3.0
     logits[2] = -torch.inf
-    logits[3] = -torch.inf
-    logits[3, 49] = -5.0
-    assert draw(logits, neutral_slots(4)).tolist() == [31, 7, 0, 49]
+    logits[2, 49] = -5.0
+    assert draw(logits, neutral_slots(3)).tolist() == [31, 7, 49]
+
+
+@pytest.mark.parametrize("vocab", [40, 48], ids=["part of a block", "whole blocks"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "drawn"])
+def test_a_row_without_a_choice_says_why_and_its_neighbours_are_as_before(draw, vocab, temperature):
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(14))
+    slots = neutral_slots(9)
+    for row in range(9):
+        set_row(slots, row, temperature=temperature, seed=row, top_k=5 * (row % 2), top_p=(1.0, 0.8)[row % 2])
+    before = draw(logits, slots)
+    logits[1, 3], logits[2], logits[3, vocab - 1] = torch.nan, torch.nan, torch.inf
+    logits[4], logits[5, [0, 20]] = -torch.inf, torch.tensor([torch.inf, torch.nan])
+    logits[6], logits[6, vocab - 2] = -torch.inf, torch.nan
+    logits[7, before[7] - 1] = -torch.inf  # a mask is none of this
+    sampled = draw(logits, slots)
+    expected = [WITHOUT_NUMBERS] * 3 + [WITHOUT_FINITE] + [WITHOUT_NUMBERS] * 2
+    assert sampled[1:7].tolist() == expected
+    assert sampled[[0, 8]].tolist() == before[[0, 8]].tolist()
+    assert 0 <= sampled[7] < vocab
+
+
+@pytest.mark.parametrize("largest", [4e33, -4e33, 3.4e38])
+def test_logits_that_the_temperature_drives_out_of_range_have_no_choice(draw, largest):
+    logits = torch.full((3, 40), -3.4e38)
+    logits[:, 7] = largest
+    slots = neutral_slots(3)
+    for row, temperature in enumerate((1e-5, 1.5, 0.0)):
+        set_row(slots, row, temperature=temperature, seed=row)
+    assert draw(logits, slots).tolist() == [TOO_COLD, 7, 7]
+
+
+def test_what_bias_and_penalties_drive_out_of_range_has_no_choice(draw):
+    logits = torch.zeros(3, 40)
+    logits[:, 5] = 3e38
+    slots = neutral_slots(3)
+    set_row(slots, 0, biases={5: 3e38})
+    set_row(slots, 1, repetition_penalty=0.5)
+    set_row(slots, 2, stops=(5,), min_position=9)
+    counts = torch.full((3, 40), PROMPT_BIT, dtype=torch.int32)
+    assert draw(logits, slots, counts=counts).tolist() == [WITHOUT_NUMBERS, WITHOUT_NUMBERS, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -7,10 +7,24 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.kernels.sampling.sampling_slots import FLAG_PENALTIES, sampling_flags
+from graphdecode.kernels.sampling.sampling_slots import (
+    FLAG_PENALTIES,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    sampling_flags,
+)
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
+
+# What a step gives a row instead of a token.
+ENDED_BEFORE = -1
+NO_CHOICE = {  # the row ends here, and why
+    WITHOUT_NUMBERS: "a logit is NaN or +inf",
+    WITHOUT_FINITE: "every token is masked: all logits are -inf",
+    TOO_COLD: "the logits leave the range of float32 when they are divided by the temperature",
+}
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class StepLogprobs(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What one step gave its rows, in row order: tokens, -1 where a row had finished before."""
+    """What one step gave its rows, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE."""
 
     tokens: list[int]
     logprobs: StepLogprobs | None = None

@@ -75,6 +75,10 @@ class ModuleDecoder:
         plain = sum(each.nbytes for each in self.module.parameters() if id(each) not in tables)
         return plain + sum(form.nbytes for _, form in self._forms)
 
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of weights that one decode step reads: all of them, however many rows there are."""
+        return self.weight_bytes
+
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
         return {
