@@ -2,7 +2,6 @@
 
     python tools/bench_generate.py                          the demo model, batch 1, 4 and 8
     python tools/bench_generate.py --model llama-100m --dtype bfloat16 --batch-sizes 1 --peers all
-    python tools/bench_generate.py --model gpt2 --batch-sizes 1,8       a module of transformers' in our graphs
 
 A peer that is not installed, that fails, or whose tokens are wrong is listed with the reason. Every figure stands next
 to its limit: the time that reading the weights once takes at the read bandwidth that is measured between the engines'
@@ -20,7 +19,6 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from adopted_models import ADOPTED, SMALL, save_random
 from graphdecode.models import resolve_model_path
 from graphdecode.profiling.environment import describe_environment
 from peers import PEERS, Workload, compare_engines, contest_notes, contest_table, parse_peers
@@ -49,14 +47,8 @@ def make_llama_100m(folder: Path) -> Path:
     return folder
 
 
-def _folder_of(model: str, scratch: Path) -> Path:
-    if model in ADOPTED:
-        return save_random(ADOPTED[model](SMALL), scratch)
-    return make_llama_100m(scratch) if model == "llama-100m" else resolve_model_path(model)
-
-
 def main(
-    model: Annotated[str, typer.Option(help=f"demo, llama-100m, {', '.join(ADOPTED)}, or a folder.")] = "demo",
+    model: Annotated[str, typer.Option(help="demo, llama-100m, or a checkpoint folder.")] = "demo",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,4,8",
     new_tokens: Annotated[int, typer.Option(help="Decode steps of one measurement.")] = 64,
@@ -83,7 +75,7 @@ def main(
     facts = {"model": model, "dtype": dtype, "device": device, "threads": workload.threads}
     environment = describe_environment(device)  # the load is to be that of others
     with tempfile.TemporaryDirectory() as scratch:
-        folder = _folder_of(model, Path(scratch))
+        folder = make_llama_100m(Path(scratch)) if model == "llama-100m" else resolve_model_path(model)
         record = compare_engines(chosen, folder, workload, repeats=repeats, progress=True)
     console = Console()
     console.print(contest_table(record, f"{model} {dtype} on {device}, threads: {workload.threads}"))
