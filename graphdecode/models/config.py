@@ -73,11 +73,11 @@ class ModelConfig:
             have `rope`.
         sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
         attention_soft_cap: caps these logits where it is > 0.
+        experts: or None.
         embedding_scale: multiplies the embedded tokens.
         residual_scale: multiplies what attention and MLP add to the residual stream.
         logits_scale: multiplies the model's logits.
         logits_soft_cap: caps them where it is > 0.
-        experts: or None.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -102,11 +102,11 @@ class ModelConfig:
     layer_ropes: tuple[RopeConfig | None, ...] = ()
     sm_scale: float | None = None
     attention_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     logits_soft_cap: float = 0.0
-    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 

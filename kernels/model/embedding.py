@@ -54,7 +54,7 @@ def _is_served(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, scale:
 
 @operator(triton_version=embedding_triton, is_compiled=_is_served)
 def embedding(out: Written[Tensor], tokens: Int64, weight: Tensor, live: Int32, scale: float = 1.0) -> None:
-    """Write `scale * weight[tokens[i]]` into `out[i]`; tokens past the live count, and ids that no row has, read row 0.
+    """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids outside [0, vocab), read row 0.
 
     Args:
         out: [tokens, hidden], contiguous, of the weight's dtype.

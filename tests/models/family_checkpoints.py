@@ -64,6 +64,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -79,7 +80,6 @@ def longrope(original: int, pairs: int) -> dict[str, Any]:
     return {"rope_parameters": scaling, "original_max_position_embeddings": original}
 
 
-EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
     "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
@@ -109,6 +109,21 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS
+        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "use_sliding_window": True}
+        | {"sliding_window": 12},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}),
     "gemma3": (
         Gemma3TextConfig,
@@ -140,21 +155,6 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "logits_scaling": 3.0,
             "mlp_bias": True,
         },
-    ),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
-    "qwen2-moe": (
-        Qwen2MoeConfig,
-        Qwen2MoeForCausalLM,
-        EXPERTS
-        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "use_sliding_window": True}
-        | {"sliding_window": 12},
-    ),
-    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
-    "gpt-oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
-        | {"rope_parameters": YARN | {"truncate": False}},
     ),
 }
 
