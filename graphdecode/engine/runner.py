@@ -68,6 +68,7 @@ class Runner:
         self.steps_launched = 0
         setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
         self._is_cuda = model.device.type == "cuda"
+        self.sampling_capacity = setting.sampling_capacity
         self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
         self.graphs = GraphManager(
@@ -126,12 +127,12 @@ class Runner:
             done.record()
         return Launch(num_rows, range(first, first + num_steps), bucket, started, done)
 
-    def read(self, launch: Launch, *, logprobs: bool = False) -> list[StepTokens]:
+    def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return what its steps gave, step by step.
 
         Args:
             launch: what `launch` returned.
-            logprobs: whether any of its rows asked for log-probabilities.
+            logprobs: most likely tokens that any of its rows asked for; None: no row wants log-probabilities.
         """
         if launch.done is not None:
             launch.done.synchronize()
