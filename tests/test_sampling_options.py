@@ -121,5 +121,5 @@ def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: P
     hinted = run_command(*arguments, *silent, folder=tmp_path)
     assert hinted.returncode == 0
     assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
-    assert "apply_chat_template" in hinted.stderr.splitlines()[-1]
+    assert "graphdecode chat" in hinted.stderr.splitlines()[-1]
     assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr

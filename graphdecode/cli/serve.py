@@ -63,6 +63,7 @@ def _run(model: str, settings: object, limits: object) -> None:
     import asyncio
     import logging
 
+    from graphdecode import __version__
     from graphdecode.config import EngineConfig, ServerConfig
     from graphdecode.models import check_model, generation_defaults, resolve_model_path
     from graphdecode.server.run import bind, run
@@ -77,7 +78,14 @@ def _run(model: str, settings: object, limits: object) -> None:
     check_model(path)
     name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
     service = Service(
-        path, name, load_tokenizer(path), generation_defaults(path), settings, limits, progress=STDERR.is_terminal
+        path,
+        name,
+        load_tokenizer(path),
+        generation_defaults(path),
+        settings,
+        limits,
+        version=__version__,
+        progress=STDERR.is_terminal,
     )
     address = f"http://{limits.host}:{bound.getsockname()[1]}"
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode.engine.steps.row_inputs import StepLogprobs
 from graphdecode.kernels.sampling.logprobs import token_logprobs
 from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 _PLACES = 128  # whose logits are held at once
 
@@ -23,7 +23,7 @@ class PromptScoring:
         model: whose logits they are.
     """
 
-    def __init__(self, max_logprobs: int, model: Decoder) -> None:
+    def __init__(self, max_logprobs: int, model: Model) -> None:
         device, width = model.device, min(max_logprobs, model.config.vocab_size)
 
         def empty(*sizes: int, dtype: torch.dtype) -> Tensor:

@@ -35,6 +35,7 @@ class Service:
         sampling_defaults: of the checkpoint.
         config: of the engine.
         limits: of the server.
+        version: of this package.
         progress: show bars while the engine loads.
 
     Attributes:
@@ -50,9 +51,11 @@ class Service:
         config: EngineConfig,
         limits: ServerConfig,
         *,
-        progress: bool,
+        version: str = "",
+        progress: bool = False,
     ) -> None:
         self.path = path
+        self.version = version
         self.model_name = name
         self.tokenizer = tokenizer
         self.limits = limits
@@ -108,13 +111,14 @@ class Service:
             )
 
     async def orders(
-        self, prompts: list[str | list[int]], params: SamplingParams, *, special: bool = True
+        self, prompts: list[str | list[int]], params: SamplingParams, *, priority: int = 0, special: bool = True
     ) -> list[Order]:
         """Return the orders of some prompts.
 
         Args:
             prompts: texts or token ids.
             params: of all of them.
+            priority: the lowest is served first.
             special: add the special tokens that the tokenizer begins a text with.
 
         Raises:
@@ -127,11 +131,11 @@ class Service:
         self._check_answers(params)
         self.admit(len(prompts) * params.n)
         return [
-            self._order(prompt, await self.encode(prompt, special=special), params)
+            self._order(prompt, await self.encode(prompt, special=special), params, priority)
             for prompt in map(as_prompt, prompts)
         ]
 
-    def order(self, text: str, token_ids: list[int], params: SamplingParams) -> Order:
+    def order(self, text: str, token_ids: list[int], params: SamplingParams, *, priority: int = 0) -> Order:
         """Return the order of one prompt that was tokenised already.
 
         Raises:
@@ -139,14 +143,14 @@ class Service:
         """
         self._check_answers(params)
         self.admit(params.n)
-        return self._order(text, token_ids, params)
+        return self._order(text, token_ids, params, priority)
 
     def _check_answers(self, params: SamplingParams) -> None:
         if params.n > self.limits.max_answers:
             raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
 
-    def _order(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Order:
-        order = self.intake.order(prompt, ids, params)
+    def _order(self, prompt: str | list[int], ids: list[int], params: SamplingParams, priority: int) -> Order:
+        order = self.intake.order(prompt, ids, params, priority=priority)
         if order.output.error is not None:
             raise as_http_error(RequestError(order.output.error), frozenset({"prompt"}))
         return order
@@ -164,8 +168,13 @@ class Service:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(name[:40] for name in new)))
 
-    def close(self) -> None:
-        """End the engine; answers under way end with an error."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the engine; answers under way end with an error.
+
+        Args:
+            at_once: do not wait for its step to end.
+        """
+        self.client.close(at_once=at_once)
         self.router.close()
 
 

@@ -184,7 +184,7 @@ def token_logprobs(
             likeliest first, the lower id first on ties; where fewer tokens are possible, the rest of these is -inf and
             -1. What is behind them stays.
         logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
-        sampled: int64 [b]; what is no token has -inf, and the rest of its row is of no use.
+        sampled: int64 [b]; what is no token has -inf and rank 0, and the rest of its row is of no use.
         live_rows: int32 [1].
         sampling_flags: int32 [b].
         num_logprobs: int32 [b], how many of the likeliest a row wants.

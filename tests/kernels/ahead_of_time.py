@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +31,7 @@ from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
 from graphdecode.kernels.model import act_mul, advance, embedding, skip_steps
+from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -53,6 +55,7 @@ POINTERS = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
+EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
 ATTENTION_SHAPES = [
     (head_dim, dtype, kv_dtype)
     for head_dim in (64, 128, 256)
@@ -270,6 +273,38 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     return cases
 
 
+def expert_cases() -> dict[str, Callable[[], None]]:
+    """Routing, and the products of few and of many pairs of a model with experts."""
+    cases: dict[str, Callable[[], None]] = {}
+    offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, ROWS * SLOTS))
+    ids, weights = torch.empty(ROWS, SLOTS, dtype=torch.int32), torch.empty(ROWS, SLOTS)
+
+    def product(pairs: int, depth: int, width: int, dtype: torch.dtype, gate: str) -> Callable[[], None]:
+        out, x = torch.empty(pairs, width, dtype=dtype), torch.empty(pairs, depth, dtype=dtype)
+        outputs = width if gate == "none" else 2 * width
+        weight = torch.empty(EXPERTS, outputs, depth, dtype=dtype)
+        bias = torch.empty(EXPERTS, outputs, dtype=dtype) if gate == "swiglu_clamped" else None
+        return lambda: expert_linear.expert_linear_triton(
+            out, x, weight, bias, order, offsets, SLOTS, gate, 1.702, 7.0, False
+        )
+
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        logits, out = torch.empty(ROWS, EXPERTS, dtype=dtype), torch.empty(ROWS, HIDDEN, dtype=dtype)
+        parts = torch.empty(ROWS * SLOTS, HIDDEN, dtype=dtype)
+        cases |= {
+            f"route-{name}": partial(
+                moe_route.moe_route_triton, ids, weights, order, offsets, logits, offsets[:1], False
+            ),
+            f"combine-{name}": partial(moe_combine.moe_combine_triton, out, parts, ids, weights, logits[:, :1]),
+        }
+        tiles = {ROWS * SLOTS: "", EXPERTS * 32: "-many"} if dtype.itemsize == 2 else {ROWS * SLOTS: ""}
+        for pairs, many in tiles.items():
+            for gate in ("silu", "swiglu_clamped"):
+                cases[f"experts-{gate}-{name}{many}"] = product(pairs, HIDDEN, EXPERT_WIDTH, dtype, gate)
+            cases[f"experts-none-{name}{many}"] = product(pairs, EXPERT_WIDTH, HIDDEN, dtype, "none")
+    return cases
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
@@ -283,6 +318,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, True)
     cases |= step_cases()
     cases |= linear_cases(arch)
+    cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)

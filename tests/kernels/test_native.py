@@ -45,19 +45,25 @@ def close(actual, expected, dtype):
 @pytest.mark.parametrize("hidden", [1, 15, 16, 33, 768])
 def test_the_norm_is_the_formula(hidden, dtype, generator):
     x, residual = (torch.randn(2, 3, hidden + 2, generator=generator) * 3).to(dtype)
-    weight = torch.randn(hidden, generator=generator).to(dtype)
+    weight, post = torch.randn(2, hidden, generator=generator)
     x, residual = x[:, 1 : hidden + 1], residual[:, :hidden].contiguous()
     for given in (None, residual):
         source = (x if given is None else (residual.float() + x.float()).to(dtype)).double()
         expected = source / (source.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         out = torch.full((3, hidden), torch.nan, dtype=dtype)
-        call = (
-            native_rms_norm(out, x, weight, EPS) if given is None else native_add_rms_norm(out, given, x, weight, EPS)
-        )
-        call()
-        close(out, expected, dtype)
-        if given is not None:
+        if given is None:
+            native_rms_norm(out, x, weight, EPS)()
+        else:
+            native_add_rms_norm(out, given, x, weight, EPS, None, 0.0, 1.0)()
             close(given, source, dtype)
+        close(out, expected, dtype)
+    for gain in (None, weight):
+        of_x = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * post.double()
+        source, out, given = residual.double() + 0.7 * of_x, torch.full_like(out, torch.nan), residual.clone()
+        native_add_rms_norm(out, given, x, gain, EPS, post, EPS, 0.7)()
+        close(given, source, dtype)
+        wide = given.double()
+        close(out, wide if gain is None else wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * gain, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,12 +125,13 @@ def test_a_products_row_depends_on_nothing_but_the_row(dtype, form, generator):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "half"), [(16, 8), (48, 24), (64, 16)])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype, generator):
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (48, 24), (64, 16), (16, 0)])
+@pytest.mark.parametrize("norms", ["none", "of each head", "of all heads"])
+def test_rotation_and_append_are_the_torch_version(dim, half, norms, dtype, generator):
     pages, page_size, rows, live = 9, 4, 3, 6
     qkv = torch.randn(8, (5 + 2 * 2) * dim, generator=generator).to(dtype)
-    norms = torch.randn(2, dim, generator=generator).to(dtype) if with_norms else (None, None)
+    heads = (5, 2) if norms == "of all heads" else (1, 1)
+    weights = [None if norms == "none" else torch.randn(count * dim, generator=generator) for count in heads]
     table = torch.randperm(pages - 1, generator=generator)[: rows * 2].view(rows, 2).int()
     row_of = torch.tensor([0, 0, 1, 2, 2, 2, 2**31 - 1, -5], dtype=torch.int32)
     positions = torch.tensor([2, 3, 7, 0, 1, 4, 2**31 - 1, -9], dtype=torch.int32)
@@ -134,7 +141,7 @@ def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype,
         q_out = torch.zeros(8, 5, dim, dtype=dtype)
         caches = torch.zeros(2, pages, page_size, 2, dim, dtype=dtype)
         alive = torch.tensor([live], dtype=torch.int32)
-        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *norms, EPS)
+        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *weights, EPS)
         results.append((q_out, caches))
     for actual, expected in zip(*results, strict=True):
         close(actual, expected, dtype)
@@ -242,7 +249,7 @@ def test_dead_and_impossible_tokens_read_row_zero(dtype, generator):
     weight = torch.randn(5, 40, generator=generator).to(dtype)[:, :37]
     tokens = torch.tensor([4, 0, 5, -1, 3, 2**60])
     out = torch.full((6, 37), torch.nan, dtype=dtype)
-    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32))()
+    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32), 1.0)()
     assert torch.equal(out, weight[[4, 0, 0, 0, 0, 0]])
 
 

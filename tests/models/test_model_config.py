@@ -4,12 +4,26 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
+from graphdecode.linear.weight_form import Stored
 from graphdecode.models import UnsupportedModelError, config_of
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts
@@ -19,6 +33,10 @@ CLASSES = {
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
+    "Qwen2MoeForCausalLM": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "GptOssForCausalLM": (GptOssConfig, GptOssForCausalLM),
 }
 NEEDED = {
     "vocab_size": 100,
@@ -39,7 +57,8 @@ def test_a_model_has_the_tensors_that_it_has_in_transformers(architecture: str, 
         model = model_class(config_class.from_dict(dict(settings)))
     tensors = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = config_of({"architectures": [architecture], **settings})
-    assert {part.name: part.shape for part in parts(family_of(architecture).weights(config))} == tensors
+    stored = {name: Stored(shape, "F32") for name, shape in tensors.items()}
+    assert {part.name: part.shape for part in parts(family_of(architecture).weights_in(config, stored))} == tensors
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -50,7 +69,15 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
     assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.windows == (-1 if getattr(theirs, "sliding_window", None) is None else theirs.sliding_window - 1,) * 4
+    window = (getattr(theirs, "sliding_window", None) or 0) - 1
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    assert ours.windows == tuple(window if kind == "sliding_attention" else -1 for kind in kinds)
+    if ours.experts is not None:
+        assert ours.experts.count == theirs.num_experts
+        assert ours.experts.slots == theirs.num_experts_per_tok
+        assert ours.experts.renormalise == getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -74,6 +101,13 @@ def test_qwen_windows_only_the_layers_that_transformers_windows(architecture: st
     theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
     windowed = [kind == "sliding_attention" and theirs.sliding_window is not None for kind in theirs.layer_types]
     assert ours.windows == tuple(theirs.sliding_window - 1 if windows else -1 for windows in windowed)
+
+
+def test_some_layers_may_have_no_experts() -> None:
+    changes = {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    config = config_of({"architectures": ["Qwen3MoeForCausalLM"], **NEEDED, **changes})
+    assert config.experts is not None
+    assert config.experts.layers == (False, False, False, True)
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, -1), (1, 0), (4096, 4095)])
@@ -113,6 +147,15 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be an integer >= 1"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok 9 is more than the 8",
+        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": "7"},
+            "swiglu_alpha and swiglu_limit must be numbers",
+        ),
         (
             {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
             "layer_types must name 4 layers",

@@ -13,7 +13,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StepSetting:
         batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
     """
 
-    model: Decoder
+    model: Model
     caches: list[tuple[Tensor, Tensor]]
     page_size: int
     max_pages_per_row: int
