@@ -150,8 +150,8 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
         launch = batch.launch
-        logprobs = any(sequence.params.logprobs is not None for sequence in batch.sequences)
-        steps = self.runner.read(launch, logprobs=logprobs)
+        wanted = [count for sequence in batch.sequences if (count := sequence.params.logprobs) is not None]
+        steps = self.runner.read(launch, logprobs=max(wanted) if wanted else None)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)

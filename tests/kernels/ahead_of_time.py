@@ -34,7 +34,13 @@ from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, s
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import logprobs, sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS, LogprobOutputs, SamplingSlots
+from graphdecode.kernels.sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    LogprobOutputs,
+    SamplingCapacity,
+    SamplingSlots,
+    sampling_slots,
+)
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -185,8 +191,10 @@ def append_case(head_dim: int, normed_heads: tuple[int, int] | None) -> Callable
 
 def step_arguments() -> dict[str, Any]:
     """The tensors of a step, and groups of them, by the names that the launchers' arguments have."""
-    shapes = {slot.name: (ROWS, slot.width) if slot.width else (ROWS,) for slot in SAMPLING_SLOTS}
-    tensors = {slot.name: torch.empty(shapes[slot.name], dtype=slot.dtype) for slot in SAMPLING_SLOTS}
+    capacity = SamplingCapacity()
+    specs = sampling_slots(capacity, VOCAB)
+    tensors = {spec.name: torch.empty(ROWS, *spec.sizes, dtype=spec.dtype) for spec in specs}
+    tensors["recent_tokens"] = torch.empty(ROWS, BAD_WORD_LENGTH, dtype=torch.int32)
     for name in (
         "positions",
         "pre_step_seqlens",
@@ -204,13 +212,13 @@ def step_arguments() -> dict[str, Any]:
     tensors["token_counts"] = torch.empty(ROWS, VOCAB, dtype=torch.int32)
     tensors["sampled_logprob"] = torch.empty(ROWS)
     tensors["sampled_rank"] = torch.empty(ROWS, dtype=torch.int32)
-    tensors["top_logprobs"] = torch.empty(ROWS, MAX_LOGPROBS)
-    tensors["top_ids"] = torch.empty(ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    tensors["top_logprobs"] = torch.empty(ROWS, capacity.max_logprobs)
+    tensors["top_ids"] = torch.empty(ROWS, capacity.max_logprobs, dtype=torch.int32)
     tensors["ring_tokens"] = torch.empty(4, ROWS, dtype=torch.int64)
     tensors["ring_logprob"] = torch.empty(4, ROWS)
     tensors["ring_rank"] = torch.empty(4, ROWS, dtype=torch.int32)
-    tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
-    tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    tensors["ring_top_logprobs"] = torch.empty(4, ROWS, capacity.max_logprobs)
+    tensors["ring_top_ids"] = torch.empty(4, ROWS, capacity.max_logprobs, dtype=torch.int32)
     groups = {
         "slots": SamplingSlots,
         "outputs": LogprobOutputs,
