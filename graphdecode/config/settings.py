@@ -130,6 +130,8 @@ class EngineKeywords(TypedDict, total=False):
     quantize: str | None
     batch_invariant: bool
     prefix_cache: bool
+    model_impl: Literal["auto", "native", "transformers"]
+    trust_remote_code: bool
     skip_tokenizer_init: bool
 
 
@@ -178,6 +180,19 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    model_impl: str = key(
+        "model",
+        "auto",
+        one_of("auto", "native", "transformers"),
+        "Who runs the model: a family of graphdecode, or transformers' own module over graphdecode's cache, attention "
+        "and graphs. auto takes a family where there is one.",
+    )
+    trust_remote_code: bool = key(
+        "model",
+        False,
+        boolean(),
+        "Run the Python code that comes with a checkpoint, where transformers needs it to run the model.",
+    )
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
     )

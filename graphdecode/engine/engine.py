@@ -22,7 +22,7 @@ from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 T = TypeVar("T")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
@@ -73,7 +73,7 @@ class Engine:
         return self.runner.cache
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.runner.model
 

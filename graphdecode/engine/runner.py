@@ -16,7 +16,7 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prefill import Prefill, PromptChunk
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: PagedKVCache,
         config: BucketConfig,
         capacity: Capacity,

@@ -12,7 +12,7 @@ from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class StepSetting:
         batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
     """
 
-    model: Decoder
+    model: Model
     caches: list[tuple[Tensor, Tensor]]
     page_size: int
     max_pages_per_row: int
