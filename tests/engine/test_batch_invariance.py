@@ -9,6 +9,8 @@ import torch
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen3Config,
@@ -77,6 +79,9 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
             Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(folder)
         elif name == "gemma2":
             Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, sliding_window=20)).save_pretrained(folder)
+        elif name == "gpt-oss":
+            small = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20, "initializer_range": 0.3}
+            GptOssForCausalLM(GptOssConfig(**sizes, **heads, **small)).save_pretrained(folder)
         else:
             LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3)).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -89,7 +94,13 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @needs_kernels
 @pytest.mark.parametrize(
     ("model", "dtype"),
-    [("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32"), ("gemma2", "bfloat16")],
+    [
+        ("demo", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen3", "float32"),
+        ("gemma2", "bfloat16"),
+        ("gpt-oss", "float32"),
+    ],
 )
 def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, model: str, dtype: str) -> None:
     folder, given = folder_of(model), requests()
