@@ -168,7 +168,7 @@ class Engine:
                 bad_words=request.bad_words_token_ids,
             ),
             metrics=RequestMetrics(time.perf_counter()),
-            priority=request.priority,
+            precedence=(request.priority, request.turn),
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))
