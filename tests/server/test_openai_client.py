@@ -185,9 +185,9 @@ def test_wrong_types_and_ranges_are_400_and_name_the_field(
 def test_an_unknown_model_is_404_and_a_wrong_key_401(served: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
-    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as stranger:
-        with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+    stranger = openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
     with served.client() as anybody:
         assert anybody.get("/health").status_code == 200
         assert anybody.get("/v1/models").status_code == 401
