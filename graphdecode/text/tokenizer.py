@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint's folder holds."""
+"""The tokenizer that a model's folder or file holds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
+from graphdecode.text.gguf_tokenizer import load_gguf_tokenizer
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the folder's tokenizer.
+    """Return the tokenizer of a folder, or of a GGUF file.
 
     Raises:
         ModelSourceError: there is none, or it is not one that transformers can read.
     """
+    if folder.suffix == SUFFIX and folder.is_file():
+        return load_gguf_tokenizer(folder)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
     from transformers import AutoTokenizer  # here, for it takes a second, and a model's weights need none of it
