@@ -68,7 +68,19 @@ class Served:
 
 @contextlib.contextmanager
 def serving(*options: str, model: str = "demo", environment: dict[str, str] | None = None) -> Iterator[Served]:
-    command = [sys.executable, "-m", "graphdecode", "serve", "--model", model, "--port", "0", "--device", "cpu", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "graphdecode",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     process = subprocess.Popen(
         command,

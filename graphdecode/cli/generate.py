@@ -19,6 +19,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    ModelImplOption,
     ModelOption,
     print_error,
     settings_of,
@@ -81,6 +82,11 @@ def generate(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
+    model_impl: ModelImplOption = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code where transformers needs it."),
+    ] = False,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
@@ -101,6 +107,8 @@ def generate(
         seed=seed,
         quantize=quantize,
         batch_invariant=batch_invariant or None,
+        model_impl=model_impl,
+        trust_remote_code=trust_remote_code or None,
         prefix_cache=False if no_prefix_cache else None,
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
@@ -118,9 +126,11 @@ def generate(
     if record_batches is not None:
         check_record(record_batches)
     path = resolve_model_path(model)
-    check_length(max_sequence_length, check_model(path).max_position_embeddings)
+    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    trained_length = described.max_position_embeddings
+    check_length(max_sequence_length, trained_length)
     tokenizer = load_tokenizer(path)
-    settings = _sized(settings, path, tokenizer, texts, SamplingParams(**given))
+    settings = _sized(settings, trained_length, tokenizer, texts, SamplingParams(**given))
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
@@ -139,13 +149,10 @@ def generate(
 
 
 def _sized(
-    settings: EngineConfig, path: Path, tokenizer: Any, texts: list[str], params: SamplingParams
+    settings: EngineConfig, trained_length: int, tokenizer: Any, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
     """Return settings whose capacity is what these prompts can use."""
-    from graphdecode.models import check_model
-
     lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
-    trained_length = check_model(path).max_position_embeddings
     return fitted(settings, lengths, params.max_tokens, answers=len(texts) * params.n, trained_length=trained_length)
 
 

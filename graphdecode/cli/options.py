@@ -22,6 +22,9 @@ DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left 
 DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
 ]
+ModelImplOption = Annotated[
+    str | None, typer.Option(help="auto, native or transformers: who runs the model; left out: the configuration's.")
+]
 
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
 

@@ -22,7 +22,7 @@ from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 T = TypeVar("T")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
@@ -50,7 +50,11 @@ class Engine:
         )
         self.seed = seed
         self.rules = RequestRules(
-            self.vocab_size, tuple(runner.model.config.eos_token_ids), runner.capacity, runner.cache.page_size
+            self.vocab_size,
+            tuple(runner.model.config.eos_token_ids),
+            runner.capacity,
+            runner.cache.page_size,
+            runner.sampling_capacity,
         )
         self._loop = EngineLoop(self.scheduler, runner)
         self._sequences: dict[int, Sequence] = {}
@@ -73,7 +77,7 @@ class Engine:
         return self.runner.cache
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.runner.model
 
@@ -140,7 +144,7 @@ class Engine:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
         request_id = next(self._request_ids)
-        params = request.sampling_params
+        params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self.rules.stop_ids(request)
         max_length = self.capacity.token_limit
@@ -156,7 +160,13 @@ class Engine:
             stop_ids=stop_ids,
             eos_token_ids=self.runner.model.config.eos_token_ids,
             sampling=RowSampling.of(
-                params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
+                params,
+                seed=seed,
+                stop_ids=stop_ids,
+                prompt_length=len(tokens),
+                max_length=max_length,
+                vocab_size=self.vocab_size,
+                bad_words=request.bad_words_token_ids,
             ),
             metrics=RequestMetrics(time.perf_counter()),
             priority=request.priority,

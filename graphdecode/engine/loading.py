@@ -15,7 +15,8 @@ from graphdecode.engine.engine import Engine
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Decoder, load_model
+from graphdecode.graphs import CaptureError
+from graphdecode.models import Model, load_model
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -64,6 +65,8 @@ def load_runner(
         batch_sizes=settings.buckets.ladder.sizes,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
+        model_impl=settings.model_impl,
+        trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
     return make_runner(decoder, settings)
@@ -81,13 +84,17 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
         ArgumentError: something cannot be used; the message says what and why.
     """
     engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
-    engine.graphs.capture(progress=progress)
+    try:
+        engine.graphs.capture(progress=progress)
+    except CaptureError as error:
+        error.add_note("the model can be run without graphs all the same: backend='eager'")
+        raise
     engine.runner.buffers.freeze()
     return engine
 
 
 def make_runner(
-    decoder: Decoder,
+    decoder: Model,
     config: EngineConfig | BucketConfig,
     *,
     step: Callable[[StepSetting], Step] = DecodeStep,

@@ -26,13 +26,16 @@ class Checkpoint:
     Args:
         model: see `resolve_model_path`.
 
+    Attributes:
+        folder: that it is.
+
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
     """
 
     def __init__(self, model: str | Path) -> None:
-        self._folder = resolve_model_path(model)
-        self.name = str(self._folder)
+        self.folder = resolve_model_path(model)
+        self.name = str(self.folder)
         self._file_of: dict[str, Path] = {}
 
     @classmethod
@@ -47,7 +50,7 @@ class Checkpoint:
             UnsupportedModelError: the file cannot be read, or describes no model that is supported.
             ModelSourceError: the file is a pointer of Git LFS.
         """
-        file, generation = self._folder / "config.json", self._folder / "generation_config.json"
+        file, generation = self.folder / "config.json", self.folder / "generation_config.json"
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
@@ -67,7 +70,7 @@ class Checkpoint:
             ModelSourceError: a file is a pointer of Git LFS.
         """
         found: dict[str, Stored] = {}
-        for file in (self._folder / name for name in self._file_names()):
+        for file in (self.folder / name for name in self._file_names()):
             refuse_pointer(file)
             try:
                 with safe_open(file, framework="pt") as reader:
@@ -89,15 +92,15 @@ class Checkpoint:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
 
     def _no_config(self) -> str:
-        held = sorted(path.name for path in self._folder.iterdir())
+        held = sorted(path.name for path in self.folder.iterdir())
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
-            return f"{self._folder} is empty; {expected}"
+            return f"{self.folder} is empty; {expected}"
         more = ", ..." if len(held) > _NAMES_SHOWN else ""
-        return f"{self._folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
+        return f"{self.folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
 
     def _file_names(self) -> Iterator[str]:
-        folder = self._folder
+        folder = self.folder
         if (folder / "model.safetensors").exists():
             yield "model.safetensors"
             return

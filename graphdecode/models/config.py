@@ -74,6 +74,10 @@ class ModelConfig:
         sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
         attention_soft_cap: caps these logits where it is > 0.
         experts: or None.
+        embedding_scale: multiplies the embedded tokens.
+        residual_scale: multiplies what attention and MLP add to the residual stream.
+        logits_scale: multiplies the model's logits.
+        logits_soft_cap: caps them where it is > 0.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -99,6 +103,10 @@ class ModelConfig:
     sm_scale: float | None = None
     attention_soft_cap: float = 0.0
     experts: ExpertsConfig | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float = 0.0
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
@@ -144,7 +152,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": _positive(settings, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": number(settings, "rms_norm_eps", 1e-6),
         "activation": _ACTIVATIONS[activation],
         "max_position_embeddings": max_positions,
         "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
@@ -166,8 +174,11 @@ def count(settings: dict[str, Any], name: str, default: int | None = None) -> in
     return value
 
 
-def _positive(settings: dict[str, Any], name: str, default: float) -> float:
-    value = settings.get(name, default)
+def number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
+    """Return a field that is a number > 0; `default`, where there is one, for a field that is absent or null."""
+    value = settings.get(name)
+    if value is None and default is not None:
+        return default
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
         raise UnsupportedModelError(f"{name} must be a number > 0, got {value!r}")
     return float(value)

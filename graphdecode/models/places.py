@@ -62,10 +62,10 @@ def hub_cache() -> Path:
 def local_models() -> list[LocalModel]:
     """Return all models that are here, those that cannot be run as well: nothing but names is looked at."""
     found = [LocalModel("demo", DEMO, "shipped")]
-    for model in INSTALLABLE:
-        file = model.installed_file()
+    for package in INSTALLABLE:
+        file = package.installed_file()
         if file is not None:
-            found.append(LocalModel(model.name, file, "installed"))
+            found.append(LocalModel(package.name, file, "installed"))
     for folder in model_folders():
         found += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
     found += _cached()

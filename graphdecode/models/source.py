@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.models.gguf.files import SUFFIX, models_among
+from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
 from graphdecode.models.installable import InstallableModel, installable
 from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
@@ -25,13 +25,13 @@ def resolve_model_path(model: str | Path) -> Path:
 
     Args:
         model: `"demo"` or what `graphdecode models install` knows (a folder of that name is `"./demo"`), a folder (`~`
-            is the user's own), a `.gguf` file (of several shards any), a name in one of the folders of the environment
-            variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress bar. Of a
-            folder without config.json, the GGUF file that it holds is the model.
+            is the user's own), a `.gguf` file (of several shards the first), a name in one of the folders of the
+            environment variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress
+            bar unless it is in the cache. Of a folder or repository without safetensors, the GGUF file that it holds
+            is the model; of a repository with several, `owner/name:Q4_K_M` is the one whose name says so.
 
     Raises:
-        ModelSourceError: there is no such folder, and no such repository within reach; or a folder holds
-            several models.
+        ModelSourceError: there is no such folder, and no such repository within reach; or it holds several models.
     """
     if not isinstance(model, str | Path):
         raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
@@ -49,8 +49,8 @@ def resolve_model_path(model: str | Path) -> Path:
         raise ModelSourceError(_not_a_folder(name, path))
     found = in_model_folders(name)
     if found is not None:
-        return (_gguf_in(found) if found.is_dir() else None) or found
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
+        return _gguf_in(found) or found
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}")
     return _fetched(name)
 
@@ -94,14 +94,16 @@ def _expanded(path: Path) -> Path:
         return path
 
 
-def _gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder that is no checkpoint; None where it holds none."""
-    if (folder / "config.json").exists():
-        return None
-    found = models_among(path.name for path in folder.iterdir())
-    if len(found) > 1:
-        raise ModelSourceError(f"{folder} holds {len(found)} models, {', '.join(found)}: give the path of one of them")
-    return folder / found[0] if found else None
+def _gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file of a folder that is no checkpoint of safetensors; None where it holds none."""
+    found = models_in(path) if path.is_dir() else []
+    return path / _one_of(found, str(path), "give the path of one of them") if found else None
+
+
+def _one_of(models: list[str], place: str, otherwise: str) -> str:
+    if len(models) > 1:
+        raise ModelSourceError(f"{place} holds {len(models)} models, {', '.join(models)}: {otherwise}")
+    return models[0]
 
 
 def _not_a_folder(name: str, file: Path) -> str:
@@ -110,7 +112,8 @@ def _not_a_folder(name: str, file: Path) -> str:
     return f"model {name!r} is no folder but a file; give a checkpoint folder, a repository id or demo"
 
 
-def _fetched(name: str) -> Path:
+def _fetched(model: str) -> Path:
+    name, _, quantization = model.partition(":")
     # imported here, for it takes a second, and a model in a folder needs none of it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -122,7 +125,10 @@ def _fetched(name: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        if any(folder.glob("*.safetensors*")):
+            return folder
+        return _fetched_gguf(folder, name, quantization) or folder
     except HFValidationError as error:
         raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
     except GatedRepoError as error:
@@ -137,3 +143,21 @@ def _fetched(name: str) -> Path:
             f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({hub_cache()}), and it could not be "
             f"fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error
+
+
+def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
+    """Fetch the GGUF file of a repository, and no other that it holds; one that was fetched already serves."""
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    here = models_among(path.name for path in folder.iterdir())
+    if quantization:
+        here = of_quantization(here, quantization)
+    names = here or list_repo_files(name)
+    there = models_among(names)
+    found = of_quantization(there, quantization) if quantization else there
+    if quantization and not found:
+        raise ModelSourceError(f"{name} holds no model {quantization!r}; it holds {', '.join(there) or 'none in GGUF'}")
+    if not found:
+        return None
+    file = _one_of(found, name, f"name one by its quantization, as in {name}:Q4_K_M")
+    return Path(snapshot_download(name, allow_patterns=shards_of(file))) / file

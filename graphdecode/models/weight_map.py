@@ -35,14 +35,16 @@ class Part(NamedTuple):
 WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> the tensors that are fused there along their rows
 
 
-def product(place: str, names: Mapping[str, int], in_features: int, *, split: int, bias: bool = False) -> WeightMap:
+def product(
+    place: str, names: Mapping[str, int], in_features: int, *, split: int | None, bias: bool = False
+) -> WeightMap:
     """Return the places of a product, and of its bias where it has one: `place` and `place.bias`.
 
     Args:
         place: in the model.
         names: of its parts in the source, without `.weight` and `.bias` -> the rows of each.
         in_features: columns of the weight.
-        split: 0: shards share its rows, 1: its columns.
+        split: 0: shards share its rows, 1: its columns, None: each has it whole.
         bias: whether it has one.
     """
     places: WeightMap = {

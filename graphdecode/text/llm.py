@@ -22,7 +22,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
+from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.outputs import RequestOutput
@@ -75,7 +75,8 @@ class LLM:
             tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
         path = resolve_model_path(model)
-        check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         self._sampling_defaults = generation_defaults(path)
         if settings.skip_tokenizer_init:
             tokenizer = None
@@ -94,7 +95,7 @@ class LLM:
         return self.engine_config.buckets
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.engine.model
 

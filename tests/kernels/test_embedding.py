@@ -17,10 +17,10 @@ def gather(request, device):
         pytest.skip(f"no compiled kernels: {native.why_not()}")
     where = device if request.param == "triton" else "cpu"
 
-    def run(tokens, weight, live):
+    def run(tokens, weight, live, scale=1.0):
         out = torch.full((len(tokens), weight.shape[1]), torch.nan, dtype=weight.dtype, device=where)
         live_tokens = torch.tensor([live], dtype=torch.int32, device=where)
-        given = (out, torch.tensor(tokens, device=where), weight.to(where), live_tokens)
+        given = (out, torch.tensor(tokens, device=where), weight.to(where), live_tokens, scale)
         if request.param == "native":
             native_embedding(*given)()
         else:
@@ -36,6 +36,14 @@ def test_rows_are_gathered_exactly(gather, dtype, hidden):
     weight = torch.randn(11, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
     tokens = [3, 0, 10, 3]
     assert torch.equal(gather(tokens, weight, 4), weight[tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_scaled(gather, dtype):
+    weight = torch.randn(11, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens, tolerance = [3, 0, 10, 3], torch.finfo(dtype).eps
+    given = gather(tokens, weight, 4, 11.3).double()
+    torch.testing.assert_close(given, 11.3 * weight[tokens].double(), rtol=tolerance, atol=0.0)
 
 
 @pytest.mark.parametrize("live", [0, 1, 2])
@@ -63,6 +71,6 @@ def test_weight_rows_may_be_strided(gather):
 def test_the_operator_passes_opcheck(device):
     arguments = (torch.zeros(3, 8), torch.tensor([1, 2, 3]), torch.randn(5, 8), torch.tensor([2], dtype=torch.int32))
     there = tuple(t.to(device) for t in arguments)
-    torch.library.opcheck(torch.ops.graphdecode.embedding.default, there)
+    torch.library.opcheck(torch.ops.graphdecode.embedding.default, (*there, 2.0))
     embedding(*there)
     assert torch.equal(there[0][1], there[2][2])

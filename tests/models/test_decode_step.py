@@ -13,6 +13,7 @@ from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.models import load_model
 from graphdecode.models.experts import SparseMlp
+from graphdecode.models.family import family_of
 
 ROWS = 6
 BUCKETS = (1, 2, 4, 6)
@@ -73,7 +74,8 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     experts = [block.mlp.experts for block in model.layers if isinstance(block.mlp, SparseMlp)]
     assert bool(experts) == (model.config.experts is not None)
     assert experts or len(linears) == 4 * model.num_layers + 1
-    assert len(norms) == (4 if "Qwen3" in model.config.architecture else 2) * model.num_layers + 1
+    places = family_of(model.config.architecture).weights(model.config).values()
+    assert len(norms) == sum("norm" in parts[0].name for parts in places)
     of_experts = [tensor for block in experts for tensor in block.tensors]
     read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts]
     assert declared >= {id(tensor) for tensor in read}

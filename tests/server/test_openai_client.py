@@ -65,7 +65,15 @@ def test_a_batch_of_texts_and_of_token_ids_keeps_its_order(client: openai.OpenAI
 
 def test_sampled_answers_are_those_of_the_library(client: openai.OpenAI, alone: LLM) -> None:
     params = SamplingParams(
-        n=3, temperature=1.3, top_p=0.9, top_k=40, seed=11, max_tokens=20, ignore_eos=True, stop="z", logit_bias={100: 1.0}
+        n=3,
+        temperature=1.3,
+        top_p=0.9,
+        top_k=40,
+        seed=11,
+        max_tokens=20,
+        ignore_eos=True,
+        stop="z",
+        logit_bias={100: 1.0},
     )
     (expected,) = alone.generate("rev oceanic=", params)
     answer = client.completions.create(
@@ -92,9 +100,10 @@ def test_a_stream_says_the_same_piece_by_piece_and_ends_with_its_usage(client: o
     assert pieces[-1].usage is not None
     assert pieces[-1].usage.total_tokens == pieces[-1].usage.prompt_tokens + pieces[-1].usage.completion_tokens
     assert all(piece.usage is None for piece in pieces[:-1])
-    assert sorted(choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason) == [
-        "stop"
-    ] * 2
+    assert (
+        sorted(choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason)
+        == ["stop"] * 2
+    )
 
 
 def test_a_harness_scores_a_prompt_by_its_echo(client: openai.OpenAI, alone: LLM) -> None:
@@ -176,9 +185,9 @@ def test_wrong_types_and_ranges_are_400_and_name_the_field(
 def test_an_unknown_model_is_404_and_a_wrong_key_401(served: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="x")
-    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0) as stranger:
-        with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+    stranger = openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
     with served.client() as anybody:
         assert anybody.get("/health").status_code == 200
         assert anybody.get("/v1/models").status_code == 401

@@ -35,6 +35,17 @@ class Metadata:
         """
         return self.whole(f"{self.architecture}.{name}", (int, float), default)
 
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a number that is an integer >= 1.
+
+        Raises:
+            UnsupportedModelError: it is none, or see `number`.
+        """
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise UnsupportedModelError(f"{self.architecture}.{name} must be an integer >= 1, got {_shown(value)}")
+        return value
+
     def has(self, name: str) -> bool:
         """Whether the architecture has the field."""
         return f"{self.architecture}.{name}" in self._all

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufFile, GgufTensor
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.gguf.tensor_view import TensorView
+from graphdecode.models.gguf.tensor_view import View
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -55,14 +56,19 @@ class Gguf:
             UnsupportedModelError: a field is missing or wrong, or describes no model that is supported.
         """
         try:
-            return config_of(self._architecture.settings(self._metadata, self._stored))
+            return config_of(self.settings)
         except (UnsupportedModelError, UnsupportedRopeError) as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of the config.json that such a model has."""
+        return self._architecture.settings(self._metadata, self._stored)
+
+    @property
     def tensors(self) -> Mapping[str, Stored]:
         """All that the files hold, under the names of transformers; what has none, under its own."""
-        return {name: Stored(view.shape, view.stored.block.name) for name, view in self._views.items()}
+        return {name: Stored(view.shape, view.block_type) for name, view in self._views.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
@@ -71,10 +77,10 @@ class Gguf:
     @cached_property
     def _architecture(self) -> Architecture:
         try:
-            return architecture_of(self._metadata.get("general.architecture"))
+            return architecture_of(self._metadata)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     @cached_property
-    def _views(self) -> Mapping[str, TensorView]:
+    def _views(self) -> Mapping[str, View]:
         return dict(self._architecture.views(self._metadata, self._stored))
