@@ -2,6 +2,8 @@
 
 import json
 import random
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -24,6 +27,7 @@ from transformers import (
 
 from adopted_models import ADOPTED, TINY, save_random
 from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
+from graphdecode.engine.capacity import plan_capacity
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import check
 from graphdecode.models import (
@@ -136,6 +140,16 @@ def test_a_step_reads_all_weights_but_the_tables(adopted: Callable[[str], Path])
     assert {"q_proj 64x64", "gate_proj 96x64", "lm_head 259x64"} <= model.linear_choices(1).keys()
 
 
+def test_a_cache_is_planned_before_any_weight_is_read(adopted: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(adopted("cohere") / "config.json", tmp_path)  # and nothing else
+    config = describe_model(tmp_path)
+    capacity = plan_capacity(BucketConfig(max_batch_size=1), config, torch.float32, torch.device("cpu"), 2**30)
+    assert capacity.max_sequence_length == TINY.max_position_embeddings
+    assert capacity.token_bytes == 2 * TINY.num_hidden_layers * TINY.hidden_size // 2 * 4
+    stored = load_file(adopted("cohere") / "model.safetensors").values()
+    assert weight_bytes(config, torch.float32) == sum(tensor.nbytes for tensor in stored)
+
+
 def test_8_bit_weights_serve_a_module_too(adopted: Callable[[str], Path]) -> None:
     plain, rounded = (load_model(adopted("opt"), device="cpu", quantize=form) for form in (None, "int8"))
     assert rounded.weight_bytes < 0.5 * plain.weight_bytes
@@ -192,8 +206,6 @@ def test_an_encoder_and_a_decoder_are_refused(tmp_path: Path) -> None:
 
 
 def test_missing_weights_are_named_and_pickles_never_read(adopted: Callable[[str], Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     for file in adopted("opt").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
@@ -214,7 +226,9 @@ def test_missing_weights_are_named_and_pickles_never_read(adopted: Callable[[str
         load_model(tmp_path, device="cpu")
 
 
-def test_code_of_a_checkpoint_runs_by_permission_alone(tmp_path: Path) -> None:
+def test_code_of_a_checkpoint_runs_by_permission_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
     folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path / "model")
     ran = tmp_path / "ran"
     (folder / "odd.py").write_text(
