@@ -87,6 +87,25 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
     assert answers(served) == "42"
 
 
+def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much() -> None:
+    async def ask(http: httpx.AsyncClient, key: str, tokens: int) -> float:
+        body = LONG | {"max_tokens": tokens}
+        answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        return time.monotonic()
+
+    async def main(address: str) -> tuple[list[float], float]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            greedy = [asyncio.create_task(ask(http, "greedy", 1000)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            modest = await ask(http, "modest", 20)
+            return await asyncio.gather(*greedy), modest
+
+    with serving("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest") as server:
+        greedy, modest = asyncio.run(main(server.address))
+    assert modest < sorted(greedy)[1]  # it waited for what ran, and for nothing that only waited
+
+
 def test_origins_are_let_in_by_name_alone(served: Served) -> None:
     with served.client() as http:
         for origin, allowed in (("http://page.example", "http://page.example"), ("http://other.example", None)):
