@@ -18,7 +18,7 @@ from graphdecode.models.weights import Weights
 
 
 class GptOss(Sparse):
-    """gpt-oss, its weights as they are after training, 16 bits each."""
+    """gpt-oss, computed with 16 or 32 bits a weight, also where its checkpoint has four."""
 
     architecture = "GptOssForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
@@ -43,6 +43,13 @@ class GptOss(Sparse):
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json; what is quantised to MXFP4 is read as what it stands for."""
+        method = settings.get("quantization_config")
+        if isinstance(method, dict) and method.get("quant_method") == "mxfp4":
+            settings = settings | {"quantization_config": None}
+        return super().config(settings)
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return whether the products of attention have a bias; the router and the experts have one."""
