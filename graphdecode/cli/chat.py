@@ -16,6 +16,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    ModelImplOption,
     settings_of,
     stdin_text,
 )
@@ -66,6 +67,7 @@ def chat(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    model_impl: ModelImplOption = None,
 ) -> None:
     """Talk with a model. Answers go to stdout as they come, all else to stderr.
 
@@ -79,7 +81,7 @@ def chat(
     if any(not turn.strip() for turn in turns):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
     settings = limited(
-        settings_of(config, device=device, dtype=dtype, seed=seed, quantize=quantize),
+        settings_of(config, device=device, dtype=dtype, seed=seed, quantize=quantize, model_impl=model_impl),
         max_sequence_length=max_sequence_length,
     )
     from graphdecode import LLM, SamplingParams
@@ -94,7 +96,8 @@ def chat(
     )  # fmt: skip
     SamplingParams(**given)  # what cannot be is said before a model is looked for
     path = resolve_model_path(model)
-    trained_length = check_model(path).max_position_embeddings
+    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    trained_length = described.max_position_embeddings
     check_length(max_sequence_length, trained_length)
     tokenizer = load_tokenizer(path)
     messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]

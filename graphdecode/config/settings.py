@@ -54,6 +54,19 @@ class BucketConfig:
         "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of what is free."
     )
     memory_fraction: float = key("capacity", 0.9, fraction(), "See total_num_pages.")
+    max_logprobs: int = key(
+        "capacity",
+        20,
+        integer(1, 2**20),
+        "Log-probabilities at one place that a request may ask for, beside its token's.",
+    )
+    max_stop_token_ids: int = key(
+        "capacity", 128, integer(1, 4096), "Tokens that may end an answer, those of the model included."
+    )
+    max_logit_biases: int = key("capacity", 1024, integer(1, 2**20), "Entries of a request's logit_bias.")
+    max_bad_words: int = key(
+        "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
+    )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
     )
@@ -117,6 +130,10 @@ class EngineKeywords(TypedDict, total=False):
     page_size: int
     total_num_pages: int | Literal["auto"]
     memory_fraction: float
+    max_logprobs: int
+    max_stop_token_ids: int
+    max_logit_biases: int
+    max_bad_words: int
     batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
     max_graphs: int
     capture_when: Literal["startup", "first-use"]

@@ -50,7 +50,11 @@ class Engine:
         )
         self.seed = seed
         self.rules = RequestRules(
-            self.vocab_size, tuple(runner.model.config.eos_token_ids), runner.capacity, runner.cache.page_size
+            self.vocab_size,
+            tuple(runner.model.config.eos_token_ids),
+            runner.capacity,
+            runner.cache.page_size,
+            runner.sampling_capacity,
         )
         self._loop = EngineLoop(self.scheduler, runner)
         self._sequences: dict[int, Sequence] = {}
@@ -140,7 +144,7 @@ class Engine:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
         request_id = next(self._request_ids)
-        params = request.sampling_params
+        params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self.rules.stop_ids(request)
         max_length = self.capacity.token_limit
@@ -156,7 +160,13 @@ class Engine:
             stop_ids=stop_ids,
             eos_token_ids=self.runner.model.config.eos_token_ids,
             sampling=RowSampling.of(
-                params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
+                params,
+                seed=seed,
+                stop_ids=stop_ids,
+                prompt_length=len(tokens),
+                max_length=max_length,
+                vocab_size=self.vocab_size,
+                bad_words=request.bad_words_token_ids,
             ),
             metrics=RequestMetrics(time.perf_counter()),
             priority=request.priority,

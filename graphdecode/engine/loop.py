@@ -72,9 +72,10 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._prefill()
-        if self.scheduler.decoding:
+        goes_on = bool(self.scheduler.decoding) and self._wants_more()
+        if goes_on:
             self._launch()
-        while len(self._under_way) > (self.lookahead if self.scheduler.decoding else 0):
+        while len(self._under_way) > (self.lookahead if goes_on and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
         return events
@@ -106,6 +107,13 @@ class EngineLoop:
         wanted = chunk.sequence.params.prompt_logprobs or 0
         entries = [_token_logprobs(scored, place, wanted) for place in range(chunk.end - chunk.start)]
         chunk.sequence.score(chunk.start, entries)
+
+    def _wants_more(self) -> bool:
+        """Whether any row lacks tokens that what is under way will not give it."""
+        if not self._under_way or self.scheduler.decoding != self._staged:
+            return True
+        ahead = sum(len(batch.launch.steps) for batch in self._under_way)
+        return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
         num_steps, pages_changed = self._reserve_pages(self.runner.steps_per_launch)
@@ -142,13 +150,13 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
         launch = batch.launch
-        logprobs = any(sequence.params.logprobs is not None for sequence in batch.sequences)
-        steps = self.runner.read(launch, logprobs=logprobs)
+        wanted = [count for sequence in batch.sequences if (count := sequence.params.logprobs) is not None]
+        steps = self.runner.read(launch, logprobs=max(wanted) if wanted else None)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
-        # a loop on the device ends with its last row; a single step has run whatever its rows gave
-        ran = 1 if len(steps) == 1 else sum(any(token >= 0 for token in step.tokens) for step in steps)
+        # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
+        ran = sum(any(token != ENDED_BEFORE for token in step.tokens) for step in steps)
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()

@@ -82,6 +82,7 @@ class Runner:
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
         setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
+        self.sampling_capacity = setting.sampling_capacity
         self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
         self.graphs = GraphManager(
@@ -145,12 +146,12 @@ class Runner:
         return Launch(num_rows, range(first, first + num_steps), bucket, started, done)
 
     @_on_its_device
-    def read(self, launch: Launch, *, logprobs: bool = False) -> list[StepTokens]:
+    def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return what its steps gave, step by step.
 
         Args:
             launch: what `launch` returned.
-            logprobs: whether any of its rows asked for log-probabilities.
+            logprobs: most likely tokens that any of its rows asked for; None: no row wants log-probabilities.
         """
         if launch.done is not None:
             launch.done.synchronize()

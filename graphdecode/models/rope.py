@@ -227,8 +227,8 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device
 def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
     """Return fields of a config.json in which `rope_parameters` are those of layers that see all keys, and no others.
 
-    Those of layers with windows stand in a field `sliding_rope`, as a config.json of their own. In older files one
-    `rope_scaling` is that of the former alone, and bases are `rope_theta` and `rope_local_base_freq`.
+    Those of layers with windows stand in a field `sliding_rope`, as a config.json of their own. In older files
+    `rope_theta` and `rope_scaling` are of the former alone.
 
     Args:
         settings: of a config.json.
@@ -240,5 +240,5 @@ def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: f
     full = (given.get("full_attention") or {} if is_nested else given) | (settings.get("rope_scaling") or {})
     sliding = (given.get("sliding_attention") or {}) if is_nested else {}
     full = {"rope_theta": settings.get("rope_theta", theta)} | full
-    sliding = {"rope_theta": settings.get("rope_local_base_freq", sliding_theta)} | sliding
+    sliding = {"rope_theta": sliding_theta} | sliding
     return {"rope_parameters": full, "rope_scaling": None, "sliding_rope": {"rope_parameters": sliding}}

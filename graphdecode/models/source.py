@@ -146,14 +146,13 @@ def _fetched(model: str) -> Path:
 
 
 def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
-    """Fetch the GGUF file of a repository, and no other that it holds; without a network, look for what was fetched."""
+    """Fetch the GGUF file of a repository, and no other that it holds; one that was fetched already serves."""
     from huggingface_hub import list_repo_files, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    try:
-        names = list_repo_files(name)
-    except (OfflineModeIsEnabled, HfHubHTTPError, OSError):
-        names = [path.name for path in folder.iterdir()]
+    here = models_among(path.name for path in folder.iterdir())
+    if quantization:
+        here = of_quantization(here, quantization)
+    names = here or list_repo_files(name)
     there = models_among(names)
     found = of_quantization(there, quantization) if quantization else there
     if quantization and not found:

@@ -20,10 +20,14 @@ KERNEL(advance) {
         if (a->ring_logprob.data && a->sampled_logprob.data && (flags & FLAG_LOGPROBS)) {
             a->ring_logprob.data[place] = a->sampled_logprob.data[row];
             a->ring_rank.data[place] = a->sampled_rank.data[row];
-            memcpy(a->ring_top_logprobs.data + place * tops, a->top_logprobs.data + row * tops, tops * sizeof(float));
-            memcpy(a->ring_top_ids.data + place * tops, a->top_ids.data + row * tops, tops * sizeof(int32_t));
+            int64_t asked = a->num_logprobs.data[row];
+            size_t count = asked > 0 ? (size_t)least_of(asked, tops) : 0;
+            memcpy(a->ring_top_logprobs.data + place * tops, a->top_logprobs.data + row * tops, count * sizeof(float));
+            memcpy(a->ring_top_ids.data + place * tops, a->top_ids.data + row * tops, count * sizeof(int32_t));
         }
-        for (int64_t i = row * stops; i < (row + 1) * stops && !ends; i++)
+        if (a->recent_tokens.data && (flags & FLAG_BAD_WORDS))
+            a->recent_tokens.data[row * BAD_WORD_LENGTH + position % BAD_WORD_LENGTH] = (int32_t)token;
+        for (int64_t i = row * stops; i < (row + 1) * stops && !ends && a->stop_ids.data[i] >= 0; i++)
             ends = a->stop_ids.data[i] == token && position >= a->min_position.data[row];
         if (ends) {
             a->finished.data[row] = 1;

@@ -21,16 +21,28 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .logit_processing import COUNT_MASK, add_bias, apply_penalties, mask_stops, processed_logits
+from .logit_processing import (
+    COUNT_MASK,
+    add_bias,
+    apply_penalties,
+    mask_bad_words,
+    mask_stops,
+    mask_tokens,
+    processed_logits,
+)
 from .logprobs import token_logprobs
 from .philox import uniform_bits, uniform_bits_of
 from .sampling_slots import (
+    BAD_WORD_LENGTH,
     DEAD_TOKEN,
+    FLAG_BAD_WORDS,
     FLAG_BIAS,
     FLAG_LOGPROBS,
     FLAG_PENALTIES,
     FLAG_SAMPLE,
     FLAG_STOP_MASK,
+    FLAG_TOKEN_MASK,
+    MASK_BITS,
     TOO_COLD,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
@@ -55,17 +67,22 @@ _CONSTANTS = {
     "DEAD_TOKEN": DEAD_TOKEN,
     "COUNT_MASK": COUNT_MASK,
     "FLAG_SAMPLE": FLAG_SAMPLE,
+    "FLAG_LOGPROBS": FLAG_LOGPROBS,
     "FLAG_PENALTIES": FLAG_PENALTIES,
     "FLAG_BIAS": FLAG_BIAS,
     "FLAG_STOP_MASK": FLAG_STOP_MASK,
+    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
+    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
+    "MASK_BITS": MASK_BITS,
+    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
     "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
     "WITHOUT_FINITE": WITHOUT_FINITE,
     "TOO_COLD": TOO_COLD,
 }
 
 
-# One program reads one block of one row and finds its largest logit, after bias, penalties and stop mask: that is
-# all a greedy row needs. For other rows it also writes the logits over the temperature, in fp32. A NaN counts as
+# One program reads one block of one row and finds its largest logit, after bias, penalties and what is forbidden: that
+# is all a greedy row needs. For other rows it also writes the logits over the temperature, in fp32. A NaN counts as
 # +inf, so that the maximum tells of it.
 @triton.jit
 def _block_max_kernel(
@@ -84,7 +101,10 @@ def _block_max_kernel(
     bias_values,
     stop_ids,
     min_position,
+    token_mask,
+    bad_words,
     token_counts,
+    recent_tokens,
     vocab,
     logits_stride,
     counts_stride,
@@ -93,9 +113,16 @@ def _block_max_kernel(
     PENALTIES_FLAG: tl.constexpr,
     BIAS_FLAG: tl.constexpr,
     STOP_MASK_FLAG: tl.constexpr,
+    TOKEN_MASK_FLAG: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
     COUNT_BITS: tl.constexpr,
     BIASES: tl.constexpr,
     STOPS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -120,15 +147,25 @@ def _block_max_kernel(
             bias_values,
             stop_ids,
             min_position,
+            token_mask,
+            bad_words,
             token_counts,
             counts_stride,
+            recent_tokens,
             PENALTIES,
             PENALTIES_FLAG,
             BIAS_FLAG,
             STOP_MASK_FLAG,
+            TOKEN_MASK_FLAG,
+            BAD_WORDS,
+            BAD_WORDS_FLAG,
             COUNT_BITS,
             BIASES,
             STOPS,
+            MASK_WORDS,
+            BITS,
+            WORDS,
+            LENGTH,
         )
         values = tl.where(values != values, float("inf"), values)
         largest = tl.max(values, axis=0)
@@ -219,6 +256,7 @@ def sample_triton(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
     block: int = _BLOCK,
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program or pass; see `sample`."""
@@ -243,7 +281,10 @@ def sample_triton(
         slots.bias_values,
         slots.stop_ids,
         slots.min_position,
+        slots.token_mask,
+        slots.bad_words,
         token_counts,
+        recent_tokens,
         vocab,
         logits.stride(0),
         0 if token_counts is None else token_counts.stride(0),
@@ -252,9 +293,16 @@ def sample_triton(
         PENALTIES_FLAG=FLAG_PENALTIES,
         BIAS_FLAG=FLAG_BIAS,
         STOP_MASK_FLAG=FLAG_STOP_MASK,
+        TOKEN_MASK_FLAG=FLAG_TOKEN_MASK,
+        BAD_WORDS=recent_tokens is not None,
+        BAD_WORDS_FLAG=FLAG_BAD_WORDS,
         COUNT_BITS=COUNT_MASK,
         BIASES=slots.bias_ids.shape[1],
         STOPS=slots.stop_ids.shape[1],
+        MASK_WORDS=slots.token_mask.shape[1],
+        BITS=MASK_BITS,
+        WORDS=slots.bad_words.shape[1],
+        LENGTH=BAD_WORD_LENGTH,
         BLOCK=block,
         num_warps=8,
     )
@@ -325,6 +373,7 @@ def _is_served(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
 ) -> bool:
     return logits.stride(1) == 1
 
@@ -337,6 +386,7 @@ def _sample(
     live_rows: Int32,
     slots: SamplingSlots,
     token_counts: Int32 | None,
+    recent_tokens: Int32 | None,
 ) -> None:
     """Write the next token of each live row; see `sample`."""
     live = int(live_rows.item())
@@ -362,6 +412,10 @@ def _sample(
             )
         if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
             mask_stops(line, slots.stop_ids.numpy()[row])
+        if flags & FLAG_TOKEN_MASK:
+            mask_tokens(line, slots.token_mask.numpy()[row])
+        if flags & FLAG_BAD_WORDS and recent_tokens is not None:
+            mask_bad_words(line, slots.bad_words.numpy()[row], recent_tokens.numpy()[row], position)
         tokens[row] = most_likely(line)
         if not flags & FLAG_SAMPLE or tokens[row] < 0:
             continue
@@ -382,6 +436,7 @@ def sample(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None = None,
+    recent_tokens: Tensor | None = None,
     logprobs: LogprobOutputs | None = None,
 ) -> None:
     """Write the next token of each live row into `sampled`, and log-probabilities where a row wants them.
@@ -393,8 +448,9 @@ def sample(
         live_rows: int32 [1]; nothing of the rows from there on is read.
         slots: what each row asks for.
         token_counts: int32 [b, vocab] of the penalties; None: no row has penalties, whatever the flags say.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], see `advance`; None: no row has bad words, whatever the flags say.
         logprobs: written for live rows with FLAG_LOGPROBS, see `token_logprobs`; None: for no row.
     """
-    _sample(sampled, logits, positions, live_rows, slots, token_counts)
+    _sample(sampled, logits, positions, live_rows, slots, token_counts, recent_tokens)
     if logprobs is not None:
-        token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags)
+        token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)

@@ -125,7 +125,7 @@ def test_closing_gives_up_what_runs_and_every_page() -> None:
 def waiting(request_id: int, length: int) -> Sequence:
     """A sequence whose answer is so long that its pages are never taken at once."""
     params = SamplingParams(max_tokens=1000)
-    sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000)
+    sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000, vocab_size=64)
     tokens = [request_id] * length
     return Sequence(request_id, tokens, params, length, 1000, (), (), sampling, RequestMetrics(0.0))
 

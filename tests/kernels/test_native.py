@@ -176,9 +176,9 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     assert not results[1][-1].any()
 
 
-def sampled_by(version, logits, positions, slots, counts, live):
+def sampled_by(version, logits, positions, slots, counts, recent, live):
     sampled = torch.full((len(logits),), -7)
-    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts)
+    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts, recent)
     return sampled.tolist()
 
 
@@ -196,7 +196,7 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
     slots = neutral_slots(6)
     slots.sampling_flags[1] = FLAG_LOGPROBS
     expected = logits[:5].float().numpy().argmax(axis=1).tolist()
-    got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, 5)
+    got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, None, 5)
     assert got == [*expected, DEAD_TOKEN]
 
 
@@ -205,8 +205,8 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
 def test_a_drawn_token_is_the_torch_versions(vocab, dtype):
     """At the border of two tokens the last bit of an exponential may decide: one row in a million."""
     for seed in range(6):
-        logits, positions, slots, counts = random_rows(12, vocab, seed)
-        given = (logits.to(dtype), positions, slots, counts, 11)
+        logits, positions, slots, *books = random_rows(12, vocab, seed)
+        given = (logits.to(dtype), positions, slots, *books, 11)
         assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given), f"seed {seed}"
 
 
@@ -220,7 +220,7 @@ def test_thresholds_are_found_in_any_range_of_values(spread, wish, generator):
     slots = neutral_slots(rows)
     for row in range(rows):
         set_row(slots, row, temperature=0.7, seed=row, **wish)
-    given = (logits, torch.arange(rows, dtype=torch.int32), slots, None, rows)
+    given = (logits, torch.arange(rows, dtype=torch.int32), slots, None, None, rows)
     assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given)
 
 
@@ -235,10 +235,10 @@ def test_a_draw_does_not_depend_on_company_or_threads(generator):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = sampled_by(run_native_sample, logits, positions, slots, None, rows)
+        together = sampled_by(run_native_sample, logits, positions, slots, None, None, rows)
         torch.set_num_threads(1)
         one = SamplingSlots(*(slot[:1] for slot in slots))
-        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, 1)
+        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, None, 1)
     finally:
         torch.set_num_threads(threads)
     assert together == alone * rows
@@ -305,7 +305,7 @@ def test_a_hostile_count_of_live_rows_reaches_no_row_that_is_not_there(generator
     logits, slots = torch.randn(rows, vocab, generator=generator), neutral_slots(rows)
     for live, expected in ((2**31 - 1, logits.argmax(1).tolist()), (-(2**31), [DEAD_TOKEN] * rows)):
         around = torch.full((rows + 2,), -7)
-        native_sample(around[1:-1], logits, slots.top_k, torch.tensor([live], dtype=torch.int32), *slots, None)()
+        native_sample(around[1:-1], logits, slots.top_k, torch.tensor([live], dtype=torch.int32), *slots, None, None)()
         assert around.tolist() == [-7, *expected, -7]
 
 
@@ -346,6 +346,6 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
 def test_a_tensor_of_another_type_than_the_kernel_reads_is_left_to_torch():
     logits, slots = torch.zeros(2, 16), neutral_slots(2)
     live = torch.tensor([2], dtype=torch.int32)
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live, *slots, None) is not None
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k.long(), live, *slots, None) is None
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live.long(), *slots, None) is None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live, *slots, None, None) is not None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k.long(), live, *slots, None, None) is None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live.long(), *slots, None, None) is None

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from adopted_checkpoints import ADOPTED, GROUPED, save_adopted, save_module
 from driven_decoder import DrivenDecoder
 from transformers import (
     AutoModelForCausalLM,
@@ -22,6 +21,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from adopted_models import ADOPTED, TINY, save_random
 from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import check
@@ -50,7 +50,7 @@ def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def folder_of(name: str) -> Path:
         if name not in folders:
-            folders[name] = save_adopted(name, tmp_path_factory.mktemp(name))
+            folders[name] = save_random(ADOPTED[name](TINY), tmp_path_factory.mktemp(name))
         return folders[name]
 
     return folder_of
@@ -129,7 +129,7 @@ def test_laws_2_4_and_5_hold_for_a_module_that_was_not_written_for_graphs(driven
 def test_a_step_reads_all_weights_but_the_tables(adopted: Callable[[str], Path]) -> None:
     model = load_model(adopted("stablelm"), device="cpu", dtype="float32")
     config = describe_model(adopted("stablelm"))
-    table = config.vocab_size * GROUPED["hidden_size"] * 4
+    table = config.vocab_size * TINY.hidden_size * 4
     # panels of a product are padded to whole panels
     assert 0 <= model.weight_bytes - (weight_bytes(config, torch.float32) - table) < 0.2 * model.weight_bytes
     assert {"q_proj 64x64", "gate_proj 96x64", "lm_head 259x64"} <= model.linear_choices(1).keys()
@@ -141,7 +141,7 @@ def test_8_bit_weights_serve_a_module_too(adopted: Callable[[str], Path]) -> Non
 
 
 def test_what_reads_on_the_host_is_refused_with_file_and_line_and_runs_eagerly(tmp_path: Path) -> None:
-    folder = save_module(LlamaConfig(**GROUPED, rope_parameters=DYNAMIC), tmp_path)
+    folder = save_random(LlamaConfig(**TINY.grouped(), rope_parameters=DYNAMIC), tmp_path)
     settings: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2, "model_impl": "transformers"}
     with pytest.raises(CaptureError, match=r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*backend='eager'"):
         LLM(folder, **settings)
@@ -150,7 +150,7 @@ def test_what_reads_on_the_host_is_refused_with_file_and_line_and_runs_eagerly(t
 
 
 def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
-    folder = save_module(LlamaConfig(**GROUPED), tmp_path)
+    folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path)
     found = {}
     for impl in ("auto", "transformers"):
         with LLM(folder, dtype="float32", max_batch_size=4, model_impl=impl) as llm:
@@ -171,7 +171,7 @@ def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
             BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4),
             "calls attention through its AttentionInter",
         ),
-        (DeepseekV3Config(**GROUPED), "192 .keys. and 128 .values. channels"),
+        (DeepseekV3Config(**TINY.grouped()), "192 .keys. and 128 .values. channels"),
         (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "takes no position_ids"),
     ],
     ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
@@ -215,7 +215,7 @@ def test_missing_weights_are_named_and_pickles_never_read(adopted: Callable[[str
 
 
 def test_code_of_a_checkpoint_runs_by_permission_alone(tmp_path: Path) -> None:
-    folder = save_module(LlamaConfig(**GROUPED), tmp_path / "model")
+    folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path / "model")
     ran = tmp_path / "ran"
     (folder / "odd.py").write_text(
         f"open({str(ran)!r}, 'w').close()\n"
@@ -223,7 +223,7 @@ def test_code_of_a_checkpoint_runs_by_permission_alone(tmp_path: Path) -> None:
         "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n"
         "class OddModel(LlamaForCausalLM):\n    config_class = OddConfig\n"
     )
-    config = LlamaConfig(**GROUPED).to_dict() | {
+    config = LlamaConfig(**TINY.grouped()).to_dict() | {
         "model_type": "odd",
         "architectures": ["OddModel"],
         "auto_map": {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddModel"},
@@ -264,6 +264,6 @@ def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[
 
 
 def test_experts_that_a_module_groups_on_the_device_are_captured(tmp_path: Path) -> None:
-    folder = save_module(OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2), tmp_path)
+    folder = save_random(OlmoeConfig(**TINY.grouped(), num_experts=4, num_experts_per_tok=2), tmp_path)
     with LLM(folder, dtype="float32", max_batch_size=4, model_impl="transformers") as llm:
         assert tokens_of(llm) == answers_of_transformers(folder)

@@ -23,7 +23,8 @@ class Gemma3(Gemma2):
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Take the fields of a config.json."""
-        return super().config(settings | ropes_by_layer_type(settings, 1e6, 1e4))
+        local_theta = settings.get("rope_local_base_freq", 1e4)  # in older files
+        return super().config(settings | ropes_by_layer_type(settings, 1e6, local_theta))
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer."""

@@ -226,7 +226,8 @@ function showOdds(event) {
   if (!odds) return;
   const box = document.createElement("div");
   box.id = "odds";
-  box.textContent = odds.map(([token, logprob]) => `${(100 * Math.exp(logprob)).toFixed(1).padStart(5)} %  ${JSON.stringify(token)}`).join("\n");
+  const likeliest = [...odds].sort((a, b) => b[1] - a[1]);
+  box.textContent = likeliest.map(([token, logprob]) => `${(100 * Math.exp(logprob)).toFixed(1).padStart(5)} %  ${JSON.stringify(token)}`).join("\n");
   document.body.append(box);
   const at = event.target.getBoundingClientRect();
   box.style.left = `${Math.min(at.left, innerWidth - box.offsetWidth - 8)}px`;
