@@ -80,16 +80,16 @@ class GptOss(Sparse):
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts, always stacked: [in_features, out_features]."""
+        """Return the places of one layer's router and experts, always stacked: [experts, in_features, out_features]."""
         experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
         all_of, width = experts.count, experts.intermediate_size
         return {
             f"{at}router": (Part(f"{mlp}router.weight", (all_of, hidden)),),
             f"{at}router.bias": (Part(f"{mlp}router.bias", (all_of,)),),
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden)),),
+            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 0),),
+            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 0),),
+            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 0),),
+            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), 0),),
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
