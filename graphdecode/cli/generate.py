@@ -31,7 +31,6 @@ from graphdecode.cli.sampling_options import (
     LogitBiasOption,
     LogprobsOption,
     MinPOption,
-    MinTokensOption,
     PresencePenaltyOption,
     RepetitionPenaltyOption,
     SeedOption,
@@ -39,6 +38,7 @@ from graphdecode.cli.sampling_options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    more_sampling,
     sampling_fields,
 )
 from graphdecode.errors import ArgumentError
@@ -50,14 +50,15 @@ if TYPE_CHECKING:
     from graphdecode.text.answer import Answer
 
 
+@more_sampling
 def generate(
+    more: dict[str, Any],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    min_tokens: MinTokensOption = None,
     n: AnswersOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
@@ -97,8 +98,8 @@ def generate(
     where it does not set do_sample. Without that file it is the library's default: temperature 1.
     """
     began = time.perf_counter()
-    if logprobs is not None and not as_json:
-        raise ArgumentError("--logprobs are printed with --json alone")
+    if not as_json and (logprobs is not None or "prompt_logprobs" in more):
+        raise ArgumentError("--logprobs and --prompt-logprobs are printed with --json alone")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
@@ -120,7 +121,7 @@ def generate(
     given = sampling_fields(
         n=n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
-        seed=settings.seed, stop=stop, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs,
+        seed=settings.seed, stop=stop, max_tokens=max_tokens, logprobs=logprobs, **more,
     )  # fmt: skip
     SamplingParams(**given)  # what cannot be is said before a model is looked for
     if record_batches is not None:
@@ -152,7 +153,10 @@ def _sized(
     settings: EngineConfig, trained_length: int, tokenizer: Any, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
     """Return settings whose capacity is what these prompts can use."""
+    most = params.truncate_prompt_tokens
     lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
+    if most is not None and most > 0:
+        lengths = [min(length, most) for length in lengths]
     return fitted(settings, lengths, params.max_tokens, answers=len(texts) * params.n, trained_length=trained_length)
 
 

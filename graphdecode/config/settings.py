@@ -25,6 +25,7 @@ from graphdecode.config.key import (
     long_integer,
     matching,
     none_or,
+    number,
     one_of,
 )
 from graphdecode.config.server import SERVER, ServerConfig
@@ -141,6 +142,7 @@ class EngineKeywords(TypedDict, total=False):
     warmup_steps: int
     steps_per_launch: int
     max_prefill_tokens: int | Literal["auto"]
+    target_itl_ms: float
     device: Any  # a name or a torch.device
     dtype: Any  # a name or a torch.dtype
     seed: int
@@ -169,6 +171,13 @@ class EngineConfig:
         auto_or(integer(1)),
         f"Prompt tokens of one engine step; auto is {_AUTO_PREFILL_TOKENS['cuda']} on a GPU and "
         f"{_AUTO_PREFILL_TOKENS['cpu']} on a CPU.",
+    )
+    target_itl_ms: float = key(
+        "scheduling",
+        0.0,
+        number(0),
+        "Milliseconds between two tokens of an answer: while answers run, prompts are computed in chunks small enough "
+        "to keep it, as far as a step alone does. 0: none.",
     )
     device: str = key(
         "model",

@@ -38,16 +38,15 @@ class Engine:
     Args:
         runner: the model, its cache and its graphs.
         seed: of the requests that bring none.
+        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
     """
 
-    def __init__(self, runner: Runner, *, seed: int = 0) -> None:
+    def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
         self.runner = runner
-        self.scheduler = Scheduler(
-            runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget
-        )
+        self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
         self.rules = RequestRules(
             self.vocab_size,
@@ -56,7 +55,7 @@ class Engine:
             runner.cache.page_size,
             runner.sampling_capacity,
         )
-        self._loop = EngineLoop(self.scheduler, runner)
+        self._loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -169,7 +168,7 @@ class Engine:
                 bad_words=request.bad_words_token_ids,
             ),
             metrics=RequestMetrics(time.perf_counter()),
-            priority=request.priority,
+            precedence=(request.priority, request.turn),
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))

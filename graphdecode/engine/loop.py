@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import NamedTuple
 
 from graphdecode.cache import CacheFullError
+from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Chunk, Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
+from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
 
 class _UnderWay(NamedTuple):
@@ -20,6 +23,8 @@ class _UnderWay(NamedTuple):
 
     launch: Launch
     sequences: tuple[Sequence, ...]
+    prefilled: int  # tokens of prompts that were computed right before it
+    since: float  # when that began
 
 
 class EngineLoop:
@@ -31,13 +36,14 @@ class EngineLoop:
     Args:
         scheduler: who runs.
         runner: the model.
+        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = EngineStats()
@@ -45,6 +51,9 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
         self._last_read = 0.0
+        self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
+        self._prefilled = 0  # tokens of prompts since the last launch
+        self._since = 0.0  # when their computation began
         self._events: list[Event] = []
 
     @property
@@ -89,18 +98,20 @@ class EngineLoop:
         return events
 
     def _prefill(self) -> None:
-        chunks = self.scheduler.next_chunks()
+        chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
+        self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
+        self._since = began = time.perf_counter()
         if chunks:
-            began = time.perf_counter()
             found = self.runner.prefill([chunk.inputs(self.scheduler.cache) for chunk in chunks])
             for chunk, scored in zip(chunks, found, strict=True):
                 if scored is not None:
                     self._take_scores(chunk, scored)
             self.stats.prefill_seconds += time.perf_counter() - began
-            self.stats.prefilled_tokens += sum(chunk.end - chunk.start for chunk in chunks)
+            self.stats.prefilled_tokens += self._prefilled
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
-            self._tell(sequence, [], None)
+            unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
+            self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
     @staticmethod
     def _take_scores(chunk: Chunk, scored: StepLogprobs) -> None:
@@ -129,7 +140,7 @@ class EngineLoop:
             self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        self._under_way.append(_UnderWay(launch, tuple(self._staged)))
+        self._under_way.append(_UnderWay(launch, tuple(self._staged), self._prefilled, self._since))
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -161,6 +172,7 @@ class EngineLoop:
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()
         self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / max(ran, 1))
+        self._budget.saw(batch.prefilled, (now - max(self._last_read, batch.since)) / max(ran, 1))
         self._last_read = now
 
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:

@@ -41,13 +41,11 @@ class Scheduler:
     Args:
         cache: gives and takes pages.
         max_batch_size: rows, shared by the sequences being prefilled and decoded.
-        prefill_budget: tokens that one engine step prefills at most, so that decoding never waits long.
     """
 
-    def __init__(self, cache: PagedKVCache, *, max_batch_size: int, prefill_budget: int) -> None:
+    def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
         self.cache = cache
         self.max_batch_size = max_batch_size
-        self.prefill_budget = prefill_budget
         self.waiting: list[Sequence] = []  # in the order of their turns
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -63,10 +61,9 @@ class Scheduler:
         """Let a sequence wait for its turn."""
         insort(self.waiting, sequence, key=_TURN)
 
-    def next_chunks(self) -> list[Chunk]:
-        """Choose what to prefill now, at most `prefill_budget` tokens, admitting sequences as rows and pages allow."""
+    def next_chunks(self, budget: int) -> list[Chunk]:
+        """Choose what to prefill now, at most `budget` tokens, admitting sequences as rows and pages allow."""
         chunks: list[Chunk] = []
-        budget = self.prefill_budget
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
         while self.waiting and budget > 0 and len(self._admitted) < self.max_batch_size:

@@ -29,7 +29,7 @@ class Sequence:
         eos_token_ids: those of them that are the model's.
         sampling: what the step is told of it.
         metrics: times and counts.
-        priority: the lowest is served first and gives way last.
+        precedence: of the request, its priority and its turn: the lowest is served first and gives way last.
         cached_length: tokens whose keys and values are in the cache; the one book of it.
         finish_reason: "stop", "length" or "error" once it has ended; None before.
         stop_reason: the request's stop token that ended it.
@@ -46,7 +46,7 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     sampling: RowSampling
     metrics: RequestMetrics
-    priority: int = 0
+    precedence: tuple[int, float] = (0, 0.0)
     cached_length: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
@@ -54,9 +54,9 @@ class Sequence:
     has_told_prompt: bool = False
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def turn(self) -> tuple[int, float, int]:
         """Where it stands in line: the lowest is served first."""
-        return self.priority, self.request_id
+        return *self.precedence, self.request_id
 
     @property
     def unscored(self) -> bool:

@@ -91,7 +91,7 @@ class Endpoints:
         self._started = int(time.time())
 
     def of(
-        self, kind: type[B], answer: Callable[[Service, B], Awaitable[Response]]
+        self, kind: type[B], answer: Callable[[Service, B, str], Awaitable[Response]]
     ) -> Callable[..., Awaitable[Response]]:
         """Return the endpoint that takes one kind of body.
 
@@ -105,7 +105,7 @@ class Endpoints:
             self._check_model(body.model)
             self._service.note_unknown(body.model_extra)
             try:
-                return await answer(self._service, body)
+                return await answer(self._service, body, request.headers.get("authorization", ""))
             except GraphdecodeError as error:
                 raise as_http_error(error, frozenset(kind.model_fields)) from error
 

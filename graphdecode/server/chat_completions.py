@@ -103,7 +103,7 @@ def _token(entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
-async def chat(service: Service, body: ChatCompletion) -> ChatReply:
+async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply:
     """Return the response to a request.
 
     Raises:
@@ -124,7 +124,9 @@ async def chat(service: Service, body: ChatCompletion) -> ChatReply:
     if form is not None and form.is_special:
         params = replace(params, skip_special_tokens=False)
     rendered = rendered_chat(service, body, with_tools=wants_tools)
-    order = service.order(rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0)
+    order = service.order(
+        caller, rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0
+    )
     return ChatReply(service, body, order, form)
 
 

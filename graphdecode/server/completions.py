@@ -101,7 +101,7 @@ def prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> list[dic
     return [None if each is None else {str(token): asdict(entry) for token, entry in each.items()} for each in entries]
 
 
-async def complete(service: Service, body: Completion) -> CompletionReply:
+async def complete(service: Service, body: Completion, caller: str) -> CompletionReply:
     """Return the response to a request.
 
     Raises:
@@ -119,7 +119,7 @@ async def complete(service: Service, body: Completion) -> CompletionReply:
     )
     special, priority = body.add_special_tokens is not False, body.priority or 0
     return CompletionReply(
-        service, body, await service.orders(_prompts(body), params, priority=priority, special=special)
+        service, body, await service.orders(caller, _prompts(body), params, priority=priority, special=special)
     )
 
 

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-import httpx
+import httpx2 as httpx
 import pytest
 from served import Served, serving
 
@@ -87,6 +87,25 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
     assert answers(served) == "42"
 
 
+def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much() -> None:
+    async def ask(http: httpx.AsyncClient, key: str, tokens: int) -> float:
+        body = LONG | {"max_tokens": tokens}
+        answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        return time.monotonic()
+
+    async def main(address: str) -> tuple[list[float], float]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            greedy = [asyncio.create_task(ask(http, "greedy", 1000)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            modest = await ask(http, "modest", 20)
+            return await asyncio.gather(*greedy), modest
+
+    with serving("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest") as server:
+        greedy, modest = asyncio.run(main(server.address))
+    assert modest < sorted(greedy)[1]  # it waited for what ran, and for nothing that only waited
+
+
 def test_origins_are_let_in_by_name_alone(served: Served) -> None:
     with served.client() as http:
         for origin, allowed in (("http://page.example", "http://page.example"), ("http://other.example", None)):
@@ -146,11 +165,12 @@ def test_a_killed_engine_is_an_error_and_not_silence_and_comes_back(served: Serv
             time.sleep(0.1)
         assert http.post("/v1/completions", json=SHORT).status_code == 200
     assert served.metric("graphdecode:recaptures_total") == 1
+    assert not any("abc" in line for line in served.lines)  # nobody's text is logged unless it is asked for
     assert answers(served) == "42"
 
 
 def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
-    with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
+    with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
         connection = begin(server, LONG | {"max_tokens": 1500})
         server.process.send_signal(signal.SIGTERM)
         with server.client() as http:
@@ -164,6 +184,7 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
         assert b'"finish_reason":"length"' in received
         assert b"[DONE]" in received
         assert server.process.wait(20) == 0
+        assert any("'abc' ->" in line for line in server.lines)
 
 
 def test_told_twice_it_ends_at_once() -> None:
