@@ -156,7 +156,8 @@ def _decode_attention_kernel(
         MODE,
     )
     if HAS_SINKS:
-        acc, total, top = with_sinks(acc, total, top, sinks, head, held & (split == 0))
+        is_first = split + tl.zeros([BLOCK_M], tl.int32) == 0
+        acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
     norm = tl.where(total > 0.0, total, 1.0)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
