@@ -3,9 +3,9 @@
     python tools/bench_server.py --model smollm2 --clients 32 --answer-tokens 64 --out server
     python tools/bench_server.py --server 'llama.cpp=python -m llama_cpp.server --model FILE --port {port}'
 
-The engine runs on the first core, HTTP and the clients on the others: `library` is the engine on that core alone, called
-in process; `server` is the same engine behind `graphdecode serve`. Further servers are commands in which {port} stands
-for their port; they get all cores. Each takes its turn, ROUNDS times over; medians are told. Writes server.json.
+The engine runs on the first core, HTTP and the clients on the others: `library` is the engine on that core alone,
+called in process; `server` is the same engine behind `graphdecode serve`. Further servers are commands in which {port}
+stands for their port; they get all cores. Each takes its turn, ROUNDS times over; medians are told. Writes server.json.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from graphdecode.profiling.environment import describe_environment
 
 START_SECONDS = 180
 ALONE_REQUESTS = 15
-WORDS = ["the", "old", "river", "runs", "under", "a", "stone", "bridge", "while", "people", "walk", "home", "and", "talk", "about", "bread", "rain", "work", "music"]
+TEXT = "the old river runs under a stone bridge while people walk home and talk about bread rain work music"
 
 
 def prompts_of(count: int, seed: int) -> list[str]:
     """Return texts that share no prefix."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=24)) for _ in range(count)]
+    return [" ".join(draw.choices(TEXT.split(), k=24)) for _ in range(count)]
 
 
 def free_port() -> int:
