@@ -146,7 +146,9 @@ def load_model(
     if by_transformers is not None:
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         by_transformers.check_files(source)
-        return by_transformers.load(options, progress=progress)
+        module = by_transformers.load(options, progress=progress)
+        _return_free_memory()
+        return module
     config = source.config()
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
