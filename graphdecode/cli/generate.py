@@ -81,6 +81,9 @@ def generate(
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")
+    ] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
@@ -101,6 +104,7 @@ def generate(
         quantize=quantize,
         batch_invariant=batch_invariant or None,
         prefix_cache=False if no_prefix_cache else None,
+        trust_remote_code=trust_remote_code or None,
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
@@ -118,7 +122,7 @@ def generate(
         check_record(record_batches)
     path = resolve_model_path(model)
     check_length(max_sequence_length, check_model(path).max_position_embeddings)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     settings = _sized(settings, path, tokenizer, texts, SamplingParams(**given))
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)

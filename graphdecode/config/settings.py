@@ -129,6 +129,7 @@ class EngineKeywords(TypedDict, total=False):
     quantize: str | None
     batch_invariant: bool
     prefix_cache: bool
+    trust_remote_code: bool
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,9 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    trust_remote_code: bool = key(
+        "model", False, boolean(), "Run a tokenizer that is Python code of the checkpoint; it can do what its user can."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):

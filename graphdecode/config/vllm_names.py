@@ -84,7 +84,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "convert": Unsupported("a model generates", (None, "auto", "none")),
     "tokenizer_mode": _OWN_TOKENIZER,
     "skip_tokenizer_init": Unsupported("graphdecode.Engine takes and gives tokens alone", (None, False)),
-    "trust_remote_code": Unsupported("Python code of a checkpoint is never run", (None, False)),
     "allowed_local_media_path": _NO_MEDIA,
     "allowed_media_domains": _NO_MEDIA,
     "limit_mm_per_prompt": _NO_MEDIA,
@@ -97,7 +96,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "distributed_executor_backend": _ONE_DEVICE,
     "disable_custom_all_reduce": Unsupported("a model runs on one device", (None, False, True)),
     "revision": _FOLDER,
-    "code_revision": Unsupported("Python code of a checkpoint is never run"),
+    "code_revision": _FOLDER,
     "tokenizer_revision": _FOLDER,
     "download_dir": Unsupported("HF_HOME names the folder of what is fetched"),
     "hf_token": Unsupported("log in with `hf auth login`, or set HF_TOKEN"),
@@ -197,7 +196,9 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
         ours = SETTINGS.get(name, name)
-        if (value is None and name in (*SETTINGS, "seed")) or (name == "enforce_eager" and value is False):
+        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code")) or (
+            name == "enforce_eager" and value is False
+        ):
             continue  # vLLM's default, which leaves the setting to the configuration
         if ours in settings:
             raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")

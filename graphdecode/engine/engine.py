@@ -49,9 +49,9 @@ class Engine:
             runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget
         )
         self.seed = seed
-        self.rules = RequestRules(
-            self.vocab_size, tuple(runner.model.config.eos_token_ids), runner.capacity, runner.cache.page_size
-        )
+        # a token that is not in the vocabulary ends nothing
+        eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
+        self.rules = RequestRules(self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size)
         self._loop = EngineLoop(self.scheduler, runner)
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = itertools.count()
@@ -149,7 +149,7 @@ class Engine:
             prompt_length=len(tokens),
             max_length=max_length,
             stop_ids=stop_ids,
-            eos_token_ids=self.runner.model.config.eos_token_ids,
+            eos_token_ids=self.rules.eos_token_ids,
             sampling=RowSampling.of(
                 params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
             ),

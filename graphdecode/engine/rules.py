@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.request import Request, RequestError
+from graphdecode.errors import shown
 from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
 
 
@@ -36,12 +38,12 @@ class RequestRules:
         if params.n != 1:
             raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
         if params.stop_strings:
-            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {params.stop!r}")
+            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {shown(params.stop)}")
         if not len(tokens):
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
-        wrong = [token for token in tokens if not 0 <= token < vocab_size]
+        wrong = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < vocab_size)]
         if wrong:
-            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
+            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
         capacity = self.capacity
         if len(tokens) >= capacity.token_limit:
             raise RequestError(
@@ -58,7 +60,7 @@ class RequestRules:
         for name, ids in named.items():
             beyond = [token for token in ids if token >= vocab_size]
             if beyond:
-                raise RequestError(f"{name} names {beyond}, the vocabulary ends at {vocab_size - 1}")
+                raise RequestError(f"{name} names {shown(beyond)}, the vocabulary ends at {vocab_size - 1}")
 
     def stop_ids(self, request: Request) -> tuple[int, ...]:
         """Return the tokens that end the answer to a request."""

@@ -8,14 +8,21 @@ from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
+
+# What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
+# token. Far above what people ask for, and far below what others would feel.
+MAX_ANSWERS = 1024
+MAX_STOP_STRINGS = 256
+MAX_STOP_LENGTH = 1024  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
+    # an integer may be too large to become a float
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= _LARGEST)  # type: ignore[operator]
 
 
 def _is_integer(value: Any) -> bool:
@@ -34,7 +41,7 @@ class SamplingParams:
     What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
 
     Args:
-        n: how many independent answers to give.
+        n: how many independent answers to give, at most 1024.
         temperature: 0 means greedy; else the logits are divided by it.
         top_k: sample among the k most likely tokens; 0 or -1 means all.
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
@@ -45,7 +52,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
         logit_bias: token id -> value added to its logit; at most 64 entries.
-        stop: text that ends the answer, which is cut before it.
+        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 1024 characters.
         stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
@@ -84,6 +91,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._check("n", _is_integer(self.n) and self.n >= 1, "an integer >= 1")
+        self._check("n", self.n <= MAX_ANSWERS, f"at most {MAX_ANSWERS}")
         self._check("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
         self._check("top_k", _is_integer(self.top_k) and -1 <= self.top_k < 2**31, "an integer >= -1")
         self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
@@ -133,9 +141,12 @@ class SamplingParams:
         )
         self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
         self._check(
             "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
         )
+        longest = max(map(len, strings), default=0)
+        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
         self._check(
             "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
         )
@@ -143,4 +154,4 @@ class SamplingParams:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise ArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+            raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")

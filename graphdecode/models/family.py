@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
+from graphdecode.errors import shown
 from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.weight_map import Part, WeightMap
@@ -64,7 +65,8 @@ def family_of(architecture: object) -> Family:
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported are {known}")
+        asked = shown(architecture, plain=True)
+        raise UnsupportedModelError(f"architecture {asked} is not supported; supported are {known}")
     return family
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.models.fields import MOST, flag, is_positive
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -57,30 +58,31 @@ class RopeConfig:
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
             raise UnsupportedRopeError(
-                f"rope_parameters must be one object with numbers for all layers, got {scaling!r}; supported rope "
+                f"rope_parameters must be one object with numbers for all layers, got {shown(scaling)}; supported rope "
                 f"types are {', '.join(ROPE_TYPES)}"
             )
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise UnsupportedRopeError(
-                f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+                f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
             )
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
         if partial != 1.0:
-            raise UnsupportedRopeError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
+            raise UnsupportedRopeError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
         theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
+        if theta <= 1:
+            raise UnsupportedRopeError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
         if rope_type == "default":
             return cls(theta=theta)
-        original = int(
-            _number(settings, "original_max_position_embeddings", 0.0)
-            or _number(scaling, "original_max_position_embeddings", max_positions)
-        )
+        original = _positions(settings) or _positions(scaling) or max_positions
         # yarn alone may leave its factor to what the context grew by
         factor = _number(scaling, "factor", max_positions / original if rope_type == "yarn" else None)
         if rope_type == "linear":
             return cls(rope_type, theta, factor)
         if rope_type == "llama3":
             low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            if low >= high:
+                raise UnsupportedRopeError(f"low_freq_factor {low} must be below high_freq_factor {high}")
             return cls(rope_type, theta, factor, original, low, high)
         return cls(
             rope_type,
@@ -90,8 +92,17 @@ class RopeConfig:
             beta_fast=_number(scaling, "beta_fast", 32.0),
             beta_slow=_number(scaling, "beta_slow", 1.0),
             attention_factor=_yarn_attention_factor(scaling, factor),
-            truncate=bool(scaling.get("truncate", True)),
+            truncate=flag(scaling, "truncate", True),
         )
+
+
+def _positions(fields: dict[str, Any]) -> int:
+    """Return the context that a model was first trained for; 0 where nothing is said."""
+    name = "original_max_position_embeddings"
+    value = _number(fields, name, 0.0)
+    if value and not 1 <= value <= MOST:
+        raise UnsupportedRopeError(f"{name} must be in 1..{MOST}, got {shown(value)}")
+    return int(value)
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
@@ -99,11 +110,9 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
     value = fields.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise UnsupportedRopeError(
-            f"rope type {fields.get('rope_type') or fields.get('type') or 'default'!r} needs {name} to be a number > 0,"
-            f" got {value!r}"
-        )
+    if not is_positive(value):
+        kind = shown(fields.get("rope_type") or fields.get("type") or "default")
+        raise UnsupportedRopeError(f"rope type {kind} needs {name} to be a number > 0, got {shown(value)}")
     return float(value)
 
 

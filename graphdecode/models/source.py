@@ -57,6 +57,16 @@ def refuse_pointer(file: Path) -> None:
         )
 
 
+def require_file(path: Path) -> None:
+    """Refuse what is no plain file, such as a pipe, from which reading would never end.
+
+    Raises:
+        ModelSourceError: there is something else of that name.
+    """
+    if path.exists() and not path.is_file():
+        raise ModelSourceError(f"{path} is no plain file")
+
+
 def gguf_hint(file: Path) -> str:
     """Return what to do about a GGUF file."""
     return (

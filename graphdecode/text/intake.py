@@ -11,9 +11,10 @@ from typing import Any
 
 from graphdecode.engine import Engine, Request, RequestError, RequestMetrics, SamplingParams
 from graphdecode.engine.engine import derived_seed
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.tokenizer import is_tokenizers_own
 
 
 @dataclass(frozen=True)
@@ -49,11 +50,22 @@ class Intake:
         self._numbers = itertools.count()
 
     def encode(self, prompt: str | list[int]) -> list[int]:
-        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them."""
+        """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them.
+
+        Raises:
+            ArgumentError: the tokenizer fails at this text.
+        """
         if not isinstance(prompt, str):
             return prompt
-        with self._encoding:
-            ids = list(self._tokenizer(prompt, verbose=False).input_ids)
+        try:
+            with self._encoding:
+                ids = list(self._tokenizer(prompt, verbose=False).input_ids)
+        except BaseException as error:
+            if not is_tokenizers_own(error):
+                raise
+            raise ArgumentError(
+                f"the tokenizer fails at the prompt {shown(prompt)}: {type(error).__name__}: {error}"
+            ) from error
         if not ids and self._tokenizer.bos_token_id is not None:
             ids = [self._tokenizer.bos_token_id]
         return ids
@@ -93,7 +105,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):
-        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {params!r:.80}")
+        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {shown(params)}")
     wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
     if wrong:
         raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")

@@ -23,6 +23,7 @@ from graphdecode.engine.loading import load_runner
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
+from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.intake import Intake, as_params
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
@@ -69,13 +70,15 @@ class LLM:
         **keywords: Unpack[LLMKeywords],
     ) -> None:
         began = time.perf_counter()
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        trusted = settings.trust_remote_code
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)
         path = resolve_model_path(model)
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self._sampling_defaults = generation_defaults(path)
-        self.tokenizer: Any = load_tokenizer(path) if tokenizer is None else tokenizer
+        self._generation_file = path / GENERATION_FILE
+        self.tokenizer: Any = load_tokenizer(path, trust_remote_code=trusted) if tokenizer is None else tokenizer
         runner = load_runner(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, runner.capacity)
         self.engine = Engine(runner, seed=self.engine_config.seed)
@@ -138,7 +141,10 @@ class LLM:
         Raises:
             ArgumentError: the file states what cannot be.
         """
-        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        try:
+            return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        except ArgumentError as error:
+            raise ArgumentError(f"{self._generation_file}: {error}") from error
 
     def generate(
         self,

@@ -12,6 +12,9 @@ from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS
 _WORDS = 2 + 1 + 2 * MAX_LOGPROBS  # 32-bit words of one row's step: a token, its log-probability, the most likely ones
 
 
+STEP_BYTES = 4 * _WORDS
+
+
 class Rings(NamedTuple):
     """Views of one block of memory, so that a step brings all of it to the host in one copy.
 

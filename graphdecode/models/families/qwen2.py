@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import UnsupportedModelError, count
+from graphdecode.errors import shown
+from graphdecode.models.config import UnsupportedModelError, count, flag, whole
 from graphdecode.models.families.llama import Llama
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -29,13 +30,13 @@ class Qwen2(Llama):
 
         transformers keeps the keys with `key > query - sliding_window`: that many less one before the query's own.
         """
-        if not settings.get("use_sliding_window", False) or settings.get("sliding_window") is None:
+        if not flag(settings, "use_sliding_window", False) or settings.get("sliding_window") is None:
             return (-1,) * layers
         size = count(settings, "sliding_window")
-        first = settings.get("max_window_layers", 28)
+        first = whole(settings, "max_window_layers", 28)
         kinds = settings.get("layer_types") or [_LAYER_TYPES[layer >= first] for layer in range(layers)]
-        if len(kinds) != layers or not set(kinds) <= set(_LAYER_TYPES):
+        if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in _LAYER_TYPES for kind in kinds):
             raise UnsupportedModelError(
-                f"layer_types must name {layers} layers, each one of {', '.join(_LAYER_TYPES)}, got {kinds!r}"
+                f"layer_types must name {layers} layers, each one of {', '.join(_LAYER_TYPES)}, got {shown(kinds)}"
             )
         return tuple(size - 1 if kind == "sliding_attention" else -1 for kind in kinds)
