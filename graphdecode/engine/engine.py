@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from numbers import Integral
 from typing import TypeVar
 
 from graphdecode.cache import PagedKVCache
@@ -20,7 +21,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
-from graphdecode.errors import ClosedError
+from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder
 
@@ -37,13 +38,15 @@ class Engine:
 
     Args:
         runner: the model, its cache and its graphs.
-        seed: of the requests that bring none.
+        seed: of the requests that bring none; an integer of 64 bits.
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0) -> None:
+        if not isinstance(seed, Integral) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+            raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.scheduler = Scheduler(
             runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget

@@ -15,7 +15,7 @@ from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS
 # token. Far above what people ask for, and far below what others would feel.
 MAX_ANSWERS = 1024
 MAX_STOP_STRINGS = 256
-MAX_STOP_LENGTH = 1024  # characters of a stop text
+MAX_STOP_LENGTH = 256  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
 
@@ -52,7 +52,7 @@ class SamplingParams:
         presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
         logit_bias: token id -> value added to its logit; at most 64 entries.
-        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 1024 characters.
+        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
         stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
