@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
@@ -45,7 +45,7 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0) -> None:
-        if not isinstance(seed, Integral) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        if not _is_seed(seed):
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.scheduler = Scheduler(
@@ -267,6 +267,10 @@ class Engine:
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -1,4 +1,4 @@
-"""The command line where a shell has closed its streams: one line and exit code 2, and no file gets what was printed."""
+"""The command line where a shell has closed its streams: one line, exit code 2, and no file gets what was printed."""
 
 import os
 import subprocess
