@@ -54,9 +54,9 @@ def test_every_keyword_of_llm_is_a_setting_or_refused_with_what_to_do_instead(na
 def test_values_that_ask_for_nothing_are_taken() -> None:
     neutral = {name: value for name, entry in SAMPLING_PARAMS.items() for value in entry.neutral}
     assert SamplingParams(**neutral) == SamplingParams()
-    assert SamplingParams(best_of=None, spaces_between_special_tokens=True) == SamplingParams()
-    with pytest.raises(ArgumentError, match="spaces_between_special_tokens=False is not supported"):
-        SamplingParams(spaces_between_special_tokens=False)
+    assert SamplingParams(best_of=None, flat_logprobs=False) == SamplingParams()
+    with pytest.raises(ArgumentError, match="flat_logprobs=True is not supported"):
+        SamplingParams(flat_logprobs=True)
     assert as_settings({name: value for name, entry in LLM_KEYWORDS.items() for value in entry.neutral}) == {}
     assert as_settings({"enforce_eager": False, "max_model_len": None, "seed": None, "quantization": None}) == {}
 

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from graphdecode.attention.options import AttentionOptions
 from graphdecode.kernels.attention import extend_attention as kernel
 
 
@@ -18,9 +19,7 @@ def extend_attention(
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
     *,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float = 0.0,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
 ) -> None:
     """Write the causal attention of each row's newest tokens over the row's cache into `out`.
 
@@ -35,9 +34,7 @@ def extend_attention(
         cu_seqlens_q: int32 [rows + 1].
         cu_seqlens_kv: int32 [rows + 1].
         page_table: int32 [rows, max_pages]; None where the cache is contiguous: entry i holds row i.
-        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
-        window_left: keeps the newest window_left + 1 keys of each query where it is >= 0.
-        logits_soft_cap: caps the logits where it is > 0.
+        options: what happens to the logits.
     """
     kernel.extend_attention(
         out,
@@ -48,7 +45,8 @@ def extend_attention(
         cu_seqlens_q,
         cu_seqlens_kv,
         page_table,
-        sm_scale=1.0 / math.sqrt(q.shape[-1]) if sm_scale is None else sm_scale,
-        window_left=window_left,
-        soft_cap=logits_soft_cap,
+        sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
+        window_left=options.window_left,
+        soft_cap=options.logits_soft_cap,
+        sinks=options.sinks,
     )

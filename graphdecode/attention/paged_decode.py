@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from graphdecode.attention.options import AttentionOptions
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
@@ -37,10 +38,7 @@ class PagedDecodeAttention:
         page_size: tokens a page.
         max_pages_per_row: width of the page table.
         dtype: of queries and outputs.
-        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
-        window_left: keeps the newest window_left + 1 keys where it is >= 0; the default of `run`, and what the plan
-            is balanced for.
-        logits_soft_cap: caps the logits where it is > 0.
+        options: the default of `run`; the plan is balanced for its window.
         batch_invariant: split at fixed places, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
@@ -59,9 +57,7 @@ class PagedDecodeAttention:
         page_size: int,
         max_pages_per_row: int,
         dtype: torch.dtype,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float = 0.0,
+        options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
         batch_invariant: bool = False,
         device: torch.device | str,
     ) -> None:
@@ -80,9 +76,7 @@ class PagedDecodeAttention:
             raise ValueError(f"num_qo_heads={num_qo_heads} must be a multiple of num_kv_heads={num_kv_heads}")
         self.max_batch_size = max_batch_size
         self.dtype = dtype
-        self.sm_scale = 1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale
-        self.window_left = window_left
-        self.logits_soft_cap = logits_soft_cap
+        self.options = options
         self.device = torch.device(device)
         max_kv_len = page_size * max_pages_per_row
         self._wave_items = wave_items_for(self.device, num_kv_heads)
@@ -118,7 +112,7 @@ class PagedDecodeAttention:
             live_rows,
             wave_items=self._wave_items,
             fixed_split=self._fixed_split,
-            window_left=self.window_left,
+            window_left=self.options.window_left,
         )
 
     def run(
@@ -128,7 +122,7 @@ class PagedDecodeAttention:
         k_cache: Tensor,
         v_cache: Tensor,
         page_table: Tensor,
-        window_left: int | None = None,
+        options: AttentionOptions | None = None,
     ) -> None:
         """Write one layer's attention into `out`; padding rows get 0.
 
@@ -138,8 +132,9 @@ class PagedDecodeAttention:
             k_cache: [pages, page_size, num_kv_heads, head_dim].
             v_cache: [pages, page_size, num_kv_heads, head_dim_v].
             page_table: int32 [rows, max_pages_per_row].
-            window_left: this layer's window, where it is not the default one; -1: none.
+            options: of this layer, where they are not the default ones.
         """
+        options = self.options if options is None else options
         decode_attention(
             out,
             None,
@@ -153,7 +148,8 @@ class PagedDecodeAttention:
             self._partial,
             self._partial_lse,
             max_items=self._items(q.shape[0]),
-            sm_scale=self.sm_scale,
-            window_left=self.window_left if window_left is None else window_left,
-            soft_cap=self.logits_soft_cap,
+            sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
+            window_left=options.window_left,
+            soft_cap=options.logits_soft_cap,
+            sinks=options.sinks,
         )

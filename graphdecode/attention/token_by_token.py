@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphdecode.attention.options import AttentionOptions
 from graphdecode.attention.paged_decode import PagedDecodeAttention
 
 
@@ -32,7 +33,7 @@ class TokenByTokenAttention:
         positions: Tensor,
         live: Tensor,
         page_table: Tensor,
-        window_left: int,
+        options: AttentionOptions,
     ) -> None:
         """Write the attention of each token over its row's tokens up to itself.
 
@@ -45,7 +46,7 @@ class TokenByTokenAttention:
             positions: int32 [t], its position in its sequence.
             live: int32 [1]; tokens from there on are padding and get 0.
             page_table: int32 [b, pages of a row].
-            window_left: keys before a token's own that it sees; -1: all.
+            options: of this layer.
         """
         size = self._attention.max_batch_size
         for begin in range(0, q.shape[0], size):
@@ -54,4 +55,4 @@ class TokenByTokenAttention:
             known = torch.arange(begin, begin + rows[part].shape[0], device=live.device) < live
             tables = page_table.index_select(0, torch.where(known, rows[part], 0))
             self._attention.plan(positions[part], alive)
-            self._attention.run(out[part], q[part], k_cache, v_cache, tables, window_left)
+            self._attention.run(out[part], q[part], k_cache, v_cache, tables, options)

@@ -81,11 +81,11 @@ class PagedKVCache:
         """Pages that can be had: free ones, and those of prefixes that nobody uses now."""
         return self.ledger.available
 
-    def add(self, sequence_id: Hashable, token_ids: Sequence[int]) -> int:
+    def add(self, sequence_id: Hashable, token_ids: Sequence[int] | None) -> int:
         """Enter a sequence, and return how many of its tokens are in the cache already.
 
         With prefix caching these are the full pages of its longest known prefix, which are shared from now on; never
-        the whole prompt, at most all tokens but one.
+        the whole prompt, at most all tokens but one. None looks for no prefix.
 
         Raises:
             ValueError: the sequence exists.

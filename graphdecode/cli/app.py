@@ -15,8 +15,10 @@ import typer
 
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.generate import generate
+from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
+from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
 from graphdecode.errors import ArgumentError, GraphdecodeError
@@ -36,6 +38,8 @@ app = typer.Typer(
     epilog='Example: graphdecode generate --prompt "417+385=" --prompt "sort zebra="',
 )
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
+app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
+app.add_typer(models, name="models")
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
 app.command(epilog="Example: graphdecode check mypackage.step:step")(check)

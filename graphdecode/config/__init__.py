@@ -1,6 +1,7 @@
 """Configurations of a runtime, in Python and in TOML."""
 
-from graphdecode.config.settings import BucketConfig, EngineConfig, EngineKeywords
+from graphdecode.config.server import ServerConfig
+from graphdecode.config.settings import BucketConfig, EngineConfig, EngineKeywords, load_server_config
 from graphdecode.errors import ConfigError
 
-__all__ = ["BucketConfig", "ConfigError", "EngineConfig", "EngineKeywords"]
+__all__ = ["BucketConfig", "ConfigError", "EngineConfig", "EngineKeywords", "ServerConfig", "load_server_config"]

@@ -102,6 +102,22 @@ def fraction() -> Values:
     )
 
 
+def number(low: float) -> Values:
+    """Return the finite numbers from some value on."""
+    return Values(
+        f"a number >= {low:g}",
+        lambda value: (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and value >= low,
+    )
+
+
+def texts() -> Values:
+    """Return the lists of texts that are not empty."""
+    return Values(
+        "a list of texts",
+        lambda value: isinstance(value, (list, tuple)) and all(isinstance(item, str) and item for item in value),
+    )
+
+
 def boolean() -> Values:
     """Return True and False."""
     return Values("true or false", lambda value: isinstance(value, bool))

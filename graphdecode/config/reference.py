@@ -6,6 +6,7 @@ import textwrap
 from itertools import groupby
 
 from graphdecode.config.key import Key, keys_of
+from graphdecode.config.server import ServerConfig
 from graphdecode.config.settings import BucketConfig, EngineConfig
 from graphdecode.config.toml_file import toml_value
 
@@ -13,13 +14,13 @@ _COLUMNS = 100
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by tools/render_configuration.py from the fields of BucketConfig and EngineConfig: change those. -->
+<!-- Written by tools/render_configuration.py from the fields of the configurations: change those. -->
 
 One file in TOML holds all settings of a runtime. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a
 `BucketConfig`; so does `--config` of the commands (a path). Every section and key may be left out, and keeps its
 default then. What is given to `LLM` as a keyword, or to a command as an option, overrides the file. Keys of
 `EngineConfig` have the same names as `LLM`'s keywords. `BucketConfig.load` takes the first four sections of the same
-file.
+file. [server] is for `graphdecode serve` alone.
 
 An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
 and what it takes. `buckets.toml` at the root of the repository is a file to start from: it holds all keys at their
@@ -52,7 +53,7 @@ def default_file() -> str:
 
 
 def _sections() -> list[tuple[str, list[Key]]]:
-    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig)]
+    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig)]
     return [(section, list(group)) for section, group in groupby(keys, lambda key: key.section)]
 
 

@@ -27,6 +27,7 @@ from graphdecode.config.key import (
     none_or,
     one_of,
 )
+from graphdecode.config.server import SERVER, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.errors import ArgumentError, ConfigError
 
@@ -130,6 +131,7 @@ class EngineKeywords(TypedDict, total=False):
     batch_invariant: bool
     prefix_cache: bool
     trust_remote_code: bool
+    skip_tokenizer_init: bool
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,9 @@ class EngineConfig:
     trust_remote_code: bool = key(
         "model", False, boolean(), "Run a tokenizer that is Python code of the checkpoint; it can do what its user can."
     )
+    skip_tokenizer_init: bool = key(
+        "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
+    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):
@@ -203,7 +208,8 @@ class EngineConfig:
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
-        given = {name: value for section in document.values.values() for name, value in section.items()}
+        sections = {name: values for name, values in document.values.items() if name != SERVER}
+        given = {name: value for values in sections.values() for name, value in values.items()}
         try:
             return cls().with_settings(**given)
         except ConfigError as error:
@@ -233,7 +239,7 @@ class EngineConfig:
             ArgumentError: `config` is something else.
             TypeError: there is no such field.
         """
-        unknown = sorted(keywords.keys() - {each.field for each in _keys()})
+        unknown = sorted(keywords.keys() - EngineKeywords.__annotations__.keys())
         if unknown:
             known = ", ".join(EngineKeywords.__annotations__)
             raise TypeError(f"unexpected keyword argument {unknown[0]!r}; known: {known}")
@@ -267,8 +273,17 @@ class EngineConfig:
         return self.max_prefill_tokens
 
 
+def load_server_config(path: str | Path) -> ServerConfig:
+    """Read the section [server] of a configuration file; all of the file is checked.
+
+    Raises:
+        ConfigError: as `EngineConfig.load`.
+    """
+    return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
+
+
 def _keys() -> list[Key]:
-    return [*keys_of(BucketConfig), *keys_of(EngineConfig)]
+    return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig)]
 
 
 def _check(config: BucketConfig | EngineConfig) -> None:

@@ -94,7 +94,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(str, value)) + "]"
+        return "[" + ", ".join(map(toml_value, value)) + "]"
     return str(value)
 
 

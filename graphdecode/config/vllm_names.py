@@ -43,11 +43,8 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "use_beam_search": Unsupported("sample n answers instead", (None, False)),
     "length_penalty": Unsupported("beams are not searched", (None, 1.0)),
     "early_stopping": Unsupported("beams are not searched", (None, False)),
-    "prompt_logprobs": Unsupported("log-probabilities are those of generated tokens: logprobs"),
     "flat_logprobs": Unsupported("log-probabilities come as a list of dicts, one for each token", (None, False)),
-    "spaces_between_special_tokens": Unsupported("special tokens are written as the tokenizer does it", (None, True)),
     "logits_processors": Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens"),
-    "truncate_prompt_tokens": Unsupported("nothing is cut: give the last token ids of the prompt as the prompt"),
     "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
     "guided_decoding": _CONSTRAINED,
     "structured_outputs": _CONSTRAINED,
@@ -55,7 +52,7 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "bad_words": Unsupported("forbid up to 64 tokens with logit_bias {id: -1e9}", (None, [], ())),
     "extra_args": Unsupported("there is nothing that would read them", (None, {})),
     "skip_reading_prefix_cache": Unsupported(
-        "switch the prefix cache off for all: LLM(prefix_cache=False)", (None, False)
+        "a prompt with prompt_logprobs is computed whole; for others: LLM(prefix_cache=False)", (None, False)
     ),
     "thinking_token_budget": Unsupported("max_tokens limits the answer with its thoughts"),
     "repetition_detection": Unsupported("frequency_penalty and repetition_penalty make loops unlikely"),
@@ -83,7 +80,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "runner": Unsupported("a model generates", (None, "auto", "generate")),
     "convert": Unsupported("a model generates", (None, "auto", "none")),
     "tokenizer_mode": _OWN_TOKENIZER,
-    "skip_tokenizer_init": Unsupported("graphdecode.Engine takes and gives tokens alone", (None, False)),
     "allowed_local_media_path": _NO_MEDIA,
     "allowed_media_domains": _NO_MEDIA,
     "limit_mm_per_prompt": _NO_MEDIA,
@@ -121,7 +117,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "max_seq_len_to_capture": Unsupported("a graph serves every length", (None, 8192)),
     "max_logprobs": Unsupported("up to 20 log-probabilities are kept for each token", (None, 20)),
     "max_num_partial_prefills": Unsupported("max_prefill_tokens is shared by all prompts of a step", (None, 1)),
-    "scheduling_policy": Unsupported("first come, first served", (None, "fcfs")),
+    "scheduling_policy": Unsupported("requests without a priority are served as they come", (None, "fcfs", "priority")),
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
     "speculative_config": Unsupported("tokens are not drafted"),

@@ -115,6 +115,11 @@ class Engine:
         return len(self.scheduler.waiting)
 
     @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return len(self.scheduler.prefilling) + len(self.scheduler.decoding)
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._inbox or self._lost) or self._torn is not None or self._loop.has_work
@@ -157,6 +162,7 @@ class Engine:
                 params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
             ),
             metrics=RequestMetrics(time.perf_counter()),
+            priority=request.priority,
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))
@@ -275,5 +281,9 @@ def _is_seed(value: Any) -> bool:
 
 def derived_seed(seed: int, index: int) -> int:
     """Derive a seed from another, as a signed 64-bit integer: a Weyl step of SplitMix64 (Steele et al., 2014)."""
-    mixed = (seed + (index + 1) * _GOLDEN_GAMMA) % 2**64
-    return mixed - 2**64 if mixed >= 2**63 else mixed
+    return as_int64(seed + (index + 1) * _GOLDEN_GAMMA)
+
+
+def as_int64(value: int) -> int:
+    """Return the signed 64-bit integer that an integer wraps around to."""
+    return (value + 2**63) % 2**64 - 2**63

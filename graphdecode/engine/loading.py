@@ -11,6 +11,7 @@ import torch
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine.capacity import Capacity, plan_capacity
+from graphdecode.engine.engine import Engine
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
@@ -89,6 +90,23 @@ def plan_room(settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, de
     prefill_tokens = settings.prefill_tokens(device.type)
     check_room(settings.buckets, model, capacity, device, prefill_tokens=prefill_tokens)
     return capacity
+
+
+def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = False) -> Engine:
+    """Load a model and capture its graphs.
+
+    Args:
+        model: as for `load_runner`.
+        config: all settings.
+        progress: show bars on standard error.
+
+    Raises:
+        ArgumentError: something cannot be used; the message says what and why.
+    """
+    engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
+    engine.graphs.capture(progress=progress)
+    engine.runner.buffers.freeze()
+    return engine
 
 
 def make_runner(

@@ -10,7 +10,7 @@ from graphdecode.cache import CacheFullError
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
-from graphdecode.engine.scheduler import Scheduler
+from graphdecode.engine.scheduler import Chunk, Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import StepLogprobs, StepTokens
 
@@ -91,10 +91,21 @@ class EngineLoop:
         chunks = self.scheduler.next_chunks()
         if chunks:
             began = time.perf_counter()
-            self.runner.prefill([chunk.inputs(self.scheduler.cache) for chunk in chunks])
+            found = self.runner.prefill([chunk.inputs(self.scheduler.cache) for chunk in chunks])
+            for chunk, scored in zip(chunks, found, strict=True):
+                if scored is not None:
+                    self._take_scores(chunk, scored)
             self.stats.prefill_seconds += time.perf_counter() - began
             self.stats.prefilled_tokens += sum(chunk.end - chunk.start for chunk in chunks)
-        self.scheduler.prefilled(chunks)
+        for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
+            sequence.finish_reason = "length"
+            self._tell(sequence, [], None)
+
+    @staticmethod
+    def _take_scores(chunk: Chunk, scored: StepLogprobs) -> None:
+        wanted = chunk.sequence.params.prompt_logprobs or 0
+        entries = [_token_logprobs(scored, place, wanted) for place in range(chunk.end - chunk.start)]
+        chunk.sequence.score(chunk.start, entries)
 
     def _launch(self) -> None:
         num_steps, pages_changed = self._reserve_pages(self.runner.steps_per_launch)
@@ -109,6 +120,7 @@ class EngineLoop:
         elif pages_changed:
             self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
+        self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         self._under_way.append(_UnderWay(launch, tuple(self._staged)))
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
@@ -158,24 +170,28 @@ class EngineLoop:
         if not accepted:
             return
         self.stats.generated_tokens += len(accepted)
-        metrics, finish_reason = sequence.metrics, sequence.finish_reason
-        if metrics.first_token_time is None:
-            metrics.first_token_time = time.perf_counter()
-        if finish_reason is not None:
-            metrics.finished_time = time.perf_counter()
-            self.stats.finished_answers += 1
-            self.scheduler.remove(sequence)
+        if sequence.metrics.first_token_time is None:
+            sequence.metrics.first_token_time = time.perf_counter()
         wanted = sequence.params.logprobs
         logprobs = None
         if wanted is not None:
             taken = zip(accepted, steps, strict=False)
-            logprobs = [_token_logprobs(step.logprobs, row, token, wanted) for token, step in taken if step.logprobs]
-        self._events.append(
-            Event(sequence.request_id, accepted, logprobs, finish_reason, sequence.stop_reason, metrics)
-        )
+            logprobs = [_token_logprobs(step.logprobs, row, wanted) for _, step in taken if step.logprobs]
+        self._tell(sequence, accepted, logprobs)
+
+    def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Tell a sequence's owner of new tokens, and forget the sequence if it has ended."""
+        metrics, finish_reason = sequence.metrics, sequence.finish_reason
+        if finish_reason is not None:
+            metrics.finished_time = time.perf_counter()
+            self.stats.finished_answers += 1
+            self.scheduler.remove(sequence)
+        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics)
+        scores = sequence.told_prompt_logprobs()
+        self._events.append(event if scores is None else event._replace(prompt_logprobs=scores))
 
 
-def _token_logprobs(step: StepLogprobs, row: int, token: int, wanted: int) -> TokenLogprobs:
-    known = step.top_ids[row]
-    top = tuple((other, value) for other, value in zip(known[:wanted], step.top[row], strict=False) if other >= 0)
-    return TokenLogprobs(step.sampled[row], known.index(token) + 1 if token in known else None, top)
+def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:
+    known = step.top_ids[row][:wanted]
+    top = tuple((other, value) for other, value in zip(known, step.top[row], strict=False) if other >= 0)
+    return TokenLogprobs(step.sampled[row], step.ranks[row], top)

@@ -49,6 +49,7 @@ class EngineStats:
         bucket_steps: bucket -> how often it was replayed.
         step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
             is later, to the tokens.
+        launch_seconds: of the host, for each of the last launches; without a GPU the launch is the work.
     """
 
     generated_tokens: int = 0
@@ -58,6 +59,7 @@ class EngineStats:
     batch_sizes: Counter[int] = field(default_factory=Counter)
     bucket_steps: Counter[int] = field(default_factory=Counter)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+    launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
 
     @property
     def padding_share(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ import torch
 from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.cache import fill_page_row
+from graphdecode.engine.prompt_scoring import PromptScoring
+from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
 
@@ -25,15 +28,19 @@ class PromptChunk:
         token_ids: of the chunk.
         start: tokens of the sequence that are in the cache already.
         pages: of the cache, in order, with room for these.
+        scored: the tokens that follow those of the chunk, one for each, where their log-probabilities are wanted.
+        num_logprobs: most likely tokens that are wanted beside them.
     """
 
     token_ids: Sequence[int]
     start: int
     pages: Sequence[int]
+    scored: Sequence[int] = ()
+    num_logprobs: int = 0
 
 
 class Prefill:
-    """Computes keys and values of prompts; no logits, for a prompt's last token is fed to a decode step.
+    """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
 
     Args:
         setting: model, caches and capacity.
@@ -65,14 +72,15 @@ class Prefill:
             max_batch_size=min(rows, max_tokens),
             device=self._model.device,
         )
+        self._scoring = PromptScoring(self._model.device)
         self._attention = None
         if setting.batch_invariant:
             # a CPU's attention has no workspace that grows with the rows
             at_once = rows if self._model.device.type == "cuda" else max_tokens
             self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
 
-    def run(self, chunks: Sequence[PromptChunk]) -> None:
-        """Compute the keys and values of some chunks in one pass."""
+    def run(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
         staged = self._buffers.staging(_CHUNKS)
         end = 0
         for row, chunk in enumerate(chunks):
@@ -88,7 +96,7 @@ class Prefill:
         staged["live_tokens"][0] = end
         self._buffers.upload(_CHUNKS, len(chunks))
         batch = self._buffers.narrow(len(chunks))
-        self._model.prefill(
+        stream = self._model.prefill(
             batch.tokens[:end],
             batch.rows[:end],
             batch.positions[:end],
@@ -99,3 +107,10 @@ class Prefill:
             self._caches,
             self._attention,
         )
+        found: list[StepLogprobs | None] = []
+        end = 0
+        for chunk in chunks:
+            begin, end = end, end + len(chunk.token_ids)
+            logits = partial(self._model.logits, stream)
+            found.append(self._scoring.run(logits, begin, chunk.scored, chunk.num_logprobs) if chunk.scored else None)
+        return found

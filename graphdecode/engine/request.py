@@ -23,23 +23,25 @@ class Request:
         prompt_token_ids: at least one token, each in the model's vocabulary.
         sampling_params: with `n` 1 and no stop texts, which are resolved above the engine; without a seed, one is
             derived from the engine's and the request's number.
+        priority: the lowest is served first and gives way last; requests of one priority are served as they come.
     """
 
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities, natural logarithm, at the place of one generated token.
+    """Log-probabilities, natural logarithm, at the place of one token.
 
     Attributes:
         sampled: of the token.
-        rank: its place among the most likely ones, from 1; None where it is not among those that are known.
+        rank: its place among all tokens, from 1, the most likely; of equals the lower id comes first.
         top: the most likely tokens with their log-probabilities, most likely first, as many as were asked for.
     """
 
     sampled: float
-    rank: int | None
+    rank: int
     top: tuple[tuple[int, float], ...]
 
 
@@ -55,6 +57,8 @@ class Event(NamedTuple):
         stop_reason: the token of `stop_token_ids` that ended the answer; None for end-of-sequence.
         metrics: times and counts of the request so far.
         error: why it was given up.
+        prompt_logprobs: with the first tokens, where they were asked for: one entry for each token of the prompt but
+            the first one.
     """
 
     request_id: int
@@ -64,3 +68,4 @@ class Event(NamedTuple):
     stop_reason: int | None
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None

@@ -44,11 +44,17 @@ class RequestRules:
         wrong = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < vocab_size)]
         if wrong:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
-        capacity = self.capacity
-        if len(tokens) >= capacity.token_limit:
+        if params.truncate_prompt_tokens is not None:
             raise RequestError(
-                f"the prompt has {len(tokens)} tokens; with one token to generate, at most "
-                f"{capacity.token_limit - 1} fit (max_sequence_length {capacity.max_sequence_length}, "
+                f"prompts are cut above the engine: truncate_prompt_tokens must be None, got "
+                f"{params.truncate_prompt_tokens}"
+            )
+        capacity = self.capacity
+        to_generate = 0 if params.max_tokens == 0 else 1
+        if len(tokens) + to_generate > capacity.token_limit:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; with {('none', 'one token')[to_generate]} to generate, at most "
+                f"{capacity.token_limit - to_generate} fit (max_sequence_length {capacity.max_sequence_length}, "
                 f"{capacity.total_num_pages} pages of {self.page_size} tokens)"
             )
         stop_ids = self.stop_ids(request)

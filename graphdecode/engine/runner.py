@@ -13,7 +13,7 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prefill import Prefill, PromptChunk
-from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepSetting, StepTokens
+from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder
 
@@ -87,9 +87,13 @@ class Runner:
         """Every tensor that the step reads or writes."""
         return self.step.buffers
 
-    def prefill(self, chunks: Sequence[PromptChunk]) -> None:
-        """Compute the keys and values of some sequences' next tokens, all chunks in one pass."""
-        self._prefill.run(chunks)
+    def prefill(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Compute the keys and values of some sequences' next tokens, all chunks in one pass.
+
+        Returns:
+            For each chunk the log-probabilities of the tokens that it has scored, or None.
+        """
+        return self._prefill.run(chunks)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell the device everything about its rows; for when the membership changed."""

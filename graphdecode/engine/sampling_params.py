@@ -18,6 +18,13 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_LENGTH = 256  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
+_SWITCHES = (
+    "ignore_eos",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+    "detokenize",
+)
 
 
 def _is_number(value: Any) -> bool:
@@ -41,13 +48,14 @@ class SamplingParams:
     What vLLM has beyond these is refused with what to do instead, unless its value asks for nothing.
 
     Args:
-        n: how many independent answers to give, at most 1024.
+        n: how many independent answers to give, at most 1024; they share the pages of their prompt.
         temperature: 0 means greedy; else the logits are divided by it.
         top_k: sample among the k most likely tokens; 0 or -1 means all.
         top_p: sample among the most likely tokens that together hold this much probability; in (0, 1].
         min_p: sample among the tokens at least this likely, relative to the most likely one; in [0, 1].
         seed: makes the answer reproducible, whatever else runs beside it; None takes one from the engine's seed and
-            the order of requests.
+            the order of requests. The i-th of `n` answers, from 0, has the seed `seed + i`: it is the answer that
+            `n=1` gives with that seed.
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
         presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
@@ -56,11 +64,18 @@ class SamplingParams:
         stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
-            with None.
+            with None. 0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing generated.
         min_tokens: until this many tokens are there, end-of-sequence and stop tokens are masked, and stop texts that
             come up do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, 0..20, and of the sampled one.
+        prompt_logprobs: return the log-probabilities of this many most likely tokens at each place of the prompt, and
+            of the token that stands there. Such a prompt is computed whole, whatever the prefix cache holds of it.
+        truncate_prompt_tokens: keep the last tokens of a longer prompt, so many; -1 keeps as many as leave room for
+            `max_tokens`, or for one token where that is None or fits in no case. The beginning-of-sequence token that
+            a tokenizer puts in front of a text stays there.
         skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: where special tokens stay, write those that follow one another as the tokenizer
+            does, which may be with spaces; False writes them side by side.
         include_stop_str_in_output: let the text end with what stopped it, a stop text or a token.
         detokenize: make text of the tokens; without, there can be no stop texts.
 
@@ -84,14 +99,16 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check("n", _is_integer(self.n) and self.n >= 1, "an integer >= 1")
-        self._check("n", self.n <= MAX_ANSWERS, f"at most {MAX_ANSWERS}")
+        self._check("n", _is_integer(self.n) and 1 <= self.n <= MAX_ANSWERS, f"an integer in 1..{MAX_ANSWERS}")
         self._check("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
         self._check("top_k", _is_integer(self.top_k) and -1 <= self.top_k < 2**31, "an integer >= -1")
         self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
@@ -110,7 +127,13 @@ class SamplingParams:
             value = getattr(self, name)
             self._check(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
         limit = self.max_tokens
-        self._check("max_tokens", limit is None or (_is_integer(limit) and limit >= 1), "None or an integer >= 1")
+        self._check_prompt()
+        scores_alone = self.prompt_logprobs is not None and self.n == 1
+        self._check(
+            "max_tokens",
+            limit is None or (_is_integer(limit) and limit >= (0 if scores_alone else 1)),
+            "None or an integer >= 0" if scores_alone else "None or an integer >= 1 (0 with prompt_logprobs and n=1)",
+        )
         self._check(
             "min_tokens",
             _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
@@ -121,7 +144,7 @@ class SamplingParams:
             self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
             f"None or an integer in 0..{MAX_LOGPROBS}",
         )
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        for name in _SWITCHES:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         bias = self.logit_bias or {}
         self._check(
@@ -151,6 +174,19 @@ class SamplingParams:
             "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
         )
         object.__setattr__(self, "stop_strings", strings)
+
+    def _check_prompt(self) -> None:
+        wanted, kept = self.prompt_logprobs, self.truncate_prompt_tokens
+        self._check(
+            "prompt_logprobs",
+            wanted is None or (_is_integer(wanted) and 0 <= wanted <= MAX_LOGPROBS),
+            f"None or an integer in 0..{MAX_LOGPROBS}",
+        )
+        self._check(
+            "truncate_prompt_tokens",
+            kept is None or (_is_integer(kept) and (kept == -1 or kept >= 1)),
+            "None, -1 or an integer >= 1",
+        )
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:

@@ -1,15 +1,17 @@
-"""Who runs: rows and pages, first come first served; the youngest gives way when pages run out."""
+"""Who runs: rows and pages by priority, then as they came; whose turn is last gives way when pages run out."""
 
 from __future__ import annotations
 
 import time
-from bisect import bisect_right
-from collections import deque
+from bisect import bisect_right, insort
 from dataclasses import dataclass
+from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
 from graphdecode.engine.prefill import PromptChunk
 from graphdecode.engine.sequence import Sequence
+
+_TURN = attrgetter("turn")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,11 @@ class Chunk:
     def inputs(self, cache: PagedKVCache) -> PromptChunk:
         """Return what a prefill is told of it."""
         sequence = self.sequence
-        return PromptChunk(sequence.token_ids[self.start : self.end], self.start, cache.pages_of(sequence.request_id))
+        tokens, pages = sequence.token_ids[self.start : self.end], cache.pages_of(sequence.request_id)
+        if not sequence.unscored:
+            return PromptChunk(tokens, self.start, pages)
+        scored = sequence.token_ids[self.start + 1 : self.end + 1]
+        return PromptChunk(tokens, self.start, pages, scored, sequence.params.prompt_logprobs or 0)
 
 
 class Scheduler:
@@ -42,7 +48,7 @@ class Scheduler:
         self.cache = cache
         self.max_batch_size = max_batch_size
         self.prefill_budget = prefill_budget
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in the order of their turns
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.num_preemptions = 0
@@ -55,7 +61,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=_TURN)
 
     def next_chunks(self) -> list[Chunk]:
         """Choose what to prefill now, at most `prefill_budget` tokens, admitting sequences as rows and pages allow."""
@@ -67,7 +73,7 @@ class Scheduler:
             candidate = self.waiting[0]
             if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
                 break
-            self.waiting.popleft()
+            del self.waiting[0]
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
@@ -80,19 +86,22 @@ class Scheduler:
         return end - start
 
     def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[Chunk]) -> bool:
-        """Whether the candidate had better wait a step, because a chunk of this step writes its first page."""
-        if not self.cache.prefix_caching:
+        """Whether the candidate had better wait a step, because a chunk of this step writes a page to share."""
+        if not self.cache.prefix_caching or candidate.unscored:
             return False
         page = self.cache.page_size
-        head = candidate.token_ids[:page]
-        return len(candidate.token_ids) > page and any(
-            chunk.start < page <= chunk.end and chunk.sequence.token_ids[:page] == head for chunk in chunks
-        )
+        for chunk in chunks:
+            end = (chunk.start // page + 1) * page  # of the first page that the chunk completes
+            if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
+                if candidate.token_ids[:end] == chunk.sequence.token_ids[:end]:
+                    return True
+        return False
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, or leave everything as it was and return False."""
         length = len(sequence.token_ids)
-        cached = self.cache.add(sequence.request_id, sequence.token_ids)
+        # a prompt that is to be scored is computed whole: what is read from the cache has no logits
+        cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids)
         # one page stays free for each running sequence that may want more: whoever enters must not push out who works
         spare = sum(self._may_grow(admitted) for admitted in self._admitted)
         try:
@@ -127,16 +136,19 @@ class Scheduler:
         if self.cache.pool.free - length // self.cache.page_size > self.cache.pool.total // 2:
             self.cache.reserve(sequence.request_id, length)
 
-    def prefilled(self, chunks: list[Chunk]) -> bool:
-        """Take note that chunks were computed; return True if sequences joined `decoding`."""
+    def prefilled(self, chunks: list[Chunk]) -> list[Sequence]:
+        """Take note that chunks were computed; return the sequences that have no token to generate, and are complete.
+
+        The others whose prompts are computed join `decoding`.
+        """
         for chunk in chunks:
             chunk.sequence.cached_length = chunk.end
             self.publish(chunk.sequence)
         ready = [sequence for sequence in self.prefilling if sequence.prefilled]
         if ready:
-            self.decoding.extend(ready)
+            self.decoding.extend(sequence for sequence in ready if not sequence.is_full)
             self.prefilling = [sequence for sequence in self.prefilling if not sequence.prefilled]
-        return bool(ready)
+        return [sequence for sequence in ready if sequence.is_full]
 
     def publish(self, sequence: Sequence) -> None:
         """Tell the cache how far a sequence is; its full pages become prefixes that others can find."""
@@ -163,8 +175,9 @@ class Scheduler:
     def make_room(self, tokens_ahead: int) -> int:
         """Find pages for everybody's next tokens, or for as many of them as there are pages for.
 
-        Pages that were taken ahead are given back first. Where not even one token of everybody fits, the youngest
-        sequences give way. Nothing may be under way: they are recomputed from the tokens that the host knows.
+        Pages that were taken ahead are given back first. Where not even one token of everybody fits, those sequences
+        give way whose turn would come last. Nothing may be under way: they are recomputed from the tokens that the
+        host knows.
 
         Returns:
             How many tokens of each sequence there are pages for now, 1 to `tokens_ahead`.
@@ -173,7 +186,7 @@ class Scheduler:
             self.publish(sequence)
             self.cache.truncate(sequence.request_id, sequence.cached_length)
         while not (fitting := self._fitting(tokens_ahead)):
-            self._preempt_youngest()
+            self._preempt_last()
         self.reserve(fitting)
         return fitting
 
@@ -194,14 +207,14 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
         return self.cache.reserve(sequence.request_id, self._length_ahead(sequence, tokens_ahead))
 
-    def _preempt_youngest(self) -> None:
-        """Take the pages of the sequence that was admitted last; it waits, first in line, to be recomputed."""
-        youngest = self._admitted[-1]
-        self._release(youngest)
-        youngest.cached_length = 0
-        youngest.metrics.num_preemptions += 1
+    def _preempt_last(self) -> None:
+        """Take the pages of the sequence whose turn would come last; it waits for its turn to be recomputed."""
+        last = max(self._admitted, key=_TURN)
+        self._release(last)
+        last.cached_length = 0
+        last.metrics.num_preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(youngest)
+        self.add(last)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence wherever it stands, and give back what it holds."""

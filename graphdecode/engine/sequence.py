@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graphdecode.engine.metrics import RequestMetrics
+from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.steps import RowInputs, RowSampling
 
@@ -28,9 +29,12 @@ class Sequence:
         eos_token_ids: those of them that are the model's.
         sampling: what the step is told of it.
         metrics: times and counts.
+        priority: the lowest is served first and gives way last.
         cached_length: tokens whose keys and values are in the cache; the one book of it.
         finish_reason: "stop", "length" or "error" once it has ended; None before.
         stop_reason: the request's stop token that ended it.
+        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
+        has_told_prompt: whether an event has brought them to the owner.
     """
 
     request_id: int
@@ -42,9 +46,22 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     sampling: RowSampling
     metrics: RequestMetrics
+    priority: int = 0
     cached_length: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    has_told_prompt: bool = False
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Where it stands in line: the lowest is served first."""
+        return self.priority, self.request_id
+
+    @property
+    def unscored(self) -> bool:
+        """Whether tokens of its prompt are still to be scored, so that the whole prompt has to be computed."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_length - 1
 
     @property
     def finished(self) -> bool:
@@ -57,9 +74,25 @@ class Sequence:
         return self.cached_length >= len(self.token_ids) - 1
 
     @property
+    def is_full(self) -> bool:
+        """Whether it has all the tokens that it may have."""
+        return len(self.token_ids) >= self.max_length
+
+    @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.prompt_length
+
+    def score(self, start: int, entries: SequenceOf[TokenLogprobs]) -> None:
+        """Take log-probabilities of the prompt: those at the places behind `start` tokens and so on."""
+        self.prompt_logprobs[start:] = entries[: self.prompt_length - 1 - start]
+
+    def told_prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Return the log-probabilities of the prompt, once; None where they were not asked for, and later."""
+        if self.params.prompt_logprobs is None or self.has_told_prompt:
+            return None
+        self.has_told_prompt = True
+        return self.prompt_logprobs
 
     def accept(self, token_id: int) -> None:
         """Take a sampled token, and decide whether it ends the answer.
@@ -71,7 +104,7 @@ class Sequence:
         if token_id in self.stop_ids and self.num_generated > self.params.min_tokens:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
-        elif len(self.token_ids) >= self.max_length:
+        elif self.is_full:
             self.finish_reason = "length"
 
     def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:

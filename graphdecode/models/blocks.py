@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from graphdecode.attention import AttentionOptions
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.embedding import embedding
@@ -21,7 +23,7 @@ from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import WeightForm
 
 LayerCache = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int], None]  # out, q, keys, values, window
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
 Vary = Callable[[WeightForm], WeightForm]
 
 
@@ -127,6 +129,12 @@ class Stream:
             self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, norm.weight, norm.eps)
         self._is_fresh = False
 
+    def narrowed(self, begin: int, end: int) -> Stream:
+        """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+        part = copy(self)
+        part.residual, part.hidden = self.residual[begin:end], self.hidden[begin:end]
+        return part
+
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
         return self.residual.new_empty((self.residual.shape[0], columns))
@@ -143,7 +151,11 @@ class Attention(Block):
         o: [hidden, heads * head_dim].
         head_dim: channels of a head.
         window: how many keys before a query's own it sees; -1 is all.
-        cos_sin: float32 [positions, 2, head_dim / 2].
+        cos_sin: float32 [positions, 2, channels / 2] of a head's first channels, which turn with the position; of the
+            others they do not, and of none where there are 0.
+        sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
+        logits_soft_cap: caps the logits where it is > 0.
+        sinks: float32 [heads], logits without a value; or None.
     """
 
     qkv: WeightForm
@@ -153,6 +165,9 @@ class Attention(Block):
     head_dim: int
     window: int
     cos_sin: Tensor
+    sm_scale: float | None = None
+    logits_soft_cap: float = 0.0
+    sinks: Tensor | None = None
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Append the tokens' keys and values to the cache, and replace `hidden`."""
@@ -174,12 +189,21 @@ class Attention(Block):
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
         attended = torch.empty_like(q)
-        stream.attend(attended, q, *cache, self.window)
+        options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
+        stream.attend(attended, q, *cache, options)
         self.o.apply(stream.hidden, attended.view(qkv.shape[0], -1))
 
 
+class FeedForward(Block):
+    """What a layer does with each token by itself."""
+
+    @abstractmethod
+    def run(self, stream: Stream) -> None:
+        """Replace `hidden`."""
+
+
 @dataclass(frozen=True)
-class GatedMlp(Block):
+class GatedMlp(FeedForward):
     """`down(activation(gate(x)) * up(x))` (Shazeer, 2020)."""
 
     gate_up: WeightForm  # [2 * intermediate, hidden]
@@ -210,7 +234,7 @@ class PreNormLayer(Layer):
     input_norm: Norm
     attention: Attention
     post_norm: Norm
-    mlp: GatedMlp
+    mlp: FeedForward
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Run the layer."""

@@ -25,7 +25,29 @@ __all__ = [  # what a family reads its configuration by
     "whole",
 ]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The experts of a model.
+
+    Attributes:
+        count: experts of a layer.
+        slots: of which a token takes so many.
+        intermediate_size: channels inside of one.
+        renormalise: whether the weights of a token's experts add up to 1.
+        shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
+        layers: for each layer, whether it has experts; one without has an MLP.
+    """
+
+    count: int
+    slots: int
+    intermediate_size: int
+    renormalise: bool
+    shared_intermediate_size: int = 0
+    layers: tuple[bool, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +72,11 @@ class ModelConfig:
         mlp_bias: the MLP's products have one.
         tie_word_embeddings: the output layer is the embedding.
         windows: for each layer, how many keys before a query's own it sees; -1 is all.
+        layer_ropes: for each layer its rotary embedding, None where it knows nothing of positions; empty where all
+            have `rope`.
+        sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
+        attention_soft_cap: caps these logits where it is > 0.
+        experts: or None.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -71,15 +98,20 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_word_embeddings: bool
     windows: tuple[int, ...]
+    layer_ropes: tuple[RopeConfig | None, ...] = ()
+    sm_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    experts: ExpertsConfig | None = None
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
 
-def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
+def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that all families read alike, in the forms of transformers 4 and 5.
 
     Args:
         settings: of a config.json, with the family's defaults.
+        may_be_partial: whether the family knows channels that do not turn with the position.
 
     Raises:
         UnsupportedModelError: a field is missing, has no value that makes sense, or asks for what is not supported.
@@ -91,7 +123,7 @@ def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"quantization_config ({method}) is not supported; supported are plain weights of dtype {', '.join(DTYPES)}"
         )
-    activation = choice(settings, "hidden_act", _ACTIVATIONS, "silu")
+    activation = choice(settings, "hidden_act", _ACTIVATIONS)
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
         raise UnsupportedModelError(f"dtype {shown(dtype)} is not supported; supported are {', '.join(DTYPES)}")
@@ -115,8 +147,37 @@ def common_fields(settings: dict[str, Any]) -> dict[str, Any]:
         "rms_norm_eps": positive(settings, "rms_norm_eps", 1e-6),
         "activation": _ACTIVATIONS[activation],
         "max_position_embeddings": max_positions,
-        "rope": RopeConfig.from_dict(settings, max_positions),
+        "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
         "tie_word_embeddings": flag(settings, "tie_word_embeddings", False),
         "eos_token_ids": token_ids(settings, "eos_token_id"),
         "dtype": DTYPES[dtype],
     }
+
+
+def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
+    """Return for each layer whether it sees a window, as `layer_types` says.
+
+    Args:
+        settings: of a config.json, with the family's defaults.
+        otherwise: what holds where there is no such field.
+
+    Raises:
+        UnsupportedModelError: the field does not name each layer's type, or names an unknown one.
+    """
+    kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
+    if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
+        raise UnsupportedModelError(
+            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {shown(kinds)}"
+        )
+    return [kind == _LAYER_TYPES[True] for kind in kinds]
+
+
+def layer_windows(settings: dict[str, Any], otherwise: list[bool]) -> tuple[int, ...]:
+    """Return for each layer how many keys before a query's own it sees; -1 is all. See `is_windowed`.
+
+    transformers keeps the keys with `key > query - sliding_window`: that many less one before the query's own.
+    """
+    if settings.get("sliding_window") is None:
+        return (-1,) * len(otherwise)
+    size = count(settings, "sliding_window")
+    return tuple(size - 1 if windowed else -1 for windowed in is_windowed(settings, otherwise))

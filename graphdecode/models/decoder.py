@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention, extend_attention
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_attention
 from graphdecode.buffers import Batch
 from graphdecode.models.blocks import Attend, Block, Head, Layer, LayerCache, Stem, StepOperators, Stream, Tokens, Vary
 from graphdecode.models.config import ModelConfig
@@ -96,8 +96,8 @@ class Decoder:
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
-            attention.run(out, q, keys, values, batch.page_table, window_left=window)
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+            attention.run(out, q, keys, values, batch.page_table, options)
 
         return self.head.run(self._run_layers(tokens, caches, attend))
 
@@ -112,8 +112,8 @@ class Decoder:
         page_table: Tensor,
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
-    ) -> None:
-        """Append the keys and values of many tokens; no logits, for a prompt's last token is fed to a decode step.
+    ) -> Stream:
+        """Append the keys and values of many tokens; a prompt's last token is not one of them: a decode step is fed it.
 
         Args:
             token_ids: int64 [t], the rows' tokens one after another.
@@ -125,16 +125,30 @@ class Decoder:
             page_table: int32 [b, pages].
             caches: keys and values of each layer.
             attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
+
+        Returns:
+            What the last layer leaves, from which `logits` makes those of the tokens whose successors are scored.
         """
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, window: int) -> None:
+        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, keys, values, rows, positions, live, page_table, window)
+                attention.run(out, q, keys, values, rows, positions, live, page_table, options)
                 return
-            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, window_left=window)
+            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
 
         with torch.no_grad():
-            self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+            return self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+
+    def logits(self, stream: Stream, begin: int, end: int) -> Tensor:
+        """Return the logits [end - begin, vocab] of some tokens of a prefill; once, for they are made in place.
+
+        Args:
+            stream: what `prefill` returned.
+            begin: first token.
+            end: behind the last one.
+        """
+        with torch.no_grad():
+            return self.head.run(stream.narrowed(begin, end))
 
     def _run_layers(self, tokens: Tokens, caches: list[LayerCache], attend: Attend) -> Stream:
         """Return the stream that the last layer leaves."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
+from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.weight_map import Part, WeightMap
@@ -33,6 +35,10 @@ class Family(ABC):
     @abstractmethod
     def weights(self, config: ModelConfig) -> WeightMap:
         """Return all tensors that such a model has, by their place in it."""
+
+    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
+        """Return the same for a source that has these tensors, in a family whose checkpoints come in several forms."""
+        return self.weights(config)
 
     @abstractmethod
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:

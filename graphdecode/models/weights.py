@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
 from torch import Tensor
 
+from graphdecode.errors import ArgumentError
 from graphdecode.linear.forms import linear_of, load_linear
-from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, read_fused
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
@@ -26,11 +30,40 @@ class Weights:
         self._map = weight_map
         self._options = options
         self._positions = positions
-        self._angles: dict[tuple[RopeConfig, int], Tensor] = {}
+        self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def tensor(self, place: str) -> Tensor:
         """Return what is at a place, in memory of its own."""
         return read_fused(self._source, self._names(place), None, self._options.dtype, self._options.device)
+
+    def experts(self, place: str, count: int) -> Iterator[Tensor]:
+        """Yield what is at a place of experts, one expert after another, each in memory of its own.
+
+        Args:
+            place: in the model; its parts are those of one expert after another, to be fused along their rows, or one
+                part with all experts along its first dimension.
+            count: how many there are.
+
+        Raises:
+            ValueError: weights of few bits are asked for.
+        """
+        if self._options.quantize is not None:
+            raise ArgumentError(f"quantize={self._options.quantize!r} cannot be had for a model with experts")
+        names, shape = self._names(place), self._map[place][0].shape
+        dtype, device = self._options.dtype, self._options.device
+        for expert in range(count):
+            if len(names) == 1:
+                out = torch.empty((1, *shape[1:]), dtype=dtype, device=device)
+                self._source.read(names[0], out, Shard(expert, count, 0))
+                yield out[0]
+            else:
+                own = names[expert * len(names) // count : (expert + 1) * len(names) // count]
+                yield read_fused(self._source, own, None, dtype, device)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits may not depend on the other rows."""
+        return self._options.batch_invariant
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return the norm at a place."""
@@ -52,8 +85,13 @@ class Weights:
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         return load_linear(self._source, names, None, self._options)
 
-    def cos_sin(self, rope: RopeConfig, head_dim: int) -> Tensor:
-        """Return cosines and sines by position, float32 [positions, 2, head_dim / 2]; layers share a table."""
+    def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
+        """Return cosines and sines by position, float32 [positions, 2, pairs that turn]; layers share a table.
+
+        Args:
+            rope: None where the layer knows nothing of positions.
+            head_dim: channels of a head.
+        """
         key = (rope, head_dim)
         if key not in self._angles:
             self._angles[key] = cos_sin_table(rope, head_dim, self._positions, self._options.device)

@@ -2,6 +2,7 @@
 
 from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
 from graphdecode.text.async_llm import AsyncLLM
+from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 from graphdecode.text.stream import Stream
@@ -14,10 +15,12 @@ __all__ = [
     "CompletionOutput",
     "EngineStats",
     "Logprob",
+    "RenderedChat",
     "RequestMetrics",
     "RequestOutput",
     "RunSummary",
     "SamplingParams",
     "Stream",
     "load_tokenizer",
+    "render_chat",
 ]

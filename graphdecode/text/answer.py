@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
+from graphdecode.engine import Event, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 
@@ -23,7 +23,7 @@ class Answer:
         output: where the answer goes.
         request: the prompt's output that the answer is part of.
         params: of the request, with its stop texts.
-        tokenizer: a `tokenizers.Tokenizer`.
+        tokenizer: a `tokenizers.Tokenizer`; None: there is no text.
 
     Attributes:
         pieces: text that nobody has taken yet.
@@ -40,13 +40,14 @@ class Answer:
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
         self._detokenizer = None
-        if params.detokenize:
+        if params.detokenize and tokenizer is not None:
             self._detokenizer = Detokenizer(
                 tokenizer,
                 params.stop_strings,
                 params.skip_special_tokens,
                 params.min_tokens,
                 include_stop=self._includes_stop,
+                spaced=params.spaces_between_special_tokens,
             )
         self._begun = False
         self._changing = threading.Lock()  # whose thread steps, and who gives the answer up
@@ -63,7 +64,7 @@ class Answer:
                 return False
             if not self._begun:
                 self._begun = True
-                self._tell_beginning(event.metrics)
+                self._tell_beginning(event)
             stop = self._take_tokens(event)
             reason, stop_reason = ("stop", stop) if stop is not None else (event.finish_reason, event.stop_reason)
             if reason is None:
@@ -134,22 +135,30 @@ class Answer:
             self.pieces.append(piece)
 
     def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:
+        if self.output.logprobs is None:
+            self.output.logprobs = []
+        self.output.logprobs.append(self._entries(token, logprobs))
+        self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs.sampled
+
+    def _entries(self, token: int, logprobs: TokenLogprobs) -> dict[int, Logprob]:
+        """Return what is known of one place: the likeliest tokens, and the one that stands there."""
         entries = {
             other: Logprob(value, rank, self._decode(other)) for rank, (other, value) in enumerate(logprobs.top, 1)
         }
         if token not in entries:
             entries[token] = Logprob(logprobs.sampled, logprobs.rank, self._decode(token))
-        if self.output.logprobs is None:
-            self.output.logprobs = []
-        self.output.logprobs.append(entries)
-        self.output.cumulative_logprob = (self.output.cumulative_logprob or 0.0) + logprobs.sampled
+        return entries
 
     def _decode(self, token: int) -> str | None:
         return None if self._detokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
 
-    def _tell_beginning(self, own: RequestMetrics) -> None:
-        """Bring the prompt's metrics up to date with those of this answer, whose first event has come."""
-        shared = self.request.metrics
+    def _tell_beginning(self, event: Event) -> None:
+        """Bring what is the prompt's up to date with this answer's first event: its metrics, its tokens' scores."""
+        if event.prompt_logprobs is not None:
+            tokens = self.request.prompt_token_ids[1:]
+            scored = [self._entries(*each) for each in zip(tokens, event.prompt_logprobs, strict=True)]
+            self.request.prompt_logprobs = [None, *scored]
+        own, shared = event.metrics, self.request.metrics
         shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
         shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)
         shared.num_cached_tokens = max(shared.num_cached_tokens, own.num_cached_tokens)

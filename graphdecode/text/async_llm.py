@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import threading
-import weakref
-from collections import deque
-from collections.abc import AsyncIterator
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Unpack
 
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import AnswerError, ArgumentError
-from graphdecode.text.intake import as_params
+from graphdecode.text.async_front import AsyncFront
+from graphdecode.text.chat import ChatOptions, Message, render_chat
+from graphdecode.text.intake import as_params, as_priorities
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt
-
-_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell]"
 
 
 class AsyncLLM:
@@ -36,14 +30,19 @@ class AsyncLLM:
 
     def __init__(self, model: Any, **options: Any) -> None:
         self.llm = LLM(model, **options)
-        self._bells: _Bells = weakref.WeakKeyDictionary()
+        self._front = AsyncFront(self.llm.router, self._wake)
         self._work = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="graphdecode-engine", daemon=True)
         self._thread.start()
 
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt: yield all there is so far each time that there is more; leaving it gives the request up.
 
@@ -51,6 +50,7 @@ class AsyncLLM:
             prompt: a text, a list of token ids, or a dict with either, as for `LLM.generate`.
             sampling_params: None means the defaults.
             request_id: what the outputs are to be called; None: a number.
+            priority: the lowest is served first.
 
         Raises:
             ValueError: what was given is no prompt or can never fit.
@@ -58,29 +58,36 @@ class AsyncLLM:
         """
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
-        order = self.llm.intake.order(item, self.llm.intake.encode(item), params)
-        if order.output.error is not None:
-            raise ArgumentError(order.output.error)
-        if request_id is not None:
-            order.output.request_id = request_id
-        news, bell = asyncio.Event(), _Bell.of(asyncio.get_running_loop(), self._bells)
-        for answer in order.answers:
-            answer.on_news = partial(bell.ring, news)
-        try:
-            self.llm.router.submit(order.requests)
-            with self._work:
-                self._work.notify()
-            finished = False
-            while not finished:
-                await news.wait()
-                news.clear()
-                finished = all(answer.finished for answer in order.answers)
-                if order.output.error is not None:
-                    raise AnswerError(order.output.error)
-                outputs = [answer.snapshot() for answer in order.answers]
-                yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
-        finally:
-            self.llm.router.give_up(order.answers)
+        (first,) = as_priorities(priority, 1)
+        order = self.llm.intake.order(item, self.llm.intake.encode(item), params, priority=first)
+        return self._front.outputs(order, request_id)
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one conversation through the model's chat template, as `generate` answers a prompt.
+
+        Args:
+            messages: as for `LLM.chat`, of one conversation.
+            sampling_params: None means what it means for `LLM.chat`.
+            request_id: what the outputs are to be called; None: a number.
+            options: see `render_chat`.
+
+        Raises:
+            ValueError: messages are malformed, there is no chat template, or the conversation can never fit.
+            AnswerError: this was closed, or a step of the engine failed.
+        """
+        (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
+        chat = render_chat(self.llm.tokenizer, messages, **options)
+        return self._front.outputs(self.llm.intake.order(chat.text, chat.token_ids, chat.ending(params)), request_id)
+
+    def _wake(self) -> None:
+        with self._work:
+            self._work.notify()
 
     def _run(self) -> None:
         """Step while there is work; the thread's life."""
@@ -111,27 +118,3 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
-
-
-class _Bell:
-    """Wakes tasks of one event loop from other threads: once for all that have news at the same time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._news: deque[asyncio.Event] = deque()
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop, known: _Bells) -> _Bell:
-        """Return a loop's bell, which is made when it is first asked for."""
-        return known.setdefault(loop, cls(loop))
-
-    def ring(self, news: asyncio.Event) -> None:
-        """Let an event be set by its loop."""
-        self._news.append(news)
-        if len(self._news) == 1:  # else the loop was called already, and has not come this far
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                self._loop.call_soon_threadsafe(self._wake)
-
-    def _wake(self) -> None:
-        while self._news:
-            self._news.popleft().set()

@@ -19,6 +19,8 @@ class Detokenizer:
         stop_strings: texts before which the answer is cut.
         skip_special_tokens: leave special tokens out.
         min_tokens: a stop string that is complete before there are more tokens than this does not stop.
+        spaced: write special tokens that follow one another as the tokenizer does, which may be with spaces; else
+            side by side.
         include_stop: cut behind the stop string instead, so that nothing has to wait for it.
     """
 
@@ -29,8 +31,11 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
         include_stop: bool = False,
+        spaced: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._unspaced = {} if spaced or skip_special_tokens else _special_texts(tokenizer)
+        self._follows_special = False
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
@@ -56,9 +61,11 @@ class Detokenizer:
         except Exception:  # its own kind: a text that does not go on from what it gave before; it begins anew
             self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
             piece = self._stream.step(self._tokenizer, token_id)
-        if not piece:
-            return None
-        return self._append(piece)
+        special = self._unspaced.get(token_id)
+        if special is not None and self._follows_special:
+            piece = special
+        self._follows_special = special is not None
+        return self._append(piece) if piece else None
 
     def _append(self, piece: str) -> str | None:
         before = len(self._text)
@@ -101,3 +108,7 @@ class Detokenizer:
     def _begins_a_stop(self, text: str) -> bool:
         at = bisect_right(self._sorted_stops, text)  # the first one that goes on behind the text
         return at < len(self._sorted_stops) and self._sorted_stops[at].startswith(text)
+
+
+def _special_texts(tokenizer: Any) -> dict[int, str]:
+    return {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}

@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graphdecode.engine import Engine, Request, RequestError, RequestMetrics, SamplingParams
-from graphdecode.engine.engine import derived_seed
+from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
+from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
+from graphdecode.text.router import TokenEngine
 from graphdecode.text.tokenizer import is_tokenizers_own
 
 
@@ -43,23 +44,29 @@ class Intake:
         tokenizer: of transformers.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+    def __init__(self, engine: TokenEngine, tokenizer: Any) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._encoding = threading.Lock()  # the tokenizer keeps settings of the call that runs
         self._numbers = itertools.count()
 
-    def encode(self, prompt: str | list[int]) -> list[int]:
+    def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids; ids that were given are left as they are, and `order` looks at them.
 
+        Args:
+            prompt: a text or token ids.
+            special: add the special tokens that the tokenizer begins a text with.
+
         Raises:
-            ArgumentError: the tokenizer fails at this text.
+            ArgumentError: it is a text, and there is no tokenizer, or one that fails at it.
         """
         if not isinstance(prompt, str):
             return prompt
+        if self._tokenizer is None:
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): give token ids, and not a text")
         try:
             with self._encoding:
-                ids = list(self._tokenizer(prompt, verbose=False).input_ids)
+                ids = list(self._tokenizer(prompt, verbose=False, add_special_tokens=special).input_ids)
         except BaseException as error:
             if not is_tokenizers_own(error):
                 raise
@@ -70,26 +77,78 @@ class Intake:
             ids = [self._tokenizer.bos_token_id]
         return ids
 
-    def order(self, prompt: str | list[int], token_ids: list[int], params: SamplingParams) -> Order:
-        """Return what a prompt becomes; one that can never be served comes back refused, with `output.error` set."""
+    def order(
+        self, prompt: str | list[int], token_ids: list[int], params: SamplingParams, *, priority: int = 0
+    ) -> Order:
+        """Return what a prompt becomes; one that can never be served comes back refused, with `output.error` set.
+
+        Args:
+            prompt: as it was given.
+            token_ids: what `encode` made of it.
+            params: of all its answers.
+            priority: the lowest is served first.
+
+        Raises:
+            ArgumentError: the parameters are of text, and there is no tokenizer.
+        """
+        if self._tokenizer is None and params.stop_strings:
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init), so that no stop text can be found")
         number = next(self._numbers)
+        token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
         outputs = [CompletionOutput(index) for index in range(params.n)]
         text = prompt if isinstance(prompt, str) else None
         output = RequestOutput(number, text, token_ids, outputs, RequestMetrics(time.perf_counter()))
         seed = derived_seed(self._engine.seed, number) if params.seed is None else params.seed
+        tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
+        own = replace(params, n=1, stop=None, truncate_prompt_tokens=None)
         requests = []
         for answer_output in outputs:
-            own_seed = seed if answer_output.index == 0 else derived_seed(seed, answer_output.index)
-            request = Request(token_ids, replace(params, n=1, stop=None, seed=own_seed))
-            requests.append((request, Answer(answer_output, output, params, self._tokenizer.backend_tokenizer)))
+            index = answer_output.index
+            scored = params.prompt_logprobs if index == 0 else None  # once is enough
+            single = replace(own, seed=as_int64(seed + index), prompt_logprobs=scored)
+            request = Request(token_ids, single, priority)
+            requests.append((request, Answer(answer_output, output, params, tokenizer)))
         try:
-            self._engine.check(requests[0][0])
+            self._engine.rules.check(requests[0][0])
         except RequestError as error:
             output.error = str(error)
             for answer_output in outputs:
                 answer_output.finish_reason = "refused"
             return Order(output, [])
         return Order(output, requests)
+
+    def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
+        """Return the last tokens of a prompt, as many as are to be kept; a text keeps what stands in front of it."""
+        kept = params.truncate_prompt_tokens
+        if kept is None:
+            return token_ids
+        if kept == -1:
+            limit, room = self._engine.rules.capacity.token_limit, params.max_tokens
+            kept = max(limit - (room if room is not None and room < limit else 1), 1)
+        if len(token_ids) <= kept:
+            return token_ids
+        if is_text and token_ids[0] == self._tokenizer.bos_token_id:
+            return token_ids[:1] + token_ids[len(token_ids) - kept + 1 :]
+        return token_ids[-kept:]
+
+
+def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:
+    """Return the priority of each of some prompts.
+
+    Args:
+        priority: of all prompts, or one for each; None is 0.
+        count: of the prompts.
+
+    Raises:
+        ArgumentError: they are not as many, or no integers of 64 bits.
+    """
+    given = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
+    if len(given) != count:
+        raise ArgumentError(f"there are {count} prompts and {len(given)} priorities")
+    wrong = [each for each in given if not isinstance(each, int) or isinstance(each, bool) or as_int64(each) != each]
+    if wrong:
+        raise ArgumentError(f"priority must be a 64-bit integer for each prompt, got {wrong[0]!r:.40}")
+    return given
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:

@@ -16,18 +16,19 @@ from tqdm import tqdm
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.config.vllm_names import LLMKeywords, as_settings
-from graphdecode.engine import Engine, EngineStats, SamplingParams
+from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.interrupts import DeferredInterrupt
-from graphdecode.engine.loading import load_runner
+from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
 from graphdecode.models.generation_defaults import GENERATION_FILE
-from graphdecode.text.intake import Intake, as_params
+from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
+from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
-from graphdecode.text.router import Router
+from graphdecode.text.router import SteppingRouter
 from graphdecode.text.stream import Stream
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -51,7 +52,8 @@ class LLM:
     Attributes:
         engine_config: all settings, with the `max_sequence_length` that holds: where the model was trained for less
             than was asked for, a warning says so. (The default is no wish, and shrinks silently.)
-        tokenizer: of transformers.
+        tokenizer: of transformers; None with `skip_tokenizer_init`: prompts are token ids then, and answers have no
+            text.
         engine: what answers, in tokens.
         load_seconds: what it took to load the model and to capture its graphs.
 
@@ -78,14 +80,15 @@ class LLM:
         check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
         self._sampling_defaults = generation_defaults(path)
         self._generation_file = path / GENERATION_FILE
-        self.tokenizer: Any = load_tokenizer(path, trust_remote_code=trusted) if tokenizer is None else tokenizer
-        runner = load_runner(path, settings, progress=progress)
-        self.engine_config = _as_it_holds(settings, runner.capacity)
-        self.engine = Engine(runner, seed=self.engine_config.seed)
-        self.router = Router(self.engine)
+        if settings.skip_tokenizer_init:
+            tokenizer = None
+        elif tokenizer is None:
+            tokenizer = load_tokenizer(path, trust_remote_code=trusted)
+        self.tokenizer: Any = tokenizer
+        self.engine = load_engine(path, settings, progress=progress)
+        self.engine_config = _as_it_holds(settings, self.engine.capacity)
+        self.router = SteppingRouter(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
-        self.graphs.capture(progress=progress)
-        runner.buffers.freeze()
         self.load_seconds = time.perf_counter() - began
 
     @property
@@ -136,7 +139,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return how the checkpoint wants to be sampled: its `generation_config.json`, else the library's defaults.
 
-        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`.
+        `generate` and `stream` do not ask: without parameters they use `SamplingParams()`. `chat` does.
 
         Raises:
             ArgumentError: the file states what cannot be.
@@ -146,11 +149,17 @@ class LLM:
         except ArgumentError as error:
             raise ArgumentError(f"{self._generation_file}: {error}") from error
 
+    def default_chat_params(self) -> SamplingParams:
+        """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""
+        return replace(self.get_default_sampling_params(), max_tokens=None)
+
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
         sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: SequenceOf[int] | int | None = None,
     ) -> list[RequestOutput]:
         """Answer some prompts, batched continuously.
 
@@ -159,6 +168,8 @@ class LLM:
                 these.
             sampling_params: for all prompts, or one for each; None means the defaults.
             use_tqdm: show a progress bar on standard error where that is a terminal.
+            priority: of all prompts, or one for each: the lowest is served first, and gives way last when pages run
+                out. None is 0; prompts of one priority are served as they come.
 
         Returns:
             One output for each prompt, in their order. A prompt that can never be answered (too long, empty, a token
@@ -171,8 +182,51 @@ class LLM:
         self._check_open()
         items = as_prompts(prompts)
         params = as_params(sampling_params, len(items))
+        priorities = as_priorities(priority, len(items))
         encoded = [self.intake.encode(prompt) for prompt in items]
-        orders = [self.intake.order(item, ids, p) for item, ids, p in zip(items, encoded, params, strict=True)]
+        orders = [
+            self.intake.order(item, ids, p, priority=first)
+            for item, ids, p, first in zip(items, encoded, params, priorities, strict=True)
+        ]
+        return self._answered(orders, use_tqdm)
+
+    def chat(
+        self,
+        messages: SequenceOf[Message] | SequenceOf[SequenceOf[Message]],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several of them side by side, through the model's chat template.
+
+        Args:
+            messages: of one conversation in OpenAI's form, such as `[{"role": "user", "content": "Hello"}]`, or a list
+                of conversations.
+            sampling_params: for all of them, or one for each; None means how the checkpoint wants to be sampled, up to
+                the end of the turn or of the capacity.
+            use_tqdm: show a progress bar on standard error where that is a terminal.
+            options: `chat_template`, `add_generation_prompt`, `continue_final_message`, `tools` and
+                `chat_template_kwargs`; see `render_chat`.
+
+        Returns:
+            One output for each conversation, as of `generate`; its `prompt` is what the template made.
+
+        Raises:
+            ArgumentError: messages are malformed, there is no chat template, or it refuses the conversation.
+        """
+        self._check_open()
+        chats = [render_chat(self.tokenizer, each, **options) for each in as_conversations(messages)]
+        params = as_params(self.default_chat_params() if sampling_params is None else sampling_params, len(chats))
+        return self._answered(
+            [
+                self.intake.order(chat.text, chat.token_ids, chat.ending(p))
+                for chat, p in zip(chats, params, strict=True)
+            ],
+            use_tqdm,
+        )
+
+    def _answered(self, orders: list[Order], use_tqdm: bool) -> list[RequestOutput]:
+        """Hand orders in, and come back when all of them are served."""
         answers = [answer for order in orders for answer in order.answers]
         unfinished = list(reversed(answers))
         bar = tqdm(
@@ -202,7 +256,14 @@ class LLM:
         self._check_open()
         return [order.output for order in orders]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, refuse: str = "raise") -> Stream:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        refuse: str = "raise",
+        priority: int = 0,
+    ) -> Stream:
         """Answer one prompt, piece by piece; pieces never split a character or show part of a stop string.
 
         The request joins the batch at once. Several streams may be read in turn: they run side by side.
@@ -212,6 +273,7 @@ class LLM:
             sampling_params: with `n` 1.
             refuse: what to do with a prompt that can never fit: `"raise"`, or `"return"` an empty stream whose
                 `request.error` says why.
+            priority: the lowest is served first.
 
         Raises:
             ValueError: what was given is no prompt or can never fit, or `n` is not 1.
@@ -227,7 +289,8 @@ class LLM:
         prompt = as_prompt(prompt)
         if params.n != 1:
             raise ArgumentError(f"a stream has one answer: n must be 1, got {params.n}")
-        order = self.intake.order(prompt, self.intake.encode(prompt), params)
+        (first,) = as_priorities(priority, 1)
+        order = self.intake.order(prompt, self.intake.encode(prompt), params, priority=first)
         if order.output.error is not None and refuse == "raise":
             raise ArgumentError(order.output.error)
         with DeferredInterrupt():

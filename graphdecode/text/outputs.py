@@ -15,7 +15,7 @@ class Logprob:
     """
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str | None
 
 
@@ -50,9 +50,11 @@ class RequestOutput:
     Attributes:
         request_id: counts the prompts that were given, or what `AsyncLLM` was told to call it.
         prompt: the text; None where token ids were given.
-        prompt_token_ids: the tokens of the prompt.
+        prompt_token_ids: the tokens of the prompt, those that were kept of it.
         outputs: `n` answers.
         metrics: times and counts.
+        prompt_logprobs: None for the first token of the prompt, and token id -> `Logprob` for each other one; None
+            where they were not asked for, and before the first tokens of the answer.
         error: why the request was refused or given up; None where it was served.
     """
 
@@ -62,3 +64,4 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     error: str | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None

@@ -1,36 +1,56 @@
-"""Between many callers and one engine: whoever waits steps, and every event finds its answer."""
+"""Between many callers and one engine: every event finds its answer; and where no one else does, who waits steps."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
-from graphdecode.engine import Engine, Request
+from graphdecode.engine import Engine, Event, Request
 from graphdecode.engine.interrupts import DeferredInterrupt
+from graphdecode.engine.rules import RequestRules
 from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
 
 _PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
 
 
+class TokenEngine(Protocol):
+    """What a front needs of an engine: `Engine`, or one that stands for an engine in another process."""
+
+    @property
+    def rules(self) -> RequestRules:
+        """What it can serve."""
+
+    @property
+    def seed(self) -> int:
+        """Of the requests that bring none."""
+
+    def add(self, request: Request) -> int:
+        """See `Engine.add`."""
+
+    def abort(self, request_id: int) -> None:
+        """See `Engine.abort`."""
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """See `Engine.finish`."""
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+
+
 class Router:
     """Hands requests in, and the engine's events to the answers that they belong to.
 
-    It starts no thread. Of the threads that wait for answers one does the engine's rounds for all of them, until its
-    own answers are there; then another one takes over.
-
     Args:
-        engine: what serves the requests.
+        engine: what serves the requests; somebody else steps it, and delivers its events.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: TokenEngine) -> None:
         self.engine = engine
         self._answers: dict[int, Answer] = {}
         self._ids: dict[Answer, int] = {}
         self._books = threading.Lock()  # of the two above
-        self._turn = threading.Lock()  # whose turn it is to step
-        self._progress = threading.Condition()
-        self._waiting = 0
         self.closed = False
 
     def submit(self, requests: Iterable[tuple[Request, Answer]]) -> None:
@@ -71,6 +91,51 @@ class Router:
                 del self._answers[request_id]
         return request_id
 
+    def deliver(self, events: Sequence[Event]) -> None:
+        """Bring the engine's events to the answers that they belong to."""
+        with self._books:
+            owners = [self._answers.get(event.request_id) for event in events]
+        for event, answer in zip(events, owners, strict=True):
+            if answer is None:
+                continue
+            try:
+                if answer.take(event):
+                    self.engine.finish(event.request_id, len(answer.output.token_ids))
+            except Exception as error:  # whatever a tokenizer stumbles over must not touch the other answers
+                self.engine.abort(event.request_id)
+                answer.fail(f"its text cannot be made: {type(error).__name__}: {error}")
+            if answer.output.finish_reason is not None:
+                self._forget(answer)
+
+    def close(self) -> None:
+        """End all answers with an error, and close the engine."""
+        with self._books:
+            if self.closed:
+                return
+            self.closed = True
+            answers = list(self._ids)
+            self._answers.clear()
+            self._ids.clear()
+        self.engine.close()
+        for answer in answers:
+            answer.give_up("this LLM was closed")
+
+
+class SteppingRouter(Router):
+    """Steps too. It starts no thread: of the threads that wait for answers one does the engine's rounds for all of
+    them, until its own answers are there; then another one takes over.
+
+    Args:
+        engine: what serves the requests.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self._stepped = engine
+        self._turn = threading.Lock()  # whose turn it is to step
+        self._progress = threading.Condition()
+        self._waiting = 0
+
     def wait(self, done: Callable[[], bool], between: Callable[[], None]) -> None:
         """Come back once something is done; step meanwhile, or wait while another thread does.
 
@@ -107,22 +172,10 @@ class Router:
         if self.closed:
             raise ClosedError("this LLM was closed")
         try:
-            events = self.engine.step()
+            events = self._stepped.step()
         except ClosedError:  # by another thread, meanwhile
             raise ClosedError("this LLM was closed") from None
-        with self._books:
-            owners = [self._answers.get(event.request_id) for event in events]
-        for event, answer in zip(events, owners, strict=True):
-            if answer is None:
-                continue
-            try:
-                if answer.take(event):
-                    self.engine.finish(event.request_id, len(answer.output.token_ids))
-            except Exception as error:  # whatever a tokenizer stumbles over must not touch the other answers
-                self.engine.abort(event.request_id)
-                answer.fail(f"its text cannot be made: {type(error).__name__}: {error}")
-            if answer.output.finish_reason is not None:
-                self._forget(answer)
+        self.deliver(events)
         if self._waiting:
             self._announce()
 
@@ -133,14 +186,5 @@ class Router:
 
     def close(self) -> None:
         """End all answers with an error, and close the engine."""
-        with self._books:
-            if self.closed:
-                return
-            self.closed = True
-            answers = list(self._ids)
-            self._answers.clear()
-            self._ids.clear()
-        self.engine.close()
-        for answer in answers:
-            answer.give_up("this LLM was closed")
+        super().close()
         self._announce()

@@ -8,7 +8,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.errors import AnswerError
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import RequestOutput
-from graphdecode.text.router import Router
+from graphdecode.text.router import SteppingRouter
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
         router: steps.
     """
 
-    def __init__(self, request: RequestOutput, answer: Answer | None, router: Router) -> None:
+    def __init__(self, request: RequestOutput, answer: Answer | None, router: SteppingRouter) -> None:
         self.request = request
         self._answer = answer
         self._router = router

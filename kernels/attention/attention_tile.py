@@ -166,6 +166,16 @@ def attend_span(
     return acc, total, top
 
 
+@triton.jit
+def with_sinks(acc, total, top, sinks, head, taken):
+    """Add to what `attend_span` returned the sinks of heads where they are taken: weight without a value."""
+    sink = tl.load(sinks + head, mask=taken, other=-float("inf")) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    shrink = tl.exp2(top - base)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - base), new_top
+
+
 def compute_dtype(q: Tensor, cache: Tensor) -> Any:
     """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32."""
     narrow = cache.dtype.itemsize == 1 or cache.dtype == q.dtype

@@ -24,7 +24,8 @@ class LogitOptions(NamedTuple):
 
     `sm_scale` multiplies them (query and key scales included), `soft_cap` caps them where it is > 0, `window_left`
     keeps the newest `window_left + 1` keys of each query where it is >= 0, `position_mode` is one of `NONE`,
-    `ROPE_LLAMA` and `ALIBI`. `v_scale` multiplies the output.
+    `ROPE_LLAMA` and `ALIBI`. `v_scale` multiplies the output. `sinks` [heads] are logits that take weight from the keys
+    and have no value (Xiao et al., 2024, StreamingLLM, section 3.3; here each head's own, as in gpt-oss).
     """
 
     sm_scale: float
@@ -34,6 +35,7 @@ class LogitOptions(NamedTuple):
     position_mode: str = "NONE"
     rope_scale: float = 1.0
     rope_theta: float = 1e4
+    sinks: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -114,6 +116,15 @@ def attend_row(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptio
     Returns:
         The output [1, hkv, n, group, dv] in q's dtype, and the natural log-sum-exp, fp32 [1, hkv, n, group].
     """
+    out, lse = _attend_keys(q, k, v, kv_len, options)
+    if options.sinks is None:
+        return out, lse
+    sinks = options.sinks.view(1, q.shape[1], 1, q.shape[3])
+    return (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype), torch.logaddexp(lse, sinks)
+
+
+def _attend_keys(q: Tensor, k: Tensor, v: Tensor, kv_len: int, options: LogitOptions) -> tuple[Tensor, Tensor]:
+    """Return the same without sinks."""
     _, heads, queries, group, dim = q.shape
     keys = k.shape[2]
     fused = options.plain and dim == v.shape[-1] and q.dtype.itemsize > 1 and keys >= queries

@@ -39,6 +39,14 @@ INLINE vec fold_pair(const int width, vec a, vec b) {
     return width == 2 ? FOLD(2) : FOLD(1);
 }
 
+/* cap * tanh(logit / cap) of a block; tanh(x) = 1 - 2 / (e^2x + 1). */
+static void cap_logits(float *logits, float cap) {
+    for (int64_t j = 0; j < BLOCK; j += LANES) {
+        vec twice = load_f32(logits + j) * (2.0f / cap);
+        store_f32(logits + j, cap - 2.0f * cap / (exp_lanes(twice) + 1.0f));
+    }
+}
+
 /* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
 static void soften(float *logits, int64_t count, float *sums, float *largest, float *total, int64_t dim) {
     for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
@@ -178,7 +186,10 @@ static void NAME(attend_heads)(const decode_attention_args *a, int64_t row, int6
     float *sums = carved(&room, heads * dim), *logits = carved(&room, heads * BLOCK);
     float *largest = carved(&room, heads), *total = carved(&room, heads);
     for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)a->sm_scale, sums[i] = 0.0f;
-    for (int64_t h = 0; h < heads; h++) largest[h] = -INFINITY, total[h] = 0.0f;
+    for (int64_t h = 0; h < heads; h++) {
+        largest[h] = a->sinks.data ? a->sinks.data[head * group + h] : -INFINITY;
+        total[h] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
+    }
     int64_t first = window >= 0 && window < length ? length - 1 - window : 0;
     int64_t count = NAME(locate)(places, a, row_pages, first, length), coming;
     for (; count > 0; count = coming, first += BLOCK) {
@@ -189,8 +200,10 @@ static void NAME(attend_heads)(const decode_attention_args *a, int64_t row, int6
             for (int64_t j = 0; j < BLOCK; j++) found[j] = of_head + places[j < count ? j : count - 1];
             NAME(group_dots)(logits + h * BLOCK, scaled + h * dim, found, group, count, dim);
         }
-        for (int64_t h = 0; h < heads; h++)
+        for (int64_t h = 0; h < heads; h++) {
+            if (a->soft_cap > 0.0) cap_logits(logits + h * BLOCK, (float)a->soft_cap);
             soften(logits + h * BLOCK, count, sums + h * dim, largest + h, total + h, dim);
+        }
         for (int64_t h = 0; h < heads; h += group) {
             const element *of_head = v_cache + h / group * dim;
             NAME(ask_for)(of_head, next, coming, dim);

@@ -55,12 +55,11 @@ def _is_served(
     *_plan: Tensor,
     q_len: int,
     v_scale: float,
-    soft_cap: float,
     position_mode: str,
-    **_others: float,
+    **_others: float | Tensor | None,
 ) -> bool:
     dense = (out, q, k_cache, v_cache, table)
-    is_bare = position_mode == "NONE" and soft_cap <= 0.0 and v_scale == 1.0 and lse is None and indptr is None
+    is_bare = position_mode == "NONE" and v_scale == 1.0 and lse is None and indptr is None
     is_bare = is_bare and q_len == 1 and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
     return is_bare and all(tensor.is_contiguous() for tensor in dense)
 
@@ -88,6 +87,7 @@ def decode_attention(
     position_mode: Annotated[str, POSITION_MODES] = "NONE",
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
+    sinks: Float32 | None = None,
 ) -> None:
     """Write the attention of each row's newest `q_len` tokens over the row's own pages into `out`.
 
@@ -112,11 +112,12 @@ def decode_attention(
         position_mode: one of `POSITION_MODES`.
         rope_scale: divides the rotation angles.
         rope_theta: base of the rotation frequencies.
+        sinks: fp32 [hq], contiguous, a logit of each head that takes weight and has no value; or None.
     """
     rows = q.shape[0] // q_len
     kv_heads, dim = k_cache.shape[2:]
     group = q.shape[1] // kv_heads
-    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta)
+    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, position_mode, rope_scale, rope_theta, sinks)
     lengths, pages = kv_lens.numpy()[:rows], table.numpy()
     starts = None if indptr is None else indptr.numpy()
     split = (rows, q_len, kv_heads, group)

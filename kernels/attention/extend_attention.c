@@ -125,7 +125,8 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
     for (int64_t r = 0; r < queries; r++) {
         for (int64_t i = 0; i < dim; i++)
             q[r * dim + i] = widen(given[(r / group * heads + r % group) * dim + i]) * (float)a->sm_scale;
-        largest[r] = -INFINITY, total[r] = 0.0f;
+        largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] : -INFINITY;
+        total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
     memset(sums, 0, queries * dim * sizeof(float));
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
@@ -135,6 +136,7 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
         NAME(gather_block)(keys, values, a, row, head, first, begins - first, count);
         all_logits(logits, q, keys, queries, dim);
         for (int64_t r = 0; r < queries; r++) {
+            if (a->soft_cap > 0.0) cap_logits(logits + r * BLOCK, (float)a->soft_cap);
             if (mask_block(logits + r * BLOCK, first, position + r / group, window))
                 soften(logits + r * BLOCK, BLOCK, sums + r * dim, largest + r, total + r, dim);
             else

@@ -12,7 +12,7 @@ from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Written
-from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes
+from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes, with_sinks
 from .attention_torch import LogitOptions, attend_row, row_entries
 
 _QUERIES_AT_ONCE = 64  # times heads: rows of a program's tile, where its accumulator fits
@@ -25,6 +25,7 @@ _QUERIES_AT_ONCE = 64  # times heads: rows of a program's tile, where its accumu
 def _extend_attention_kernel(
     out,
     lse,
+    sinks,
     q,
     k_cache,
     v_cache,
@@ -68,6 +69,7 @@ def _extend_attention_kernel(
     COMPUTE: tl.constexpr,
     KV_BITS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
 ):
@@ -138,6 +140,8 @@ def _extend_attention_kernel(
         HAS_CAP,
         "NONE",
     )
+    if HAS_SINKS:
+        acc, total, top = with_sinks(acc, total, top, sinks, head, held)
     norm = tl.where(total > 0.0, total, 1.0)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None]).to(out.dtype.element_ty)
@@ -161,6 +165,7 @@ def extend_attention_triton(
     sm_scale: float,
     window_left: int,
     soft_cap: float,
+    sinks: Tensor | None,
 ) -> None:
     """Launch the kernel; see `extend_attention`. It has run in Triton's interpreter and been compiled ahead of time."""
     rows = cu_seqlens_q.shape[0] - 1
@@ -179,6 +184,7 @@ def extend_attention_triton(
     _extend_attention_kernel[(tiles, kv_heads)](
         out,
         lse,
+        sinks,
         q,
         keys,
         values,
@@ -207,6 +213,7 @@ def extend_attention_triton(
         COMPUTE=compute,
         KV_BITS=kv_bits,
         HAS_LSE=lse is not None,
+        HAS_SINKS=sinks is not None,
         HAS_WINDOW=window_left >= 0,
         HAS_CAP=soft_cap > 0.0,
         **tile,
@@ -222,11 +229,9 @@ def _is_served(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
-    *,
-    soft_cap: float,
-    **_others: float,
+    **_others: float | Tensor | None,
 ) -> bool:
-    if lse is not None or page_table is None or q.dim() != 3 or soft_cap > 0.0 or k_cache.shape[3] % LANES:
+    if lse is not None or page_table is None or q.dim() != 3 or k_cache.shape[3] % LANES:
         return False
     dense = (out, q, k_cache, v_cache, page_table)
     return k_cache.shape == v_cache.shape and all(tensor.is_contiguous() for tensor in dense)
@@ -246,6 +251,7 @@ def extend_attention(
     sm_scale: float,
     window_left: int = -1,
     soft_cap: float = 0.0,
+    sinks: Float32 | None = None,
 ) -> None:
     """Write the causal attention of each row's newest tokens over the row's own pages into `out`.
 
@@ -261,9 +267,10 @@ def extend_attention(
         sm_scale: multiplies the logits.
         window_left: keeps the newest `window_left + 1` keys of each query where it is >= 0.
         soft_cap: caps the logits where it is > 0.
+        sinks: fp32 [hq], contiguous, a logit of each head that takes weight and has no value; or None.
     """
     kv_heads = k_cache.shape[2]
-    options = LogitOptions(sm_scale, 1.0, window_left, soft_cap)
+    options = LogitOptions(sm_scale, 1.0, window_left, soft_cap, sinks=sinks)
     q_ends = cu_seqlens_q.tolist()
     kv_ends = cu_seqlens_kv.tolist()
     pages = None if page_table is None else page_table.numpy()

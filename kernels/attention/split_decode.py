@@ -16,6 +16,7 @@ from .attention_tile import (
     logit_arguments,
     rotate,
     tile_sizes,
+    with_sinks,
 )
 
 SPLITS_AT_ONCE = 8  # partials that one merging program holds
@@ -30,6 +31,7 @@ def _decode_attention_kernel(
     lse,
     partial,
     partial_lse,
+    sinks,
     q,
     k_cache,
     v_cache,
@@ -70,6 +72,7 @@ def _decode_attention_kernel(
     KV_BITS: tl.constexpr,
     HAS_INDPTR: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
@@ -152,6 +155,8 @@ def _decode_attention_kernel(
         HAS_CAP,
         MODE,
     )
+    if HAS_SINKS:
+        acc, total, top = with_sinks(acc, total, top, sinks, head, held & (split == 0))
     norm = tl.where(total > 0.0, total, 1.0)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
@@ -247,6 +252,7 @@ def decode_attention_triton(
     position_mode: str,
     rope_scale: float,
     rope_theta: float,
+    sinks: Tensor | None,
 ) -> None:
     """Launch the two kernels; see `decode_attention` for the arguments."""
     rows = q.shape[0] // q_len
@@ -267,6 +273,7 @@ def decode_attention_triton(
         lse,
         partial,
         partial_lse,
+        sinks,
         q,
         keys,
         values,
@@ -292,6 +299,7 @@ def decode_attention_triton(
         KV_BITS=kv_bits,
         HAS_INDPTR=indptr is not None,
         HAS_LSE=lse is not None,
+        HAS_SINKS=sinks is not None,
         CAUSAL=q_len > 1,
         HAS_WINDOW=window_left >= 0,
         **tile,

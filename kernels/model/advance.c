@@ -19,6 +19,7 @@ KERNEL(advance) {
             a->token_counts.data[row * a->token_counts.stride[0] + token]++;
         if (a->ring_logprob.data && a->sampled_logprob.data && (flags & FLAG_LOGPROBS)) {
             a->ring_logprob.data[place] = a->sampled_logprob.data[row];
+            a->ring_rank.data[place] = a->sampled_rank.data[row];
             memcpy(a->ring_top_logprobs.data + place * tops, a->top_logprobs.data + row * tops, tops * sizeof(float));
             memcpy(a->ring_top_ids.data + place * tops, a->top_ids.data + row * tops, tops * sizeof(int32_t));
         }

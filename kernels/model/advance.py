@@ -30,6 +30,7 @@ class AdvanceState(NamedTuple):
         ring_tokens: int64 [R, b_max], the tokens of the last R steps, -1 where a row had none.
         token_counts: int32 [b, vocab], see `sampling_slots`; None where no row may have penalties.
         ring_logprob: float32 [R, b_max] or None, log-probability of the ring's tokens.
+        ring_rank: int32 [R, b_max] or None, their ranks.
         ring_top_logprobs: float32 [R, b_max, MAX_LOGPROBS] or None.
         ring_top_ids: int32 [R, b_max, MAX_LOGPROBS] or None.
     """
@@ -42,6 +43,7 @@ class AdvanceState(NamedTuple):
     ring_tokens: Int64
     token_counts: Int32 | None = None
     ring_logprob: Float32 | None = None
+    ring_rank: Int32 | None = None
     ring_top_logprobs: Float32 | None = None
     ring_top_ids: Int32 | None = None
 
@@ -57,10 +59,12 @@ def _advance_kernel(
     ring_tokens,
     token_counts,
     ring_logprob,
+    ring_rank,
     ring_top_logprobs,
     ring_top_ids,
     sampled,
     sampled_logprob,
+    sampled_rank,
     top_logprobs,
     top_ids,
     live_rows,
@@ -103,6 +107,7 @@ def _advance_kernel(
         wanted = active & ((flags & LOGPROBS_FLAG) != 0)
         chosen = tl.load(sampled_logprob + rows, mask=wanted, other=0.0)
         tl.store(ring_logprob + entry + rows, chosen, mask=wanted)
+        tl.store(ring_rank + entry + rows, tl.load(sampled_rank + rows, mask=wanted, other=0), mask=wanted)
         places = tl.arange(0, TOPS_BLOCK)[None, :]
         inside = wanted[:, None] & (places < TOPS)
         source = rows[:, None] * TOPS + places
@@ -134,7 +139,7 @@ def advance_triton(
     _advance_kernel[(1,)](
         *state,
         sampled,
-        *(logprobs or (None, None, None)),
+        *(logprobs or (None,) * len(LogprobOutputs._fields)),
         live_rows,
         slots.sampling_flags,
         slots.stop_ids,
@@ -201,6 +206,7 @@ def advance(
             state.token_counts.numpy()[row, token] += 1
         if flags[row] & FLAG_LOGPROBS and state.ring_logprob is not None and logprobs is not None:
             state.ring_logprob[entry, row] = logprobs.sampled_logprob[row]
+            state.ring_rank[entry, row] = logprobs.sampled_rank[row]  # type: ignore[index]
             state.ring_top_logprobs[entry, row] = logprobs.top_logprobs[row]  # type: ignore[index]
             state.ring_top_ids[entry, row] = logprobs.top_ids[row]  # type: ignore[index]
         if position >= last[row] or (token in stops[row] and position >= first[row]):

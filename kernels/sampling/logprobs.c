@@ -1,5 +1,17 @@
-/* Log-probabilities of the sampled token and of the likeliest ones; see logprobs.py. */
+/* Log-probabilities of the sampled token and of the likeliest ones, and its rank; see logprobs.py. */
 #include "native.h"
+
+/* How many come before the token: those that are likelier, and of its equals those of lower ids. */
+static int32_t NAME(count_before)(const element *logits, int64_t vocab, int64_t token) {
+    float chosen = widen(logits[token]);
+    ivec counts = {0};
+    int64_t i = 0, before = 0;
+    for (; i + LANES <= vocab; i += LANES) counts -= (ivec)(load(logits + i) > chosen);
+    for (; i < vocab; i++) before += widen(logits[i]) > chosen;
+    for (int lane = 0; lane < LANES; lane++) before += counts[lane];
+    for (i = 0; i < token; i++) before += widen(logits[i]) == chosen;
+    return (int32_t)before;
+}
 
 static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
     const token_logprobs_args *a = job;
@@ -39,7 +51,9 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
         for (; i + LANES <= vocab; i += LANES) sums += exp_lanes(load(logits + i) - largest);
         for (; i < vocab; i++) rest += expf(widen(logits[i]) - largest);
         float total = largest + logf(sum_lanes(sums) + rest);
-        a->sampled_logprob.data[row] = sampled >= 0 && sampled < vocab ? widen(logits[sampled]) - total : -INFINITY;
+        int is_token = sampled >= 0 && sampled < vocab;
+        a->sampled_logprob.data[row] = is_token ? widen(logits[sampled]) - total : -INFINITY;
+        a->sampled_rank.data[row] = is_token ? 1 + NAME(count_before)(logits, vocab, sampled) : 0;
         for (int64_t place = 0; place < tops; place++) values[place] -= total;
     }
 }

@@ -1,4 +1,4 @@
-"""Log-probabilities of the sampled token and of the likeliest ones, from the model's own logits.
+"""Log-probabilities of the sampled token, with its rank, and of the likeliest ones, from the model's own logits.
 
 `logprob = logit - log(sum(exp(logits)))` in fp32, before temperature, penalties or any filter.
 """
@@ -16,12 +16,14 @@ _BLOCK = 4096
 
 
 # One program reads one block of one row, where the row wants log-probabilities, and writes the block's largest
-# logit and the sum of exponentials relative to it.
+# logit, the sum of exponentials relative to it, and how many ids come before the sampled one.
 @triton.jit
 def _block_sums_kernel(
     block_max,
     block_sum,
+    block_before,
     logits,
+    sampled,
     live_rows,
     sampling_flags,
     vocab,
@@ -41,6 +43,10 @@ def _block_sums_kernel(
             place = row * tl.num_programs(1) + block
             tl.store(block_max + place, largest)
             tl.store(block_sum + place, tl.sum(tl.exp(shifted), axis=0))
+            token = tl.load(sampled + row)
+            chosen = tl.load(line + token, mask=(token >= 0) & (token < vocab), other=float("-inf")).to(tl.float32)
+            before = (values > chosen) | ((values == chosen) & (columns < token))
+            tl.store(block_before + place, tl.sum((before & (columns < vocab)).to(tl.int32), axis=0))
 
 
 # One program per row that wants log-probabilities: it adds up the blocks, and then takes the likeliest tokens one by
@@ -48,10 +54,12 @@ def _block_sums_kernel(
 @triton.jit
 def _top_logprobs_kernel(
     sampled_logprob,
+    sampled_rank,
     top_logprobs,
     top_ids,
     block_max,
     block_sum,
+    block_before,
     logits,
     sampled,
     live_rows,
@@ -76,6 +84,8 @@ def _top_logprobs_kernel(
             total = largest + tl.log(tl.sum(scaled, axis=0))
             line = logits + row.to(tl.int64) * logits_stride
             tl.store(sampled_logprob + row, tl.load(line + tl.load(sampled + row)).to(tl.float32) - total)
+            before = tl.load(block_before + row * BLOCKS + blocks, mask=has_block, other=0)
+            tl.store(sampled_rank + row, tl.sum(before, axis=0) + 1)
             last_value = float("inf")
             last_id = -1
             for place in range(TOPS):
@@ -106,11 +116,14 @@ def token_logprobs_triton(
     blocks = triton.cdiv(vocab, block)
     block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty_like(block_max)
+    block_before = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     stride = logits.stride(0)
     _block_sums_kernel[(rows, blocks)](
         block_max,
         block_sum,
+        block_before,
         logits,
+        sampled,
         live_rows,
         sampling_flags,
         vocab,
@@ -122,6 +135,7 @@ def token_logprobs_triton(
         *outputs,
         block_max,
         block_sum,
+        block_before,
         logits,
         sampled,
         live_rows,
@@ -149,8 +163,8 @@ def token_logprobs(
     """Write log-probabilities for the live rows whose flags have FLAG_LOGPROBS; other rows' outputs stay.
 
     Args:
-        outputs: of the sampled token, and of the MAX_LOGPROBS likeliest with their ids, likeliest first, the lower
-            id first on ties; where fewer tokens are possible, the tail is -inf and -1.
+        outputs: of the sampled token, its rank among all from 1, and the MAX_LOGPROBS likeliest with their ids,
+            likeliest first, the lower id first on ties; where fewer tokens are possible, the tail is -inf and -1.
         logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
         sampled: int64 [b].
         live_rows: int32 [1].
@@ -164,7 +178,10 @@ def token_logprobs(
         wide = line.numpy()
         largest = wide.max()
         total = largest + np.log(np.exp(wide - largest).sum())
-        outputs.sampled_logprob[row] = float(wide[sampled[row]] - total)
+        token = int(sampled[row])
+        outputs.sampled_logprob[row] = float(wide[token] - total)
+        before = np.count_nonzero(wide > wide[token]) + np.count_nonzero(wide[:token] == wide[token])
+        outputs.sampled_rank[row] = 1 + int(before)
         candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
         ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
         outputs.top_logprobs[row] = -torch.inf

@@ -94,9 +94,17 @@ class SamplingSlots(NamedTuple):
 
 
 class LogprobOutputs(NamedTuple):
-    """Where log-probabilities go: float32 [b], float32 [b, MAX_LOGPROBS], int32 [b, MAX_LOGPROBS]."""
+    """Where log-probabilities go.
+
+    Attributes:
+        sampled_logprob: float32 [b], of the sampled token.
+        sampled_rank: int32 [b], its place among all tokens, from 1.
+        top_logprobs: float32 [b, MAX_LOGPROBS], of the likeliest.
+        top_ids: int32 [b, MAX_LOGPROBS].
+    """
 
     sampled_logprob: Float32
+    sampled_rank: Int32
     top_logprobs: Float32
     top_ids: Int32
 

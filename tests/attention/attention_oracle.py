@@ -20,6 +20,7 @@ class Options:
     mode: str = "NONE"
     rope_scale: float = 1.0
     rope_theta: float = 1e4
+    sinks: Tensor | None = None
 
 
 def slope(head: int, heads: int) -> float:
@@ -62,6 +63,8 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[T
     for i in range(n):
         at = length - n + i
         if at < 0:
+            if length and options.sinks is not None:  # it sees no key, but the sink
+                lse[i] = options.sinks / math.log(2.0)
             continue
         seen = [j for j in range(at + 1) if options.window_left < 0 or j >= at - options.window_left]
         logits = (keys[seen][:, owner] * q[i]).sum(-1) * options.sm_scale  # [seen, heads]
@@ -70,6 +73,10 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, options: Options) -> tuple[T
         if options.mode == "ALIBI":
             slopes = torch.tensor([slope(h, heads) for h in range(heads)], dtype=torch.float64)
             logits = logits + slopes * torch.tensor([[float(j - at)] for j in seen], dtype=torch.float64)
+        values_seen = values[seen][:, owner]
+        if options.sinks is not None:  # one more key, whose value is 0
+            logits = torch.cat([logits, options.sinks.double().cpu()[None]])
+            values_seen = torch.cat([values_seen, torch.zeros_like(out[:1])])
         lse[i] = torch.logsumexp(logits, 0) / math.log(2.0)
-        out[i] = (torch.softmax(logits, 0).unsqueeze(-1) * values[seen][:, owner]).sum(0) * options.v_scale
+        out[i] = (torch.softmax(logits, 0).unsqueeze(-1) * values_seen).sum(0) * options.v_scale
     return out, lse

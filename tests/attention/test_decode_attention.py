@@ -42,6 +42,7 @@ CHOICES = {
     "fixed_split": (0, 64),
     "dense": (True, False),
     "v_scale": (1.0, 0.5),
+    "sinks": (False, True),
 }
 KERNEL_CASES = pairwise(CHOICES)
 
@@ -81,6 +82,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         options.mode,
         options.rope_scale,
         options.rope_theta,
+        None if options.sinks is None else options.sinks.to(device),
     )
     return out, sums
 
@@ -99,8 +101,11 @@ def check(version, case: dict, device: str, seed: int) -> None:
         device=device,
         seed=seed,
     )
-    options = Options(head_dim**-0.5, case["v_scale"], case["window_left"], case["soft_cap"], case["mode"], 2.0, 1e4)
     draw = torch.Generator().manual_seed(seed + 1)
+    sinks = 2 * torch.randn(case["kv_heads"] * case["group"], generator=draw) if case["sinks"] else None
+    options = Options(
+        head_dim**-0.5, case["v_scale"], case["window_left"], case["soft_cap"], case["mode"], 2.0, 1e4, sinks
+    )
     q = torch.randn(len(lens) * q_len, case["kv_heads"] * case["group"], head_dim, generator=draw).to(q_dtype)
     out, lse = run(
         version, rows, q.to(device), options, q_len=q_len, fixed_split=case["fixed_split"], dense=case["dense"]

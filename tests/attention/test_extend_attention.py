@@ -36,6 +36,7 @@ CHOICES = {
     "packed": (True, False),
     "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17)),
     "before": (0, 1, 33),
+    "sinks": (False, True),
 }
 CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
@@ -44,7 +45,6 @@ NATIVE_CASES = pairwise(
         "dtype": ("bf16", "fp32"),
         "page_size": (1, 3, 16),
         "layout": ("NHD",),
-        "soft_cap": (0.0,),
         "packed": (True,),
         "window_left": (-1, 0, 9, 40),
         "q_lens": ((5, 0, 9, 1), (20,), (1, 1, 17), (70, 33)),
@@ -81,8 +81,10 @@ def check(version, case, device, seed, with_lse=True):
     out = torch.full(q.shape, 7.0, dtype=q_dtype, device=device)
     lse = torch.full(q.shape[:-1], 7.0, device=device) if with_lse else None
     cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
-    options = Options(0.2, window_left=case["window_left"], soft_cap=case["soft_cap"])
-    version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, options.sm_scale, options.window_left, options.soft_cap)
+    sinks = 2 * torch.randn(heads, generator=draw) if case["sinks"] else None
+    options = Options(0.2, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=sinks)
+    given = (options.sm_scale, options.window_left, options.soft_cap, None if sinks is None else sinks.to(device))
+    version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *given)
     close = tolerance(q_dtype, kv_dtype)
     touched = torch.zeros(q.shape[:-2], dtype=torch.bool)
     for row, n in enumerate(q_lens):
@@ -125,7 +127,7 @@ def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, devic
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     out, lse = torch.empty_like(q), torch.empty(3, 2, device=device)
     cu_q = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    version(out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0)
+    version(out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0, None)
     expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ from paged_rows import PagedRows
 from torch.library import opcheck
 
 import graphdecode.attention
-from graphdecode.attention import PagedDecodeAttention
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention
 from graphdecode.kernels.attention.attention_plan import plan_size
 
 OPERATORS = torch.ops.graphdecode
@@ -38,10 +38,11 @@ def test_operators_pass_opcheck(rows, device):
     partial = torch.zeros(8, 1, HEADS, DIM, device=device)
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
     arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, partial, partial[..., 0], 1, 8)
-    opcheck(OPERATORS.decode_attention.default, (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4), test_utils=CHECKS)
+    arguments = (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4, torch.randn(HEADS, device=device))
+    opcheck(OPERATORS.decode_attention.default, arguments, test_utils=CHECKS)
     cu_q = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
     cu_kv = torch.tensor([0, *rows.lens], device=device).cumsum(0).to(torch.int32)
-    arguments = (torch.zeros_like(q), lse, q, *caches, cu_q, cu_kv, rows.table, 0.2, -1, 0.0)
+    arguments = (torch.zeros_like(q), lse, q, *caches, cu_q, cu_kv, rows.table, 0.2, -1, 0.0, None)
     opcheck(OPERATORS.extend_attention.default, arguments, test_utils=CHECKS)
     at = torch.tensor([0, 2, 2], dtype=torch.int32, device=device)
     new = torch.randn(3, KV_HEADS, DIM, device=device)
@@ -74,12 +75,13 @@ def test_a_step_attends_to_the_token_that_it_feeds(window_left, batch_invariant,
     before = torch.tensor([8, 20, 0], dtype=torch.int32, device=device)
     q = torch.randn(3, HEADS, DIM, generator=torch.Generator().manual_seed(0)).to(device)
     out = torch.empty_like(q)
-    step = attention(device, window_left=window_left, batch_invariant=batch_invariant, logits_soft_cap=2.0)
+    options = AttentionOptions(window_left=window_left, logits_soft_cap=2.0)
+    step = attention(device, options=options, batch_invariant=batch_invariant)
     step.plan(before, torch.tensor([3], dtype=torch.int32, device=device))
     step.run(out, q, rows.k_cache, rows.v_cache, rows.table)
     expected, _ = rows.expected(q, 1, Options(DIM**-0.5, window_left=window_left, soft_cap=2.0))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
-    step.run(out, q, rows.k_cache, rows.v_cache, rows.table, window_left=2)
+    step.run(out, q, rows.k_cache, rows.v_cache, rows.table, options._replace(window_left=2))
     expected, _ = rows.expected(q, 1, Options(DIM**-0.5, window_left=2, soft_cap=2.0))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
 

@@ -32,6 +32,7 @@ SETTINGS = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
+    "hidden_act": "silu",
     "multiplier": 3.0,
 }
 

@@ -140,12 +140,12 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def decode(window_left: int) -> None:
         split_decode.decode_attention_triton(
             q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
-            window_left, 0.0, "NONE", 1.0, 1e4,
+            window_left, 0.0, "NONE", 1.0, 1e4, None,
         )  # fmt: skip
 
     def extend() -> None:
         extend_attention.extend_attention_triton(
-            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, 0.0
+            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, 0.0, None
         )
 
     return {"decode": lambda: decode(-1), "decode-window": lambda: decode(1024), "extend": extend}
@@ -193,10 +193,12 @@ def step_arguments() -> dict[str, Any]:
     tensors["logits"] = torch.empty(ROWS, VOCAB)
     tensors["token_counts"] = torch.empty(ROWS, VOCAB, dtype=torch.int32)
     tensors["sampled_logprob"] = torch.empty(ROWS)
+    tensors["sampled_rank"] = torch.empty(ROWS, dtype=torch.int32)
     tensors["top_logprobs"] = torch.empty(ROWS, MAX_LOGPROBS)
     tensors["top_ids"] = torch.empty(ROWS, MAX_LOGPROBS, dtype=torch.int32)
     tensors["ring_tokens"] = torch.empty(4, ROWS, dtype=torch.int64)
     tensors["ring_logprob"] = torch.empty(4, ROWS)
+    tensors["ring_rank"] = torch.empty(4, ROWS, dtype=torch.int32)
     tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
     tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
     groups = {

@@ -104,6 +104,7 @@ def logprob_outputs(rows: int) -> LogprobOutputs:
     """Outputs filled with a value that no log-probability has."""
     return LogprobOutputs(
         torch.full((rows,), 7.0),
+        torch.full((rows,), -7, dtype=torch.int32),
         torch.full((rows, MAX_LOGPROBS), 7.0),
         torch.full((rows, MAX_LOGPROBS), -7, dtype=torch.int32),
     )

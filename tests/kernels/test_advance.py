@@ -8,21 +8,23 @@ from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sample import sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT
+from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT, LogprobOutputs
 
 advance_torch = versions("advance").torch
 native_advance = versions("advance").native
 
+NO_LOGPROBS = (None,) * len(LogprobOutputs._fields)
 RING_LENGTH = 4
 RING_ROWS = 6
 VOCAB = 32
 
 
 def new_state(rows: int, with_logprobs: bool = False) -> AdvanceState:
-    rings = (None, None, None)
+    rings = ()
     if with_logprobs:
         rings = (
             torch.zeros(RING_LENGTH, RING_ROWS),
+            torch.zeros(RING_LENGTH, RING_ROWS, dtype=torch.int32),
             torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS),
             torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS, dtype=torch.int32),
         )
@@ -44,7 +46,7 @@ def step(request, device):
     if request.param == "native" and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
 
-    def run(state, sampled, slots, live=None, logprobs=(None, None, None)):
+    def run(state, sampled, slots, live=None, logprobs=NO_LOGPROBS):
         live_rows = torch.tensor([len(sampled) if live is None else live], dtype=torch.int32)
         arguments = (*state, torch.as_tensor(sampled), live_rows, *slots, *logprobs)
         if request.param == "torch":
@@ -129,6 +131,7 @@ def test_logprobs_go_to_the_ring_for_rows_that_want_them(step):
     outputs.top_logprobs.copy_(torch.rand(3, MAX_LOGPROBS))
     step(state, [5, 6, 7], slots, logprobs=outputs)
     assert state.ring_logprob[2].tolist() == [0, 7, 0, 0, 0, 0]
+    assert state.ring_rank[2].tolist() == [0, -7, 0, 0, 0, 0]
     assert torch.equal(state.ring_top_logprobs[2, 1], outputs.top_logprobs[1])
     assert torch.equal(state.ring_top_ids[2, 1], outputs.top_ids[1])
     assert state.ring_top_logprobs.count_nonzero() == MAX_LOGPROBS

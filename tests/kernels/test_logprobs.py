@@ -38,13 +38,24 @@ def compute(request, device):
 def test_they_are_the_log_softmax_of_the_raw_logits(compute, dtype):
     logits = (torch.randn(3, 50, generator=torch.Generator().manual_seed(1)) * 4).to(dtype)
     sampled = torch.tensor([0, 49, 17])
-    chosen, top, ids = compute(logits, sampled, [FLAG_LOGPROBS] * 3)
+    chosen, _, top, ids = compute(logits, sampled, [FLAG_LOGPROBS] * 3)
     expected = logits.double().log_softmax(-1)
     torch.testing.assert_close(chosen.double(), expected[torch.arange(3), sampled], rtol=1e-5, atol=1e-5)
     values, _ = expected.sort(descending=True, stable=True)
     torch.testing.assert_close(top.double(), values[:, :MAX_LOGPROBS], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(expected.gather(1, ids.long()), values[:, :MAX_LOGPROBS])
     assert all(len(set(row)) == MAX_LOGPROBS for row in ids.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_rank_is_the_place_among_all_tokens_the_lower_id_first_on_ties(compute, dtype):
+    logits = (torch.randn(6, 83, generator=torch.Generator().manual_seed(5)) * 2).round().to(dtype)
+    logits[5] = 1.0
+    sampled = torch.tensor([0, 82, 17, 40, 81, 33])
+    _, ranks, _, _ = compute(logits, sampled, [FLAG_LOGPROBS] * 6)
+    order = logits.double().sort(descending=True, stable=True).indices
+    assert ranks.tolist() == [order[row].tolist().index(int(token)) + 1 for row, token in enumerate(sampled)]
+    assert ranks[5] == 34
 
 
 def test_only_rows_that_want_them_are_written(compute):
@@ -59,7 +70,7 @@ def test_only_rows_that_want_them_are_written(compute):
 def test_ties_go_to_the_lower_id(compute):
     logits = torch.zeros(1, 60)
     logits[0, [50, 3, 33, 18]] = 2.0
-    _, _, ids = compute(logits, torch.tensor([0]), [FLAG_LOGPROBS])
+    _, _, _, ids = compute(logits, torch.tensor([0]), [FLAG_LOGPROBS])
     others = [token for token in range(60) if token not in (3, 18, 33, 50)]
     assert ids[0].tolist() == [3, 18, 33, 50] + others[:16]
 

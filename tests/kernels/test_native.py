@@ -142,8 +142,10 @@ def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "dim", "page_size"), [(1, 16, 1), (3, 48, 5), (4, 64, 16), (7, 128, 64)])
-@pytest.mark.parametrize("window", [-1, 0, 10, 70])
-def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, generator):
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "has_sinks"), [(-1, 0.0, False), (0, 3.0, False), (10, 0.0, True), (70, 3.0, True)]
+)
+def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap, has_sinks, dtype, generator):
     lengths = torch.tensor([0, 1, page_size, page_size + 1, 63, 64, 65, 200, -3], dtype=torch.int32)
     row_pages = -(-200 // page_size)
     pages = row_pages * 4 + 1
@@ -154,12 +156,13 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, dtype, ge
         used = -(-max(length, 0) // page_size)
         table[row, :used] = torch.randint(0, pages - 1, (used,), generator=generator).int()
     q = torch.randn(9, 2 * group, dim, generator=generator).to(dtype)
+    sinks = torch.randn(2 * group, generator=generator) if has_sinks else None
     nothing, no_plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     results = []
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
         given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, 1, 1)
-        version(*given, dim**-0.5, 1.0, window, 0.0, "NONE", 1.0, 1e4)
+        version(*given, dim**-0.5, 1.0, window, soft_cap, "NONE", 1.0, 1e4, sinks)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     assert not results[1][0].any()
@@ -263,7 +266,7 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
     no_plan = torch.zeros(1, dtype=torch.int32)
     given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, 1, 1)
-    native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
+    native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
 
@@ -320,11 +323,11 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     out = torch.empty(1, 1, dim)
     given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, 1, 1)
-    native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4)()
+    native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
     torch.testing.assert_close(out, v_cache[0])
     ends = torch.tensor([0, 1], dtype=torch.int32)
     extended = torch.empty(1, 1, dim)
-    native_extend_attention(extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0)()
+    native_extend_attention(extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0, None)()
     torch.testing.assert_close(extended, v_cache[0])
     appended = torch.zeros(1, 1, dim)
     qkv, zero = torch.randn(1, 3 * dim, generator=generator), torch.zeros(1, dtype=torch.int32)

@@ -12,10 +12,18 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from graphdecode.models import resolve_model_path
@@ -42,6 +50,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
     "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
@@ -70,7 +79,18 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3, "sliding_window": 20}),
+    "qwen2-moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        EXPERTS
+        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "use_sliding_window": True}
+        | {"sliding_window": 12},
+    ),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
 }
 
 

@@ -135,7 +135,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not .* LlamaForCausalLM"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are silu"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, "'longrope' is not .* default, linear"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not .* default, linear"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"dtype": "int4"}, "dtype 'int4' is not supported"),
         ({"hidden_size": None}, "hidden_size"),

@@ -107,6 +107,8 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
         ({"num_key_value_heads": 5}, "num_attention_heads 32 must be a multiple of num_key_value_heads 5"),
         ({"head_dim": 65}, "head_dim 65 is odd"),
+        ({"hidden_act": None}, "hidden_act is missing; supported are silu"),
+        ({"hidden_act": "relu2"}, "hidden_act 'relu2' is not supported; supported are silu"),
         ({"rms_norm_eps": 0}, "rms_norm_eps must be a number > 0, got 0"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),

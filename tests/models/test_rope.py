@@ -88,7 +88,10 @@ def test_the_table_is_that_of_transformers_at_both_ends_of_a_long_context(name: 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic' is not .* default, linear, llama3, yarn"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "'dynamic' is not .* default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"type": "linear"}}, "'linear' needs factor to be a number > 0, got None"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor to be a number > 0, got '2'"),
         ({"rope_parameters": LLAMA3 | {"factor": None}}, "'llama3' needs factor"),

@@ -65,6 +65,7 @@ class DecodeStep:
             Slot("sampled", ("batch",), torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), torch.int32),
             Slot("sampled_logprob", ("batch",), torch.float32),
+            Slot("sampled_rank", ("batch",), torch.int32),
             Slot("top_logprobs", ("batch", MAX_LOGPROBS), torch.float32),
             Slot("top_ids", ("batch", MAX_LOGPROBS), torch.int32),
             Slot("step_index", (1,), torch.int64),
@@ -160,7 +161,7 @@ class DecodeStep:
         return read
 
     def _read_logprobs(self, place: int, num_rows: int) -> StepLogprobs:
-        rings = (self.host_rings.logprob, self.host_rings.top_logprobs, self.host_rings.top_ids)
+        rings = (self.host_rings.logprob, self.host_rings.rank, self.host_rings.top_logprobs, self.host_rings.top_ids)
         return StepLogprobs(*(ring[place, :num_rows].tolist() for ring in rings))
 
 

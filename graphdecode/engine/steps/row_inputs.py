@@ -119,9 +119,10 @@ class RowInputs:
 
 
 class StepLogprobs(NamedTuple):
-    """Log-probabilities of one step, in row order: of the sampled tokens, and the most likely ones."""
+    """Log-probabilities of a step's rows or a prompt's places: of the token, with its rank, and of the most likely."""
 
     sampled: list[float]
+    ranks: list[int]
     top: list[list[float]]
     top_ids: list[list[int]]
 

@@ -2,13 +2,21 @@
 
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
+from graphdecode.models.families.mixtral import Mixtral
 from graphdecode.models.families.qwen2 import Qwen2
+from graphdecode.models.families.qwen2_moe import Qwen2Moe
 from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.families.qwen3_moe import Qwen3Moe
+from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
-__all__ = ["Llama", "Mistral", "Qwen2", "Qwen3"]
+__all__ = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"]
 
 register_family(Llama())
 register_family(Mistral())
+register_family(Mixtral())
 register_family(Qwen2())
+register_family(Qwen2Moe())
 register_family(Qwen3())
+register_family(Qwen3Moe())
+register_family(SmolLM3())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, GatedMlp, Layer, PreNormLayer
+from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, WeightMap, product
@@ -16,17 +16,20 @@ class Llama(Family):
 
     Attributes:
         defaults: what transformers takes where a config.json says nothing.
+        has_partial_rotary: whether some of a head's channels may stay as they are.
     """
 
     architecture = "LlamaForCausalLM"
-    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048}
+    defaults: ClassVar[dict[str, Any]] = {"max_position_embeddings": 2048, "hidden_act": "silu"}
+    has_partial_rotary: ClassVar[bool] = False
 
     def config(self, settings: dict[str, Any]) -> ModelConfig:
         """Take the fields of a config.json."""
         settings = self.defaults | settings
-        fields = common_fields(settings)
-        windows = self.windows(settings, fields["num_hidden_layers"])
-        return ModelConfig(architecture=self.architecture, **fields, **self.biases(settings), windows=windows)
+        fields = common_fields(settings, may_be_partial=self.has_partial_rotary)
+        fields["windows"] = self.windows(settings, fields["num_hidden_layers"])
+        fields |= self.biases(settings) | self.options(settings, fields)
+        return ModelConfig(architecture=self.architecture, **fields)
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return which products have a bias."""
@@ -36,6 +39,15 @@ class Llama(Family):
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return for each layer how many keys before a query's own it sees: all."""
         return (-1,) * layers
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the configuration in which the family differs from a plain Llama.
+
+        Args:
+            settings: of a config.json, with the family's defaults.
+            fields: that are known by now.
+        """
+        return {}
 
     def weights(self, config: ModelConfig) -> WeightMap:
         """Return all tensors that such a model has, by their place in it."""
@@ -61,19 +73,31 @@ class Llama(Family):
         }
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
-        """Return one layer; its queries and keys are normed where the map has places for that."""
+        """Return one layer, its weights read."""
         at, eps = f"layers.{index}.", config.rms_norm_eps
         return PreNormLayer(
             input_norm=weights.norm(f"{at}input_norm", eps),
-            attention=Attention(
-                qkv=weights.linear(f"{at}qkv"),
-                q_norm=weights.optional_norm(f"{at}q_norm", eps),
-                k_norm=weights.optional_norm(f"{at}k_norm", eps),
-                o=weights.linear(f"{at}o"),
-                head_dim=config.head_dim,
-                window=config.windows[index],
-                cos_sin=weights.cos_sin(config.rope, config.head_dim),
-            ),
+            attention=self.attention(config, weights, index),
             post_norm=weights.norm(f"{at}post_norm", eps),
-            mlp=GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation),
+            mlp=self.feed_forward(config, weights, index),
         )
+
+    def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
+        """Return a layer's attention; its queries and keys are normed where the map has places for that."""
+        at, eps = f"layers.{index}.", config.rms_norm_eps
+        return Attention(
+            qkv=weights.linear(f"{at}qkv"),
+            q_norm=weights.optional_norm(f"{at}q_norm", eps),
+            k_norm=weights.optional_norm(f"{at}k_norm", eps),
+            o=weights.linear(f"{at}o"),
+            head_dim=config.head_dim,
+            window=config.windows[index],
+            cos_sin=weights.cos_sin(config.layer_ropes[index] if config.layer_ropes else config.rope, config.head_dim),
+            sm_scale=config.sm_scale,
+            logits_soft_cap=config.attention_soft_cap,
+        )
+
+    def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
+        """Return what a layer does with each token by itself."""
+        at = f"layers.{index}."
+        return GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation)

@@ -13,6 +13,7 @@ class Mistral(Llama):
 
     architecture = "MistralForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
         "max_position_embeddings": 131072,
         "num_key_value_heads": 8,
         "sliding_window": 4096,

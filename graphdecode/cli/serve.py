@@ -1,0 +1,94 @@
+"""`graphdecode serve`: OpenAI's HTTP surface."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from graphdecode.cli.capacity import limited
+from graphdecode.cli.options import STDERR, ConfigOption, DeviceOption, DtypeOption, ModelOption, settings_of
+from graphdecode.errors import ArgumentError
+
+_NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+
+
+def serve(
+    model: ModelOption = "demo",
+    config: ConfigOption = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; left out: the configuration's.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Left out: the configuration's.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Clients of /v1 must bring it as a bearer token; may be repeated.")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Requests side by side at most; left out: the configuration's.")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
+    ] = None,
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArgumentError(f"serving needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
+    from graphdecode.config import ServerConfig, load_server_config
+
+    settings = settings_of(config, device=device, dtype=dtype, quantize=quantize)
+    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
+    options = {
+        "host": host,
+        "port": port,
+        "api_keys": api_key,
+        "served_model_name": served_model_name,
+        "cors_origins": cors_origin,
+        "log_requests": log_requests or None,
+    }
+    limits = load_server_config(config) if config is not None else ServerConfig()
+    limits = limits.with_settings(**{name: value for name, value in options.items() if value is not None})
+    _run(model, settings, limits)
+
+
+def _run(model: str, settings: object, limits: object) -> None:
+    import asyncio
+    import logging
+
+    from graphdecode.config import EngineConfig, ServerConfig
+    from graphdecode.models import check_model, generation_defaults, resolve_model_path
+    from graphdecode.server.run import bind, run
+    from graphdecode.server.service import Service
+    from graphdecode.text import load_tokenizer
+
+    assert isinstance(settings, EngineConfig)
+    assert isinstance(limits, ServerConfig)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    bound = bind(limits.host, limits.port)
+    path = resolve_model_path(model)
+    check_model(path)
+    name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
+    service = Service(
+        path, name, load_tokenizer(path), generation_defaults(path), settings, limits, progress=STDERR.is_terminal
+    )
+    address = f"http://{limits.host}:{bound.getsockname()[1]}"
+
+    def on_ready() -> None:
+        STDERR.print(f"serving {name} on {address}", highlight=False, soft_wrap=True)
+        STDERR.print(
+            f"try: curl {address}/v1/completions -H 'Content-Type: application/json' "
+            f'-d \'{{"prompt": "417+385=", "max_tokens": 16}}\'',
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+
+    asyncio.run(run(service, bound, on_ready))

@@ -1,0 +1,31 @@
+"""Qwen 3 with experts (Yang et al., 2025): many small ones, none of them shared."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.config import flag, layer_windows
+from graphdecode.models.families.qwen3 import Qwen3
+from graphdecode.models.families.sparse import Sparse
+
+
+class Qwen3Moe(Sparse, Qwen3):
+    """Qwen 3, with experts."""
+
+    architecture = "Qwen3MoeForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_key_value_heads": 4,
+        "sliding_window": 4096,
+    }
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """Return the window of all layers, where windows are switched on."""
+        if not flag(settings, "use_sliding_window", False):
+            return (-1,) * layers
+        return layer_windows({"sliding_window": settings["sliding_window"]}, [True] * layers)

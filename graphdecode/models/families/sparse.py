@@ -1,0 +1,138 @@
+"""What the families of mixtures of experts share: their fields, their tensors' names, and the layer's sparse part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from graphdecode.errors import shown
+from graphdecode.linear.weight_form import Stored
+from graphdecode.models.blocks import FeedForward, GatedMlp
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
+from graphdecode.models.experts import Experts, SparseMlp, stacked
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weights import Weights
+
+_MOST_EXPERTS = 2**17  # of all layers: several times what the largest models have; each has tensors of its own
+
+
+class Sparse(Llama):
+    """A Llama whose layers, or some of them, have experts in place of the MLP.
+
+    Attributes:
+        mlp: what the names of the experts' tensors, and the router's, begin with within a layer.
+        gate_up: the parts of an expert's first product, the gate first.
+        down: its second product.
+        stacked_mlp: the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5
+            holds them.
+    """
+
+    mlp: ClassVar[str] = "mlp."
+    gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
+    down: ClassVar[str] = "down_proj"
+    stacked_mlp: ClassVar[str] = "mlp."
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of the experts."""
+        experts = self.experts(settings, fields)
+        if experts.slots > experts.count:
+            raise UnsupportedModelError(f"num_experts_per_tok {experts.slots} is more than the {experts.count} experts")
+        all_experts = experts.count * sum(experts.layers)
+        if all_experts > _MOST_EXPERTS:
+            raise UnsupportedModelError(f"at most {_MOST_EXPERTS} experts are run, these layers have {all_experts}")
+        return super().options(settings, fields) | {"experts": experts}
+
+    def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
+        """Return what the experts look like; see `options`."""
+        layers = fields["num_hidden_layers"]
+        dense, every = settings.get("mlp_only_layers") or [], count(settings, "decoder_sparse_step")
+        if not isinstance(dense, list):
+            raise UnsupportedModelError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
+        shared = settings.get("shared_expert_intermediate_size")
+        return ExpertsConfig(
+            count=count(settings, "num_local_experts", settings.get("num_experts")),
+            slots=count(settings, "num_experts_per_tok"),
+            intermediate_size=count(settings, "moe_intermediate_size"),
+            renormalise=flag(settings, "norm_topk_prob", False),
+            shared_intermediate_size=0 if shared is None else count(settings, "shared_expert_intermediate_size"),
+            layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
+        )
+
+    def weights(self, config: ModelConfig) -> WeightMap:
+        """Return all tensors that such a model has, by their place in it, those of each expert by themselves."""
+        return self._sparse_weights(config, is_stacked=False)
+
+    def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
+        """Return the same for a source, which may have one tensor for all experts of a layer."""
+        return self._sparse_weights(config, is_stacked=any(name.endswith(".experts.down_proj") for name in tensors))
+
+    def feed_forward(self, config: ModelConfig, weights: Weights, index: int) -> FeedForward:
+        """Return a layer's experts, or its MLP where it has none."""
+        experts, at = config.experts, f"layers.{index}."
+        if experts is None or not experts.layers[index]:
+            return super().feed_forward(config, weights, index)
+        shared = None
+        if experts.shared_intermediate_size:
+            gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down")
+            shared = GatedMlp(gate_up, down, config.activation)
+        return SparseMlp(
+            weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalise
+        )
+
+    def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
+        """Return the experts of the layer whose places begin with `at`."""
+        experts = _experts_of(config)
+        return Experts(
+            gate_up=stacked(weights.experts(f"{at}experts.gate_up", experts.count), experts.count, is_gated=True),
+            gate_up_bias=None,
+            down=stacked(weights.experts(f"{at}experts.down", experts.count), experts.count, is_gated=False),
+            down_bias=None,
+            count=experts.count,
+            slots=experts.slots,
+            width=experts.intermediate_size,
+            gate=config.activation,
+            batch_invariant=weights.batch_invariant,
+        )
+
+    def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
+        """Return the places of one layer's router and experts; see `layer_weights`."""
+        experts, hidden = _experts_of(config), config.hidden_size
+        width, shared = experts.intermediate_size, experts.shared_intermediate_size
+        mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
+        router: tuple[Part, ...] = (Part(f"{mlp}gate.weight", (experts.count, hidden)),)
+        places: WeightMap = {}
+        if shared:
+            router += (Part(f"{mlp}shared_expert_gate.weight", (1, hidden)),)
+            gate_up = {f"{mlp}shared_expert.{part}": shared for part in ("gate_proj", "up_proj")}
+            places |= product(f"{at}gate_up", gate_up, hidden, split=0)
+            places |= product(f"{at}down", {f"{mlp}shared_expert.down_proj": hidden}, shared, split=1)
+        places[f"{at}router"] = router
+        if is_stacked:
+            places[f"{at}experts.gate_up"] = (
+                Part(f"{mlp}experts.gate_up_proj", (experts.count, 2 * width, hidden), 1),
+            )
+            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 2),)
+            return places
+        each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
+        gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}
+        down = {f"{expert}{self.down}": hidden for expert in each}
+        places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0)
+        return places | product(f"{at}experts.down", down, width, split=1)
+
+    def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
+        places = super().weights(config)
+        for index, is_sparse in enumerate(_experts_of(config).layers):
+            if is_sparse:
+                at = f"layers.{index}."
+                for dense in (f"{at}gate_up", f"{at}down"):
+                    places.pop(dense)
+                    places.pop(f"{dense}.bias", None)
+                places |= self.expert_weights(config, at, f"model.layers.{index}.", is_stacked=is_stacked)
+        return places
+
+
+def _experts_of(config: ModelConfig) -> ExpertsConfig:
+    if config.experts is None:
+        raise UnsupportedModelError(f"{config.architecture} has no experts")
+    return config.experts

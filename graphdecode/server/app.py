@@ -1,0 +1,226 @@
+"""The endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from graphdecode.errors import GraphdecodeError
+from graphdecode.server.chat_completions import chat
+from graphdecode.server.completions import complete
+from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
+from graphdecode.server.service import Service
+from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
+
+_KEY_VARIABLE = "GRAPHDECODE_API_KEY"
+B = TypeVar("B", bound=Body)
+
+log = logging.getLogger(__name__)
+
+
+def make_app(service: Service) -> Starlette:
+    """Return the application over a service that was started."""
+    endpoints = Endpoints(service)
+    routes = [
+        Route("/v1/models", endpoints.models),
+        Route("/v1/models/{model:path}", endpoints.model),
+        Route("/v1/completions", endpoints.of(Completion, complete), methods=["POST"]),
+        Route("/v1/chat/completions", endpoints.of(ChatCompletion, chat), methods=["POST"]),
+        Route("/tokenize", endpoints.of(Tokenize, tokenize), methods=["POST"]),
+        Route("/detokenize", endpoints.of(Detokenize, detokenize), methods=["POST"]),
+        Route("/tokenizer_info", endpoints.tokenizer_info),
+        Route("/health", endpoints.health),
+        Route("/ping", endpoints.health),
+        Route("/version", endpoints.version),
+        Route("/metrics", endpoints.metrics),
+    ]
+    limits = service.limits
+    keys = [*limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+    middleware = []
+    if limits.cors_origins:
+        middleware.append(
+            Middleware(CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        )
+    if keys:
+        middleware.append(Middleware(_Keys, keys=keys))
+    return Starlette(
+        routes=routes,
+        middleware=middleware,
+        lifespan=_lifespan(service),
+        exception_handlers={
+            HttpError: _say,
+            GraphdecodeError: _say_ours,
+            HTTPException: _say_starlettes,
+            Exception: _say_bug,
+        },
+    )
+
+
+def _lifespan(service: Service) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watch = asyncio.create_task(service.patience.watch())
+        yield
+        watch.cancel()
+
+    return lifespan
+
+
+class Endpoints:
+    """Reads what a request says, and lets the service answer it.
+
+    Args:
+        service: that was started.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._started = int(time.time())
+
+    def of(
+        self, kind: type[B], answer: Callable[[Service, B], Awaitable[Response]]
+    ) -> Callable[..., Awaitable[Response]]:
+        """Return the endpoint that takes one kind of body.
+
+        Args:
+            kind: of the body.
+            answer: makes the response.
+        """
+
+        async def endpoint(request: Request) -> Response:
+            body = self._parse(kind, await self._read(request))
+            self._check_model(body.model)
+            self._service.note_unknown(body.model_extra)
+            try:
+                return await answer(self._service, body)
+            except GraphdecodeError as error:
+                raise as_http_error(error, frozenset(kind.model_fields)) from error
+
+        return endpoint
+
+    async def _read(self, request: Request) -> bytes:
+        limits = self._service.limits
+        data = bytearray()
+        try:
+            async with asyncio.timeout(limits.idle_timeout_s or None):
+                async for piece in request.stream():
+                    data += piece
+                    if len(data) > limits.max_body_bytes:
+                        raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
+        except TimeoutError:
+            raise HttpError(408, "the body did not come in time") from None
+        except ClientDisconnect:
+            raise HttpError(499, "the client went away") from None
+        return bytes(data)
+
+    def _parse(self, kind: type[B], data: bytes) -> B:
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            param = str(first["loc"][0]) if first["loc"] else None
+            message = f"{place}: {first['msg']}" if place else first["msg"]
+            raise HttpError(400, message, param=param, code=first["type"]) from None
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._service.model_name:
+            raise HttpError(
+                404,
+                f"the model {model[:200]!r} does not exist; there is {self._service.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _card(self) -> dict[str, object]:
+        service = self._service
+        return {
+            "id": service.model_name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "graphdecode",
+            "root": service.path.name,
+            "max_model_len": service.client.rules.capacity.token_limit,
+        }
+
+    async def models(self, _: Request) -> Response:
+        """`GET /v1/models`."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/NAME`."""
+        self._check_model(request.path_params["model"])
+        return JSONResponse(self._card())
+
+    async def tokenizer_info(self, _: Request) -> Response:
+        """`GET /tokenizer_info`."""
+        return JSONResponse(tokenizer_info(self._service))
+
+    async def health(self, _: Request) -> Response:
+        """`GET /health`: empty, and 200 while requests are served."""
+        return Response(status_code=200 if self._service.is_healthy else 503)
+
+    async def version(self, _: Request) -> Response:
+        """`GET /version`."""
+        from graphdecode import __version__
+
+        return JSONResponse({"version": __version__})
+
+    async def metrics(self, _: Request) -> Response:
+        """`GET /metrics`, for Prometheus."""
+        return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+class _Keys:
+    """Lets into /v1 only who brings a key; comparing takes as long for a wrong key as for a right one."""
+
+    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].startswith("/v1") and scope["method"] != "OPTIONS":
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            scheme, _, key = given.partition(b" ")
+            matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
+            if scheme.lower() != b"bearer" or not any(matches):
+                wrong = HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
+                await JSONResponse(wrong.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _say(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _say_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GraphdecodeError)
+    return await _say(request, as_http_error(error, frozenset()))
+
+
+async def _say_starlettes(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return await _say(request, HttpError(error.status_code, error.detail, headers=dict(error.headers or {})))
+
+
+async def _say_bug(request: Request, error: Exception) -> Response:
+    return await _say(request, HttpError(500, "an internal error; the server's log says more"))

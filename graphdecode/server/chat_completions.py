@@ -1,0 +1,149 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from graphdecode.server.cursor import Cursor, Delta
+from graphdecode.server.http_errors import HttpError
+from graphdecode.server.protocol import ChatCompletion, Tokenize
+from graphdecode.server.reply import Reply
+from graphdecode.server.sampling import sampling_params
+from graphdecode.server.service import Service
+from graphdecode.server.tool_calls import ToolCallReader, ToolFormat, format_of
+from graphdecode.text.chat import RenderedChat, render_chat
+from graphdecode.text.intake import Order
+from graphdecode.text.outputs import Logprob
+
+
+class ChatReply(Reply):
+    """Answers one request for a turn of a conversation.
+
+    Args:
+        service: what generates.
+        body: of the request.
+        order: the conversation's.
+        tools: the form of calls that are to be found in the answers; None: none are.
+    """
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    body_fields: ChatCompletion
+
+    def __init__(self, service: Service, body: ChatCompletion, order: Order, tools: ToolFormat | None) -> None:
+        super().__init__(service, body, [order])
+        names = frozenset(tool_names(body))
+        self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
+        self._call_counts = [0] * len(self.cursors)
+
+    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
+        """Return what is new: content, calls of tools, and how it ended."""
+        message, reason = self._message(cursor, delta.text, delta.finish_reason)
+        logprobs = None if delta.logprobs is None else chat_logprobs(delta.logprobs, delta.token_ids)
+        if not (message or logprobs or reason or delta.is_first or self.body_fields.return_token_ids):
+            return []
+        if delta.is_first:
+            message = {"role": "assistant", "content": "", **message}
+        choice = {"index": cursor.index, "delta": message, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            choice["stop_reason"] = delta.stop_reason
+        if self.body_fields.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return [choice]
+
+    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the finished answer."""
+        output = cursor.answer.output
+        message, reason = self._message(cursor, output.text, output.finish_reason)
+        for call in message.get("tool_calls", ()):
+            del call["index"]
+        content = message.get("content", None if "tool_calls" in message else "")
+        logprobs = None if output.logprobs is None else chat_logprobs(output.logprobs, output.token_ids)
+        choice = {
+            "index": cursor.index,
+            "message": {"role": "assistant", "refusal": None, **message, "content": content},
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self.body_fields.return_token_ids:
+            choice |= {"token_ids": output.token_ids, "prompt_token_ids": cursor.order.output.prompt_token_ids}
+        return choice
+
+    def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
+        """Return content and calls in some text, and the reason to finish with them."""
+        reader = self._readers[cursor.index]
+        if reader is None:
+            return ({"content": text} if text else {}), finish_reason
+        content, calls = reader.feed(text, final=finish_reason is not None)
+        message: dict[str, Any] = {"content": content} if content else {}
+        if calls:
+            first = self._call_counts[cursor.index]
+            message["tool_calls"] = [call.as_choice(index) for index, call in enumerate(calls, first)]
+            self._call_counts[cursor.index] += len(calls)
+        called = finish_reason == "stop" and self._call_counts[cursor.index]
+        return message, "tool_calls" if called else finish_reason
+
+
+def chat_logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int]) -> dict[str, Any]:
+    """Return log-probabilities as chat completions have them."""
+    content = []
+    for entries, token in zip(logprobs, token_ids, strict=True):
+        top = [_token(entry) for entry in entries.values()]
+        content.append(_token(entries[token]) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token(entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
+
+
+async def chat(service: Service, body: ChatCompletion) -> ChatReply:
+    """Return the response to a request.
+
+    Raises:
+        HttpError: it cannot be served.
+        ArgumentError: a value outside its range, or messages that the template refuses.
+    """
+    if body.top_logprobs is not None and not body.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+    wants_tools = bool(body.tools) and body.tool_choice != "none"
+    form = format_of(service.tokenizer.chat_template) if wants_tools else None
+    if wants_tools and form is None:
+        raise HttpError(400, "this model's chat template knows of no tools", param="tools")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise HttpError(400, "tool_choice must be none or auto", param="tool_choice")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = sampling_params(body, service.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    if form is not None and form.is_special:
+        params = replace(params, skip_special_tokens=False)
+    rendered = rendered_chat(service, body, with_tools=wants_tools)
+    order = service.order(rendered.text, rendered.token_ids, rendered.ending(params))
+    return ChatReply(service, body, order, form)
+
+
+def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
+    """Return the prompt that a conversation makes.
+
+    Raises:
+        ArgumentError: the messages are malformed, there is no template, or it refuses them.
+    """
+    continues = bool(body.continue_final_message)
+    begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
+    return render_chat(
+        service.tokenizer,
+        body.messages or [],
+        chat_template=body.chat_template,
+        add_generation_prompt=begins,
+        continue_final_message=continues,
+        tools=body.tools if with_tools else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def tool_names(body: ChatCompletion) -> list[str]:
+    """Return the names of the functions that a request offers."""
+    functions = [tool.get("function") for tool in body.tools or []]
+    return [function["name"] for function in functions if isinstance(function, dict) and "name" in function]

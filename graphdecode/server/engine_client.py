@@ -1,0 +1,211 @@
+"""Stands for the engine in the process that speaks HTTP: starts its process, talks to it, and starts it again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine.rules import RequestRules
+from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.server.wire import (
+    Abort,
+    Add,
+    Finish,
+    PackedEvent,
+    Ready,
+    Refused,
+    Setup,
+    Vitals,
+    framed,
+    receive,
+    unpack_event,
+)
+
+_DIED = "the engine's process ended before the answer was complete"
+_RESTART_SECONDS = 1.0  # between two starts at least, where one dies at once
+_END_SECONDS = 5.0  # for the process to end by itself
+
+log = logging.getLogger(__name__)
+
+
+class EngineClient:
+    """An engine in a process of its own, with the face that fronts need; all methods belong to one event loop.
+
+    Args:
+        setup: what the process loads.
+        on_events: takes what it tells of requests.
+        on_vitals: takes how it is.
+
+    Attributes:
+        ready: what the running process said when it had loaded; None while it does not serve.
+        restarts: how often the process was started again.
+        pid: of the process.
+    """
+
+    def __init__(
+        self, setup: Setup, *, on_events: Callable[[Sequence[Event]], None], on_vitals: Callable[[Vitals], None]
+    ) -> None:
+        self._setup = setup
+        self._on_events = on_events
+        self._on_vitals = on_vitals
+        self._numbers = itertools.count()
+        self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._life: asyncio.Task[None] | None = None
+        self._rules: RequestRules | None = None
+        self._seed = 0
+        self._closed = False
+        self.ready: Ready | None = None
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def rules(self) -> RequestRules:
+        """What the engine can serve."""
+        assert self._rules is not None
+        return self._rules
+
+    @property
+    def seed(self) -> int:
+        """Of the requests that bring none."""
+        return self._seed
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were handed in and have not ended."""
+        return len(self._metrics)
+
+    async def start(self) -> Ready:
+        """Start the process, and wait until it serves.
+
+        Raises:
+            ArgumentError: the model or a setting cannot be used.
+            AnswerError: the process ended.
+        """
+        reader = await self._spawn()
+        ready = await self._loaded(reader)
+        self._life = asyncio.create_task(self._live(reader), name="engine")
+        return ready
+
+    async def _spawn(self) -> asyncio.StreamReader:
+        here, there = socket.socketpair()
+        with there:
+            command = [sys.executable, "-m", "graphdecode.server.engine_process", str(there.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+        reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
+        self._write(self._setup)
+        return reader
+
+    async def _loaded(self, reader: asyncio.StreamReader) -> Ready:
+        try:
+            message = await receive(reader)
+        except (asyncio.IncompleteReadError, OSError):
+            raise AnswerError("the engine's process ended while it was loading the model") from None
+        if isinstance(message, Refused):
+            raise ArgumentError(message.message)
+        assert isinstance(message, Ready)
+        self._rules, self._seed = message.rules, message.seed
+        self.ready = message
+        return message
+
+    async def _live(self, reader: asyncio.StreamReader) -> None:
+        """Take what comes; when the process ends, tell all who wait, and start another one."""
+        while True:
+            with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+                while True:
+                    self._take(await receive(reader))
+            self.ready = None
+            self._give_up_all()
+            while self.ready is None:
+                if self._closed:
+                    return
+                began = time.monotonic()
+                self._end_process()
+                log.error("the engine's process ended; starting it again")
+                self.restarts += 1
+                try:
+                    reader = await self._spawn()
+                    await self._loaded(reader)
+                except (AnswerError, ArgumentError, OSError) as error:
+                    log.error("%s", error)
+                await asyncio.sleep(0 if self.ready else max(0.0, _RESTART_SECONDS - (time.monotonic() - began)))
+            log.warning("the engine serves again after %.1f s", time.monotonic() - began)
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Vitals):
+            self._on_vitals(message)
+        else:
+            self._on_events([self._event(packed) for packed in message if packed[0] in self._metrics])
+
+    def _event(self, packed: PackedEvent) -> Event:
+        event = unpack_event(packed, self._metrics[packed[0]])
+        if event.finish_reason is not None:
+            del self._metrics[event.request_id]
+        return event
+
+    def _give_up_all(self) -> None:
+        lost, self._metrics = self._metrics, {}
+        self._on_events([Event(each, [], None, "error", None, metrics, _DIED) for each, metrics in lost.items()])
+
+    def _write(self, message: Any) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(framed(message))
+
+    def add(self, request: Request) -> int:
+        """Hand in a request; see `Engine.add`.
+
+        Raises:
+            RequestError: it can never be served.
+            AnswerError: the engine is being started again.
+        """
+        if self.ready is None:
+            raise AnswerError("the engine is being started again; try again in a few seconds")
+        self.rules.check(request)
+        request_id = next(self._numbers)
+        self._metrics[request_id] = RequestMetrics(time.perf_counter())
+        self._write(Add(request_id, request))
+        return request_id
+
+    def abort(self, request_id: int) -> None:
+        """See `Engine.abort`."""
+        if self._metrics.pop(request_id, None) is not None:
+            self._write(Abort(request_id))
+
+    def finish(self, request_id: int, num_tokens: int) -> None:
+        """See `Engine.finish`."""
+        if self._metrics.pop(request_id, None) is not None:
+            self._write(Finish(request_id, num_tokens))
+
+    def close(self) -> None:
+        """Let the process end; what it had to do ends with an error."""
+        self._closed = True
+        if self._writer is not None:
+            self._writer.close()
+        self._end_process()
+
+    def _end_process(self) -> None:
+        """Wait for the process, which ends when its socket does; not for ever."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._process is None:
+            return
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()

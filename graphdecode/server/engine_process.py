@@ -1,0 +1,156 @@
+"""The engine's own process: it loads a model, and then only steps.
+
+    python -m graphdecode.server.engine_process FD
+
+FD is the socket to the process that speaks HTTP; what to load is the first message over it. It lives as long as the
+other side does.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from graphdecode.engine import Engine, Event, RequestMetrics
+from graphdecode.engine.loading import load_engine
+from graphdecode.errors import GraphdecodeError
+from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.server.wire import Abort, Add, Finish, Ready, Refused, Setup, Vitals, Wire, pack_event
+
+_VITALS_EVERY_SECONDS = 0.25
+_BANDWIDTH_BYTES = 256 << 20
+
+log = logging.getLogger(__name__)
+
+
+class EngineProcess:
+    """Serves one engine to the other end of a wire.
+
+    Args:
+        engine: captured already.
+        wire: where requests come from, and events go.
+    """
+
+    def __init__(self, engine: Engine, wire: Wire) -> None:
+        self._engine = engine
+        self._wire = wire
+        self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
+        self._ours: dict[int, int] = {}
+        self._begun: set[int] = set()  # whose first event went out
+        self._told = 0.0  # when the vitals went out
+
+    def serve(self) -> None:
+        """Step while there is work, and wait for some where there is none; until the other side is gone."""
+        engine = self._engine
+        while True:
+            try:
+                for message in self._wire.receive(wait=not engine.has_work):
+                    self._take(message)
+                if engine.has_work:
+                    self._send(engine.step())
+                self._tell_vitals()
+            except GraphdecodeError as error:
+                log.warning("%s", error)
+            except (EOFError, OSError):
+                return
+            except Exception:  # the engine has given all up, and its next step says so to each owner
+                log.exception("a step failed")
+
+    def _take(self, message: Any) -> None:
+        if isinstance(message, Add):
+            self._add(message)
+        elif isinstance(message, Finish):
+            self._engine.finish(self._forget(message.request_id), message.num_tokens)
+        elif isinstance(message, Abort):
+            self._engine.abort(self._forget(message.request_id))
+
+    def _add(self, message: Add) -> None:
+        try:
+            ours = self._engine.add(message.request)
+        except GraphdecodeError as error:
+            metrics = RequestMetrics(time.perf_counter())
+            refusal = Event(message.request_id, [], None, "error", None, metrics, str(error))
+            self._wire.send([pack_event(refusal, message.request_id, whole=True)])
+        else:
+            self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
+
+    def _forget(self, request_id: int) -> int:
+        """Return the engine's number of a request, or one that it does not know."""
+        ours = self._ours.pop(request_id, -1)
+        self._theirs.pop(ours, None)
+        self._begun.discard(ours)
+        return ours
+
+    def _send(self, events: list[Event]) -> None:
+        packed = []
+        for event in events:
+            theirs = self._theirs.get(event.request_id)
+            if theirs is None:
+                continue
+            is_last = event.finish_reason is not None
+            packed.append(pack_event(event, theirs, whole=is_last or event.request_id not in self._begun))
+            self._begun.add(event.request_id)
+            if is_last:
+                self._forget(theirs)
+        if packed:
+            self._wire.send(packed)
+
+    def _tell_vitals(self) -> None:
+        now = time.perf_counter()
+        if now - self._told < _VITALS_EVERY_SECONDS and self._engine.has_work:
+            return
+        self._told = now
+        engine, stats = self._engine, self._engine.stats
+        pool = engine.cache.pool
+        self._wire.send(
+            Vitals(
+                running=engine.num_running,
+                waiting=engine.num_waiting,
+                used_pages=pool.used,
+                total_pages=pool.total,
+                preemptions=engine.num_preemptions,
+                prefilled_tokens=stats.prefilled_tokens,
+                bucket_steps=dict(stats.bucket_steps),
+                batch_sizes=dict(stats.batch_sizes),
+                step_seconds=list(stats.step_seconds),
+                launch_seconds=list(stats.launch_seconds),
+            )
+        )
+        stats.step_seconds.clear()
+        stats.launch_seconds.clear()
+
+
+def main() -> None:
+    """Load what the first message asks for, say so, and serve."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the other side decides
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    wire = Wire(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        (setup,) = wire.receive(wait=True)
+    except EOFError:
+        return
+    assert isinstance(setup, Setup)
+    began = time.perf_counter()
+    try:
+        engine = load_engine(setup.model, setup.config, progress=setup.progress)
+    except GraphdecodeError as error:
+        wire.send(Refused(str(error)))
+        return
+    load_seconds = time.perf_counter() - began
+    bandwidth = read_bandwidth(engine.model.device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
+    floor = engine.model.weight_bytes / bandwidth
+    wire.send(Ready(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, floor))
+    gc.collect()
+    gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
+    EngineProcess(engine, wire).serve()
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()

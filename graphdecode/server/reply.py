@@ -1,0 +1,159 @@
+"""One request that generates, from its orders to its response: whole, or event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from graphdecode.errors import GraphdecodeError
+from graphdecode.server import sse
+from graphdecode.server.cursor import Cursor, Delta, cursors_of
+from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.protocol import Generation
+from graphdecode.server.service import Service
+from graphdecode.text.intake import Order
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Reply(Response, ABC):
+    """Answers one request of HTTP; it is the response too.
+
+    Args:
+        service: what generates.
+        body: of the request.
+        orders: its prompts, none of them refused.
+    """
+
+    prefix: str  # of its id
+    kind: str  # `object` of the whole response
+    chunk_kind: str  # `object` of a chunk
+
+    def __init__(self, service: Service, body: Generation, orders: list[Order]) -> None:
+        self.service = service
+        self.body_fields = body
+        self.orders = orders
+        self.cursors = cursors_of(orders)
+        self.background = None
+        self.status_code = 200
+        self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
+        self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": self.chunk_kind if body.stream else self.kind,
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+
+    @abstractmethod
+    def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
+        """Return the choices that tell of something new in a stream, each for a chunk of its own."""
+
+    @abstractmethod
+    def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
+        """Return the choice of a finished answer."""
+
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens so far."""
+        prompt = sum(len(order.output.prompt_token_ids) for order in self.orders)
+        generated = sum(len(cursor.answer.output.token_ids) for cursor in self.cursors)
+        cached = sum(order.output.metrics.num_cached_tokens for order in self.orders)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send, until the client goes away."""
+        work = asyncio.ensure_future(
+            self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
+        )
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _news(self) -> AsyncGenerator[None, None]:
+        """Come back whenever there is news; tell the metrics of it."""
+        service = self.service
+        with service.metrics.tracked(self.orders) as clocks:
+            async with (
+                contextlib.aclosing(service.front.follow(self.orders)) as news,
+                asyncio.timeout(service.request_timeout),
+            ):
+                async for _ in news:
+                    for clock in clocks:
+                        clock.tick()
+                    yield
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with contextlib.aclosing(self._news()) as news:
+                async for _ in news:
+                    pass
+        except (GraphdecodeError, TimeoutError) as error:
+            failed = self._failure(error)
+            response = JSONResponse(failed.body, failed.status, failed.headers)
+        else:
+            choices = [self.whole_choice(cursor) for cursor in self.cursors]
+            response = JSONResponse(self._head | {"choices": choices, "usage": self.usage()})
+        await response(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with contextlib.aclosing(self._news()) as news:
+                async for _ in news:
+                    chunks = [
+                        self._chunk(choice)
+                        for cursor in self.cursors
+                        if (delta := cursor.take()) is not None
+                        for choice in self.choices_of(cursor, delta)
+                    ]
+                    if chunks:
+                        await self._send(send, b"".join(chunks))
+            end = self._head | {"choices": [], "usage": self.usage()}
+            await self._send(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
+        except (GraphdecodeError, TimeoutError) as error:
+            await self._send(send, sse.event(self._failure(error).body) + sse.DONE)
+        await send({"type": "http.response.body", "body": b""})
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        chunk = self._head | {"choices": [choice]}
+        if self._usage_wanted:
+            chunk["usage"] = self.usage() if self._usage_always else None
+        return sse.event(chunk)
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        with self.service.patience.sending():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def _failure(self, error: Exception) -> HttpError:
+        if isinstance(error, TimeoutError):
+            return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
+        assert isinstance(error, GraphdecodeError)
+        return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

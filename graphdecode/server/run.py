@@ -1,0 +1,146 @@
+"""A server's life: bind, load, serve, drain, end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from graphdecode.errors import ArgumentError
+from graphdecode.server.app import make_app
+from graphdecode.server.service import Service
+
+_LOOK_EVERY_SECONDS = 0.05  # whether all is drained
+_BACKLOG = 2048
+_MAX_HEADER_BYTES = 64 << 10
+
+log = logging.getLogger(__name__)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket that holds the address, and refuses connections until the server listens on it.
+
+    Raises:
+        ArgumentError: the address cannot be had.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise ArgumentError(f"cannot listen on {host} port {port}: {error}") from error
+    return bound
+
+
+async def run(service: Service, bound: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Start the engine, serve until told to end, let running work finish, and end.
+
+    SIGTERM and Ctrl-C drain: new work is answered with 503, and running work may finish for `drain_timeout_s`. A second
+    one ends at once.
+
+    Args:
+        service: what is served.
+        bound: where; see `bind`.
+        on_ready: is called when clients can come.
+
+    Raises:
+        ArgumentError: the model or a setting cannot be used.
+    """
+    life = _Life(service)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, life.told_to_end)
+    try:
+        loading = asyncio.ensure_future(service.start())
+        life.on_second = loading.cancel
+        await asyncio.wait((loading, asyncio.ensure_future(life.asked.wait())), return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await loading
+            return
+        loading.result()
+        config = uvicorn.Config(
+            make_app(service),
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=_BACKLOG,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_keep_alive=int(service.limits.idle_timeout_s) or 5,
+            timeout_graceful_shutdown=1,
+        )
+        server = _Server(config)
+        life.on_second = server.end_now
+        serving = asyncio.ensure_future(server.serve(sockets=[bound]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        if not serving.done():
+            on_ready()
+        await asyncio.wait((serving, asyncio.ensure_future(life.drained())), return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        await serving
+    finally:
+        service.close()
+        bound.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which leaves the signals alone: they drain first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        yield
+
+    def end_now(self) -> None:
+        """Wait for nothing more."""
+        self.should_exit = self.force_exit = True
+
+
+class _Life:
+    """What signals ask for.
+
+    Args:
+        service: that is to drain.
+
+    Attributes:
+        asked: the end was asked for.
+        on_second: is called when it is asked for again.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self.asked = asyncio.Event()
+        self._at_once = asyncio.Event()
+        self.on_second: Callable[[], object] = _nothing
+
+    def told_to_end(self) -> None:
+        """Take a signal."""
+        if self.asked.is_set():
+            self._at_once.set()
+            self.on_second()
+        self._service.draining = True
+        self.asked.set()
+
+    async def drained(self) -> None:
+        """Come back when the end was asked for and nothing runs any more, or time is up."""
+        await self.asked.wait()
+        running = self._service.client.num_open
+        if running:
+            log.warning("finishing %d requests; ask again to end at once", running)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._service.limits.drain_timeout_s):
+                while self._service.client.num_open and not self._at_once.is_set():
+                    await asyncio.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _nothing() -> None:
+    """Nothing runs yet."""

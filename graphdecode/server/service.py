@@ -1,0 +1,173 @@
+"""What all endpoints share: the model's front, and how much the server takes on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from graphdecode.config import EngineConfig, ServerConfig
+from graphdecode.engine import RequestError, SamplingParams
+from graphdecode.server.engine_client import EngineClient
+from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.metrics import Metrics
+from graphdecode.server.patience import Patience
+from graphdecode.server.wire import Ready, Setup
+from graphdecode.text.async_front import AsyncFront
+from graphdecode.text.intake import Intake, Order
+from graphdecode.text.prompts import as_prompt
+from graphdecode.text.router import Router
+
+_LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
+_RETRY_AFTER = {"Retry-After": "1"}
+
+log = logging.getLogger(__name__)
+
+
+class Service:
+    """One model, served.
+
+    Args:
+        path: of the model.
+        name: what clients call it.
+        tokenizer: of transformers.
+        sampling_defaults: of the checkpoint.
+        config: of the engine.
+        limits: of the server.
+        progress: show bars while the engine loads.
+
+    Attributes:
+        draining: nothing new is taken on.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        tokenizer: Any,
+        sampling_defaults: dict[str, Any],
+        config: EngineConfig,
+        limits: ServerConfig,
+        *,
+        progress: bool,
+    ) -> None:
+        self.path = path
+        self.model_name = name
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.sampling_defaults = SamplingParams(**sampling_defaults)
+        self.request_timeout = limits.request_timeout_s or None
+        self.patience = Patience(limits.idle_timeout_s or None)
+        self.draining = False
+        self._max_open = config.buckets.max_batch_size + limits.max_waiting
+        self.client = EngineClient(Setup(path, config, progress), on_events=self._deliver, on_vitals=self._take_vitals)
+        self.router = Router(self.client)
+        self.intake = Intake(self.client, tokenizer)
+        self.front = AsyncFront(self.router, _steps_by_itself)
+        self.metrics = Metrics(name, self.client)
+        self._unknown_fields: set[str] = set()
+
+    async def start(self) -> Ready:
+        """Start the engine, and wait until it serves.
+
+        Raises:
+            ArgumentError: the model or a setting cannot be used.
+        """
+        ready = await self.client.start()
+        self.metrics.begin(ready)
+        return ready
+
+    def _deliver(self, events: Any) -> None:
+        self.router.deliver(events)
+
+    def _take_vitals(self, vitals: Any) -> None:
+        self.metrics.take_vitals(vitals)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether a request would be served."""
+        return self.client.ready is not None and not self.draining
+
+    def admit(self, answers: int) -> None:
+        """Refuse a request for which there is no room.
+
+        Args:
+            answers: that it asks for.
+
+        Raises:
+            HttpError: 503 where nothing new is taken on, 429 where too many wait.
+        """
+        if self.draining:
+            raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
+        if self.client.ready is None:
+            raise HttpError(503, "the engine is being started again", code="restarting", headers={"Retry-After": "5"})
+        if self.client.num_open + answers > self._max_open:
+            raise HttpError(
+                429, f"{self.client.num_open} requests run or wait already", code="queue_full", headers=_RETRY_AFTER
+            )
+
+    async def orders(
+        self, prompts: list[str | list[int]], params: SamplingParams, *, special: bool = True
+    ) -> list[Order]:
+        """Return the orders of some prompts.
+
+        Args:
+            prompts: texts or token ids.
+            params: of all of them.
+            special: add the special tokens that the tokenizer begins a text with.
+
+        Raises:
+            HttpError: one can never be served, or there are too many of them.
+            ArgumentError: one is no prompt.
+        """
+        limits = self.limits
+        if not prompts or len(prompts) > limits.max_prompts:
+            raise HttpError(400, f"prompt must be 1..{limits.max_prompts} prompts, got {len(prompts)}", param="prompt")
+        self._check_answers(params)
+        self.admit(len(prompts) * params.n)
+        return [
+            self._order(prompt, await self.encode(prompt, special=special), params)
+            for prompt in map(as_prompt, prompts)
+        ]
+
+    def order(self, text: str, token_ids: list[int], params: SamplingParams) -> Order:
+        """Return the order of one prompt that was tokenised already.
+
+        Raises:
+            HttpError: it can never be served, or not now.
+        """
+        self._check_answers(params)
+        self.admit(params.n)
+        return self._order(text, token_ids, params)
+
+    def _check_answers(self, params: SamplingParams) -> None:
+        if params.n > self.limits.max_answers:
+            raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
+
+    def _order(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Order:
+        order = self.intake.order(prompt, ids, params)
+        if order.output.error is not None:
+            raise as_http_error(RequestError(order.output.error), frozenset({"prompt"}))
+        return order
+
+    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
+        """Return a prompt's token ids."""
+        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+            return await asyncio.to_thread(self.intake.encode, prompt, special=special)
+        return self.intake.encode(prompt, special=special)
+
+    def note_unknown(self, fields: dict[str, Any] | None) -> None:
+        """Log the names of fields that are ignored, each of them once."""
+        new = set(fields or ()) - self._unknown_fields
+        if new and len(self._unknown_fields) < 100:
+            self._unknown_fields |= new
+            log.warning("ignored fields: %s", ", ".join(sorted(name[:40] for name in new)))
+
+    def close(self) -> None:
+        """End the engine; answers under way end with an error."""
+        self.router.close()
+
+
+def _steps_by_itself() -> None:
+    """The engine's process steps as soon as a request reaches it."""

@@ -1,0 +1,59 @@
+"""`POST /tokenize`, `POST /detokenize` and `GET /tokenizer_info`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from graphdecode.server.chat_completions import rendered_chat
+from graphdecode.server.http_errors import HttpError
+from graphdecode.server.protocol import Detokenize, Tokenize
+from graphdecode.server.service import Service
+
+
+async def tokenize(service: Service, body: Tokenize) -> Response:
+    """Return the tokens of a text or of a conversation.
+
+    Raises:
+        HttpError: there is none.
+    """
+    if body.prompt is not None:
+        ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
+    elif body.messages is not None:
+        ids = rendered_chat(service, body).token_ids
+    else:
+        raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
+    answer: dict[str, Any] = {
+        "count": len(ids),
+        "max_model_len": service.client.rules.capacity.token_limit,
+        "tokens": ids,
+        "token_strs": service.tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None,
+    }
+    return JSONResponse(answer)
+
+
+async def detokenize(service: Service, body: Detokenize) -> Response:
+    """Return the text of some tokens.
+
+    Raises:
+        HttpError: one is none of the model's.
+    """
+    vocab_size = service.client.rules.vocab_size
+    wrong = [token for token in body.tokens if not 0 <= token < vocab_size]
+    if wrong:
+        raise HttpError(400, f"tokens must be in 0..{vocab_size - 1}, got {wrong[:5]}", param="tokens")
+    return JSONResponse({"prompt": service.tokenizer.decode(body.tokens)})
+
+
+def tokenizer_info(service: Service) -> dict[str, Any]:
+    """Return what clients that render and tokenise themselves want to know."""
+    tokenizer = service.tokenizer
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "vocab_size": len(tokenizer),
+        "model_max_length": service.client.rules.capacity.token_limit,
+        "chat_template": tokenizer.chat_template,
+        **special,
+    }

@@ -1,0 +1,157 @@
+"""Calls of tools in the text of an answer, in the forms that families of models write them in."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+_DECODER = json.JSONDecoder()
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family writes calls.
+
+    Attributes:
+        name: of the format.
+        opening: text before a call, or before a list of calls; "" where an answer that begins with `{` is one.
+        closing: text behind it; "" where it ends with its JSON.
+        sign: what the chat template of such a model contains.
+        is_special: whether `opening` is a special token, which is left out of texts unless asked for.
+    """
+
+    name: str
+    opening: str
+    closing: str
+    sign: str
+    is_special: bool = False
+
+
+FORMATS = (
+    ToolFormat("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
+    ToolFormat("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]", is_special=True),
+    ToolFormat("granite", "<|tool_call|>", "", "<|tool_call|>", is_special=True),
+    ToolFormat("llama", "", "", "<|python_tag|>"),
+)
+
+
+class ToolCall(NamedTuple):
+    """A call that is complete.
+
+    Attributes:
+        name: of the function.
+        arguments: JSON, as the model wrote it.
+    """
+
+    name: str
+    arguments: str
+
+    def as_choice(self, index: int) -> dict[str, Any]:
+        """Return it in OpenAI's form.
+
+        Args:
+            index: among the calls of the answer.
+        """
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"index": index, "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+def format_of(chat_template: str | None) -> ToolFormat | None:
+    """Return the format that a chat template teaches, None where it knows of no tools."""
+    return next((form for form in FORMATS if chat_template and form.sign in chat_template), None)
+
+
+class ToolCallReader:
+    """Takes an answer's text piece by piece, and tells calls from content.
+
+    What looks like a call and is none stays content: nothing that a model wrote is lost.
+
+    Args:
+        form: of the calls.
+        names: of the tools that there are; a call of another name is content.
+    """
+
+    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+        self._form = form
+        self._names = names
+        self._text = ""
+        self._is_inside = False
+        self._begun = False
+
+    def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
+        """Take a piece; return the content and the calls that are complete.
+
+        Args:
+            piece: of the text.
+            final: nothing follows.
+        """
+        self._text += piece
+        content, calls = "", list[ToolCall]()
+        while True:
+            if not self._is_inside:
+                released = self._content(final)
+                content += released
+                if not self._is_inside:
+                    return content, calls
+            found = self._complete(final)
+            if found is None:
+                return content, calls
+            calls += found
+            if not found:
+                content, self._text = content + self._text, ""
+                self._is_inside = False
+                return content, calls
+
+    def _content(self, final: bool) -> str:
+        """Return content up to the next call, holding back what may become its beginning."""
+        opening = self._form.opening
+        if not opening:
+            stripped = self._text.lstrip()
+            if not self._begun and (stripped.startswith("{") or not stripped) and not (final and not stripped):
+                self._is_inside = bool(stripped)
+                return ""
+            self._begun = True
+            released, self._text = self._text, ""
+            return released
+        at = self._text.find(opening)
+        if at >= 0:
+            released, self._text, self._is_inside = self._text[:at].rstrip(), self._text[at:], True
+            return released
+        held = 0 if final else next((n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0)
+        released, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+        return released
+
+    def _complete(self, final: bool) -> list[ToolCall] | None:
+        """Take calls from the front of the text; None where they are not complete yet, nothing where there is none."""
+        form = self._form
+        body = self._text[len(form.opening) :]
+        start = len(body) - len(body.lstrip())
+        try:
+            value, end = _DECODER.raw_decode(body, start)
+        except (json.JSONDecodeError, RecursionError):
+            return [] if final else None
+        rest = body[end:].lstrip()
+        if form.closing:
+            if not rest.startswith(form.closing):
+                if not final and form.closing.startswith(rest):
+                    return None
+                return [] if rest else (self._taken(value, "") if final else None)
+            rest = rest[len(form.closing) :]
+        return self._taken(value, rest)
+
+    def _taken(self, value: Any, rest: str) -> list[ToolCall]:
+        calls = list(self._calls(value))
+        if calls:
+            self._text = rest.lstrip("\n; ")
+            self._is_inside, self._begun = False, True
+        return calls
+
+    def _calls(self, value: Any) -> Iterator[ToolCall]:
+        for item in value if isinstance(value, list) else [value]:
+            if not isinstance(item, dict) or item.get("name") not in self._names:
+                continue
+            arguments = item.get("arguments", item.get("parameters", {}))
+            yield ToolCall(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
