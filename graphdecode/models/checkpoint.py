@@ -127,7 +127,8 @@ class Checkpoint:
         strange = [name for name in names if not _is_file_name(name)]
         if strange:
             raise CheckpointError(f"{index}: a shard is a file of the folder, got {shown(strange[0])}")
-        absent = [name for name in names if not (folder / name).exists()]
+        there = {file.name for file in folder.iterdir()}  # a name may be one that no file system takes
+        absent = [name for name in names if name not in there]
         if absent:
             raise CheckpointError(f"{folder} lacks the shards {', '.join(shown(name, plain=True) for name in absent)}")
         yield from names

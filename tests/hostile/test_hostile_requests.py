@@ -42,7 +42,7 @@ def answers(llm: LLM) -> list[str]:
         ({"logit_bias": {3: 10**400}}, "logit_bias must be a dict"),
         ({"seed": 2**63}, "seed must be None or a 64-bit integer"),
         ({"seed": 1.5}, "seed must be None or a 64-bit integer, got 1.5"),
-        ({"max_tokens": -1}, "max_tokens must be None or an integer >= 0, got -1"),
+        ({"max_tokens": -1}, "max_tokens must be .*, got -1"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
 )

@@ -19,7 +19,7 @@ GIB = 2**30
         ({"total_num_pages": 2**31 - 1}, r"total_num_pages=2147483647 takes \d+ bytes for keys and values"),
         (
             {"max_batch_size": 65536, "config": {"loop": {"steps_per_launch": 4096}}},
-            r"steps_per_launch=4096 takes 92\d{9} bytes for tokens of 65536 rows",
+            r"steps_per_launch=4096 takes \d{11,} bytes for tokens of 65536 rows",
         ),
         ({"max_prefill_tokens": 2**31 - 1}, r"max_prefill_tokens=2147483647 takes \d+ bytes for tokens of prompts"),
     ],
