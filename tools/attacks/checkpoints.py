@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
-from graphdecode import GraphdecodeError, LLM, SamplingParams
+from graphdecode import LLM, GraphdecodeError, SamplingParams
 from graphdecode.models import check_model, load_model, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
@@ -190,7 +190,7 @@ class SafetensorsAttack:
 
 
 class IndexAttack:
-    """An index of shards with faults, beside hostile files; what is accepted has the demo's tensors and stays inside."""
+    """An index of shards with faults, beside hostile files; what is accepted has the demo's tensors, and no others."""
 
     name = "index of shards"
 

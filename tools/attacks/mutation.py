@@ -8,11 +8,13 @@ import math
 import random
 from typing import Any
 
+from graphdecode.errors import shown
+
 HOSTILE_VALUES: list[Any] = [
     None, True, False, 0, 1, 2, -1, -(2**31), 2**31 - 1, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, 10**9, 10**30, 10**400,
     0.0, -0.0, 0.5, 1.5, 1e-320, 1e30, 1e308, -1e308, math.inf, -math.inf, math.nan, "", "0", "no", "true", "auto",
-    "a" * 5000, "\x00", "\ud800", "\x1b[2J", "../x", "/dev/zero", "日本", [], [0], [-1], [[]], [None], ["a"], list(range(300)),
-    {}, {"a": 1}, {"a": {"b": []}}, {"": None},
+    "a" * 5000, "\x00", "\ud800", "\x1b[2J", "../x", "/dev/zero", "日本", [], [0], [-1], [[]], [None], ["a"],
+    list(range(300)),    {}, {"a": 1}, {"a": {"b": []}}, {"": None},
 ]  # fmt: skip
 
 
@@ -20,7 +22,7 @@ def hostile_value(rng: random.Random) -> Any:
     """Return a value that no reader expects."""
     if rng.random() < 0.05:
         nested: Any = 0
-        for _ in range(rng.choice([5, 50, 500])):
+        for _ in range(rng.choice([5, 20, 90])):
             nested = [nested] if rng.random() < 0.5 else {"a": nested}
         return nested
     return copy.deepcopy(rng.choice(HOSTILE_VALUES))
@@ -87,9 +89,7 @@ def _near(rng: random.Random, value: Any) -> Any:
     if isinstance(value, bool):
         return rng.choice([not value, int(value), str(value)])
     if isinstance(value, (int, float)):
-        return rng.choice(
-            [value + 1, value - 1, -value, value * 2, value // 2, value * 10**6, float(value), str(value)]
-        )
+        return rng.choice([value + 1, value - 1, -value, value * 2, value // 2, value * 10**6, -0.5, shown(value)])
     if isinstance(value, str):
         return rng.choice([value + "a", value[:-1], value.upper(), [value], value * 50, value[::-1]])
     if isinstance(value, list):

@@ -16,9 +16,10 @@ from graphdecode import LLM, GraphdecodeError, SamplingParams
 _NEIGHBOURS = ["rev oceanic=", "12+30="]
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 _VALUES: list[Any] = [
-    np.float32(0.5), np.int64(3), np.array([1, 2]), torch.tensor([5, 6]), torch.tensor(1.5), Fraction(1, 3), 1j, b"abc",
-    bytearray(b"a"), object(), int, 10**5000, "rev abc=", "417+385=", [52, 49, 61], [258], [259], range(5), {1, 2}, {"prompt": "12+30="},
-    {"prompt_token_ids": [5]}, {"prompt": "a", "b": 1}, ("a", "b"), iter([1]), "\ufffe", "a" * 47, "a" * 48, "0" * 5000,
+    np.float32(0.5), np.int64(3), np.array([1, 2]), torch.tensor([5, 6]), torch.tensor(1.5), Fraction(1, 3), 1j,
+    b"abc", bytearray(b"a"), object(), int, 10**5000, "rev abc=", "417+385=", [52, 49, 61], [258], [259], range(5),
+    {1, 2}, {"prompt": "12+30="}, {"prompt_token_ids": [5]}, {"prompt": "a", "b": 1}, ("a", "b"), iter([1]),
+    "\ufffe", "a" * 47, "a" * 48, "0" * 5000,
 ]  # fmt: skip
 _FIELDS: dict[str, list[Any]] = {
     "n": [1, 2, 7, 1024, 1025],

@@ -62,7 +62,11 @@ class ChoicesAttack:
     def run(self, rng: random.Random, folder: Path) -> None:
         """See `Attack.run`."""
         weight, x = torch.eye(64), torch.arange(64.0)[None]
-        paths = {name: lambda: lambda out, given: torch.mm(given, weight.T, out=out) for name in ("plain", "packed")}
+
+        def product(out: torch.Tensor, given: torch.Tensor) -> None:
+            torch.mm(given, weight.T, out=out)
+
+        paths = {name: lambda: product for name in ("plain", "packed")}
         first = LinearTuner(0, ChoiceCache(folder))
         first.choose(weight, None, (1, 2), paths)
         file = folder / "choices.json"
