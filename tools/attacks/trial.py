@@ -6,11 +6,11 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -67,27 +67,38 @@ def check_single_thread() -> None:
         raise RuntimeError(f"the process has {threads} threads; set OMP_NUM_THREADS=1 and TOKENIZERS_PARALLELISM=false")
 
 
-def attempt(attack: Attack, seed: int) -> Outcome:
-    """Run one attack in a child, and say what became of it."""
-    reading, writing = os.pipe()
-    with tempfile.TemporaryDirectory(prefix="attack-") as folder:
-        child = os.fork()
-        if child == 0:
-            os.close(reading)
-            _run_child(lambda: attack.run(random.Random(f"{attack.name} {seed}"), Path(folder)), writing)
-        os.close(writing)
-        with os.fdopen(reading, "rb") as pipe:
-            told = pipe.read()
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != 0 or not told:
-        if -code in (signal.SIGALRM, signal.SIGXCPU):
-            return Outcome("hung", f"more than {CPU_SECONDS} s of a processor, or {WALL_SECONDS} s")
-        return Outcome("crashed", signal.Signals(-code).name if code < 0 else f"exit code {code}")
-    return Outcome(*json.loads(told))
+def attempts(attack: Attack, seeds: Sequence[int]) -> list[Outcome]:
+    """Run attacks in a child, one after another, and say what became of each; where one ends the child, in another.
+
+    Alone, each attack meets the parent's state as it is. With several the forks cost less, and what one of them leaves
+    behind is met by the next.
+    """
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="attack-", ignore_cleanup_errors=True) as folder:
+        while len(outcomes) < len(seeds):
+            reading, writing = os.pipe()
+            child = os.fork()
+            if child == 0:
+                os.close(reading)
+                _run_child(attack, seeds[len(outcomes) :], Path(folder), writing)
+            os.close(writing)
+            with os.fdopen(reading, "rb") as pipe:
+                told = [line for line in pipe.read().split(b"\n") if line]
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            outcomes += [Outcome(*json.loads(line)) for line in told]
+            if code != 0:
+                outcomes.append(_ended_by(code))
+    return outcomes
 
 
-def _run_child(work: Callable[[], None], writing: int) -> None:
-    """Do the work under limits, tell the outcome through the pipe, and end; nothing of the parent's is cleaned up."""
+def _ended_by(code: int) -> Outcome:
+    if -code in (signal.SIGALRM, signal.SIGXCPU):
+        return Outcome("hung", f"more than {CPU_SECONDS} s of a processor, or {WALL_SECONDS} s")
+    return Outcome("crashed", signal.Signals(-code).name if code < 0 else f"exit code {code}")
+
+
+def _run_child(attack: Attack, seeds: Sequence[int], folder: Path, writing: int) -> None:
+    """Run the attacks under limits, tell each outcome through the pipe, and end; nothing of the parent's is cleaned."""
     code = 1
     try:
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -96,12 +107,17 @@ def _run_child(work: Callable[[], None], writing: int) -> None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + MEMORY_BYTES, held + MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        used = int(resource.getrusage(resource.RUSAGE_SELF).ru_utime)
-        resource.setrlimit(resource.RLIMIT_CPU, (used + CPU_SECONDS, used + CPU_SECONDS + 5))
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(WALL_SECONDS)
-        sys.setrecursionlimit(1000)
-        os.write(writing, json.dumps(_outcome(work)).encode())
+        for seed in seeds:
+            used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+            resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_SECONDS, resource.RLIM_INFINITY))
+            signal.alarm(WALL_SECONDS)
+            place = folder / f"{seed}-{os.getpid()}"
+            place.mkdir()
+            rng = random.Random(f"{attack.name} {seed}")
+            told = _outcome(lambda rng=rng, place=place: attack.run(rng, place))  # type: ignore[misc]
+            os.write(writing, json.dumps(told).encode() + b"\n")
+            shutil.rmtree(place, ignore_errors=True)
         code = 0
     finally:
         os._exit(code)
