@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,6 +128,11 @@ class _StagingBlock:
         self._device_words.copy_(self._host_words, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one for a while: kernels, events and allocations go there. Nothing on a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class StepBuffers:

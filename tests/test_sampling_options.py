@@ -79,10 +79,27 @@ def test_every_sampling_option_reaches_the_answer(tmp_path: Path) -> None:
                    "--repetition-penalty", "9", "--max-tokens", "5")[0]["text"] != "zzzzz"  # fmt: skip
     longer = answers(tmp_path, "--min-tokens", "12", "--max-tokens", "12")[0]
     assert len(longer["token_ids"]) == 12
+    assert answers(tmp_path, "--bad-word", "nae", "--bad-word", "x")[0]["text"] == "cinauco"
+    allowed = [option for token in b"cinaeo" for option in ("--allowed-token-id", str(token))]
+    assert answers(tmp_path, *allowed, "--max-tokens", "9")[0]["text"] == "cinaecooo"
+    assert answers(tmp_path, "--stop-token-id", "110", "--include-stop-str-in-output")[0]["text"] == "cin"
+    assert answers(tmp_path, "--ignore-eos", "--max-tokens", "9")[0]["finish_reason"] == "length"
     several = answers(tmp_path, "-n", "3", "--temperature", "9", "--logprobs", "2")
     assert [answer["index"] for answer in several] == [0, 1, 2]
     assert len({tuple(answer["token_ids"]) for answer in several}) == 3
     assert all(len(place) in (2, 3) for answer in several for place in answer["logprobs"])
+
+
+def test_a_prompt_is_cut_and_scored_and_nothing_generated(tmp_path: Path) -> None:
+    model_in(tmp_path, {})
+    arguments = ["--model", "model", "--config", "small.toml", "--json", "--max-tokens", "0", "--prompt-logprobs", "1"]
+    result = run_command("generate", "-p", PROMPT, *arguments, "--truncate-prompt-tokens", "5", folder=tmp_path)
+    record = json.loads(result.stdout)
+    assert record["prompt_token_ids"] == list(PROMPT.encode())[-5:]
+    first, *others = record["prompt_logprobs"]
+    assert first is None
+    assert all(str(token) in place for token, place in zip(PROMPT.encode()[-4:], others, strict=True))
+    assert record["outputs"][0]["token_ids"] == []
 
 
 def test_several_answers_stand_under_their_numbers(tmp_path: Path) -> None:
@@ -101,9 +118,10 @@ def test_help_says_whose_the_defaults_are() -> None:
     [
         (["--logit-bias", "a=1"], "--logit-bias must be a token id and a number, such as 42=-5, got 'a=1'"),
         (["--logit-bias", "7"], "--logit-bias must be a token id and a number"),
-        (["--logprobs", "3"], "--logprobs are printed with --json alone"),
+        (["--logprobs", "3"], "--logprobs and --prompt-logprobs are printed with --json alone"),
         (["--min-p", "2"], "min_p must be a number in [0, 1], got 2.0"),
-        (["-n", "0"], "n must be an integer >= 1"),
+        (["-n", "0"], "n must be an integer in 1..1024"),
+        (["--truncate-prompt-tokens", "0"], "truncate_prompt_tokens must be None, -1 or an integer >= 1"),
     ],
 )
 def test_what_cannot_be_is_said_before_a_model_is_loaded(options: list[str], message: str) -> None:
@@ -121,5 +139,5 @@ def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: P
     hinted = run_command(*arguments, *silent, folder=tmp_path)
     assert hinted.returncode == 0
     assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
-    assert "apply_chat_template" in hinted.stderr.splitlines()[-1]
+    assert "graphdecode chat" in hinted.stderr.splitlines()[-1]
     assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tqdm import tqdm
@@ -151,13 +151,15 @@ def _variants(
     """Yield name, decoder, and whether it is captured with compiled kernels, of the full step and those with less."""
 
     def load() -> Decoder:
-        return load_model(
+        loaded = load_model(
             model,
             device=device,
             dtype=dtype,
             max_sequence_length=config.max_sequence_length,
             batch_sizes=config.ladder.sizes,
+            model_impl="native",
         )
+        return cast(Decoder, loaded)  # which all of ours are
 
     full = load()
     yield FULL, full, True

@@ -15,10 +15,26 @@ def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     out.copy_(wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps) * weight.float())
 
 
-def add_rms_norm(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-    """Add `x` to `residual`, and write RMSNorm of the sum into `out`."""
-    residual.add_(x)
-    rms_norm(out, residual, weight, eps)
+def add_rms_norm(
+    out: Tensor,
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    post_weight: Tensor | None = None,
+    post_eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    """Add `scale * x` to `residual`, or of RMSNorm of `x`, and write RMSNorm of the sum into `out`."""
+    given = x
+    if post_weight is not None:
+        given = torch.empty_like(x)
+        rms_norm(given, x, post_weight, post_eps)
+    residual.add_(given, alpha=scale)
+    if weight is None:
+        out.copy_(residual)
+    else:
+        rms_norm(out, residual, weight, eps)
 
 
 def act_mul(out: Tensor, gate_up: Tensor, activation: str) -> None:
@@ -53,10 +69,7 @@ def rope_append(
     pages, page_size, kv_heads = k_cache.shape[:3]
     q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)
     if q_norm is not None and k_norm is not None:
-        normed = torch.empty_like(q), torch.empty_like(k)
-        rms_norm(normed[0], q, q_norm, eps)
-        rms_norm(normed[1], k, k_norm, eps)
-        q, k = normed
+        q, k = _normed_heads(q, q_norm, eps), _normed_heads(k, k_norm, eps)
     alive = torch.arange(tokens, device=qkv.device) < live
     at = torch.where(alive, positions, 0)
     angles = cos_sin.index_select(0, at)
@@ -65,6 +78,14 @@ def rope_append(
     q_out.copy_(_rotated(q, angles))
     k_cache.view(-1, kv_heads, head_dim).index_copy_(0, place, _rotated(k, angles).to(k_cache.dtype))
     v_cache.view(-1, kv_heads, head_dim).index_copy_(0, place, v.to(v_cache.dtype))
+
+
+def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [t, heads, head_dim]: of each head, or of all where the weight is as long as they are."""
+    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    is_together = weight.shape[0] > x.shape[2]
+    rms_norm(normed.flatten(1) if is_together else normed, x.flatten(1) if is_together else x, weight, eps)
+    return normed
 
 
 def _rotated(x: Tensor, angles: Tensor) -> Tensor:

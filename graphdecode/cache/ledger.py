@@ -65,6 +65,12 @@ class PageLedger:
         self._give_back(self.pages.pop(sequence_id))
         del self._digests[sequence_id]
 
+    def hide(self, sequence_id: Hashable) -> None:
+        """Take a sequence's pages out of the index; their owners stay."""
+        if self.prefixes is not None:
+            for page in self.pages[sequence_id]:
+                self.prefixes.forget(page)
+
     def grow(self, sequence_id: Hashable, length: int) -> bool:
         """Make sure that a sequence has pages for `length` tokens; return whether it got any.
 

@@ -147,6 +147,15 @@ class PagedKVCache:
         self._pages(sequence_id)
         self.ledger.close(sequence_id)
 
+    def hide(self, sequence_id: Hashable) -> None:
+        """Make a sequence's pages unfindable, those that it shares as well: what is in them is not to be trusted.
+
+        Raises:
+            UnknownSequenceError: there is no such sequence.
+        """
+        self._pages(sequence_id)
+        self.ledger.hide(sequence_id)
+
     def pages_of(self, sequence_id: Hashable) -> tuple[int, ...]:
         """Return the pages of a sequence, in order.
 

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from graphdecode.cli.buckets import buckets
+from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
@@ -38,6 +39,7 @@ app = typer.Typer(
     epilog='Example: graphdecode generate --prompt "417+385=" --prompt "sort zebra="',
 )
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
+app.command(epilog='Example: graphdecode chat --model smollm2 "Why is the sky blue?"')(chat)
 app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
 app.add_typer(models, name="models")
 app.add_typer(buckets, name="buckets")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from graphdecode.cli.options import DeviceOption, DtypeOption, settings_of, wide_console
+from graphdecode.cli.options import DeviceOption, DtypeOption, ModelImplOption, settings_of, wide_console
 from graphdecode.cli.tune import tune
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from graphdecode.config import BucketConfig
     from graphdecode.models import ModelConfig
+    from graphdecode.models.transformers_backend import AdoptedConfig
 
 
 class _FileByDefault(typer.core.TyperGroup):
@@ -41,13 +42,15 @@ def show(
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    model_impl: ModelImplOption = None,
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
-    config = settings_of(file, device=device, dtype=dtype)
+    config = settings_of(file, device=device, dtype=dtype, model_impl=model_impl)
     from graphdecode.engine.loading import resolve_device
     from graphdecode.models import describe_model, resolve_dtype
 
-    described, place = describe_model(model), resolve_device(config.device)
+    described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
+    place = resolve_device(config.device)
     chosen = resolve_dtype(config.dtype, described.dtype, place)
     console = wide_console()
     console.print(_bucket_table(config.buckets))
@@ -69,7 +72,7 @@ def _bucket_table(config: BucketConfig) -> Table:
 
 
 def _memory_table(
-    config: BucketConfig, model: str, settings: ModelConfig, dtype: torch.dtype, device: torch.device
+    config: BucketConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
     from graphdecode.engine.capacity import free_bytes, plan_capacity
     from graphdecode.models import weight_bytes

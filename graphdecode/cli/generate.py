@@ -19,9 +19,11 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    ModelImplOption,
     ModelOption,
     print_error,
     settings_of,
+    stdin_text,
 )
 from graphdecode.cli.sampling_options import (
     AnswersOption,
@@ -29,7 +31,6 @@ from graphdecode.cli.sampling_options import (
     LogitBiasOption,
     LogprobsOption,
     MinPOption,
-    MinTokensOption,
     PresencePenaltyOption,
     RepetitionPenaltyOption,
     SeedOption,
@@ -37,6 +38,7 @@ from graphdecode.cli.sampling_options import (
     TemperatureOption,
     TopKOption,
     TopPOption,
+    more_sampling,
     sampling_fields,
 )
 from graphdecode.errors import ArgumentError
@@ -48,14 +50,15 @@ if TYPE_CHECKING:
     from graphdecode.text.answer import Answer
 
 
+@more_sampling
 def generate(
+    more: dict[str, Any],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    min_tokens: MinTokensOption = None,
     n: AnswersOption = None,
     temperature: TemperatureOption = None,
     top_k: TopKOption = None,
@@ -80,10 +83,12 @@ def generate(
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
+    model_impl: ModelImplOption = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code that the checkpoint brings.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code where transformers needs it."),
     ] = False,
+    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
@@ -93,8 +98,8 @@ def generate(
     where it does not set do_sample. Without that file it is the library's default: temperature 1.
     """
     began = time.perf_counter()
-    if logprobs is not None and not as_json:
-        raise ArgumentError("--logprobs are printed with --json alone")
+    if not as_json and (logprobs is not None or "prompt_logprobs" in more):
+        raise ArgumentError("--logprobs and --prompt-logprobs are printed with --json alone")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
@@ -103,8 +108,9 @@ def generate(
         seed=seed,
         quantize=quantize,
         batch_invariant=batch_invariant or None,
-        prefix_cache=False if no_prefix_cache else None,
+        model_impl=model_impl,
         trust_remote_code=trust_remote_code or None,
+        prefix_cache=False if no_prefix_cache else None,
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
@@ -115,15 +121,17 @@ def generate(
     given = sampling_fields(
         n=n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
-        seed=settings.seed, stop=stop, max_tokens=max_tokens, min_tokens=min_tokens, logprobs=logprobs,
+        seed=settings.seed, stop=stop, max_tokens=max_tokens, logprobs=logprobs, **more,
     )  # fmt: skip
     SamplingParams(**given)  # what cannot be is said before a model is looked for
     if record_batches is not None:
         check_record(record_batches)
     path = resolve_model_path(model)
-    check_length(max_sequence_length, check_model(path).max_position_embeddings)
+    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    trained_length = described.max_position_embeddings
+    check_length(max_sequence_length, trained_length)
     tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
-    settings = _sized(settings, path, tokenizer, texts, SamplingParams(**given))
+    settings = _sized(settings, trained_length, tokenizer, texts, SamplingParams(**given))
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
@@ -142,13 +150,13 @@ def generate(
 
 
 def _sized(
-    settings: EngineConfig, path: Path, tokenizer: Any, texts: list[str], params: SamplingParams
+    settings: EngineConfig, trained_length: int, tokenizer: Any, texts: list[str], params: SamplingParams
 ) -> EngineConfig:
     """Return settings whose capacity is what these prompts can use."""
-    from graphdecode.models import check_model
-
+    most = params.truncate_prompt_tokens
     lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
-    trained_length = check_model(path).max_position_embeddings
+    if most is not None and most > 0:
+        lengths = [min(length, most) for length in lengths]
     return fitted(settings, lengths, params.max_tokens, answers=len(texts) * params.n, trained_length=trained_length)
 
 
@@ -163,17 +171,10 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError(f"--prompts-file {file}: {error}") from error
     if arguments:
-        texts += [line for line in _stdin_text().splitlines() if line]
+        texts += [line for line in stdin_text().splitlines() if line]
     if not texts:
         raise ArgumentError("there is no prompt: give --prompt TEXT, --prompts-file FILE, or - to read stdin")
     return texts
-
-
-def _stdin_text() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"stdin: {error}") from error
 
 
 def _print_text(llm: LLM, texts: list[str], params: SamplingParams) -> list[RequestOutput]:
@@ -241,7 +242,7 @@ def _hint_at_chat_template(llm: LLM, outputs: list[RequestOutput]) -> None:
     if silent and llm.tokenizer.chat_template:
         STDERR.print(
             "hint: an answer is empty. This model has a chat template, and prompts are given to it as they are: "
-            "tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True) makes one of a chat",
+            "graphdecode chat, and LLM.chat, make turns of a chat of them",
             highlight=False,
             soft_wrap=True,
         )

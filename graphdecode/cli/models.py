@@ -111,7 +111,9 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         model.name, model.place, str(model.path), "gguf" if is_gguf else "safetensors", model.disk_bytes
     )
     try:
-        described = check_model(model.path)
+        described = check_model(
+            model.path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
+        )
         chosen = resolve_dtype(settings.dtype, described.dtype, device)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         free = free_bytes(device)

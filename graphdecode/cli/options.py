@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +13,17 @@ from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
 
 STDERR = Console(stderr=True)
-ModelOption = Annotated[str, typer.Option(help="A checkpoint folder, a Hugging Face repository id, or demo.")]
+ModelOption = Annotated[
+    str,
+    typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id."),
+]
 ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
 DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left out: the configuration's.")]
 DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
+]
+ModelImplOption = Annotated[
+    str | None, typer.Option(help="auto, native or transformers: who runs the model; left out: the configuration's.")
 ]
 
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
@@ -67,6 +74,18 @@ def numbers(option: str, text: str) -> list[int]:
         raise ArgumentError(
             f"{option} must be whole numbers separated by commas, such as 1,8,64; got {text!r}"
         ) from None
+
+
+def stdin_text() -> str:
+    """Return all that standard input holds.
+
+    Raises:
+        ArgumentError: it is no text.
+    """
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"stdin: {error}") from error
 
 
 def print_error(message: str) -> None:

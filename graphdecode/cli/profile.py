@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphdecode.cli.options import ConfigOption, DeviceOption, DtypeOption, numbers, settings_of, wide_console
+from graphdecode.cli.options import (
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    ModelImplOption,
+    numbers,
+    settings_of,
+    wide_console,
+)
 from graphdecode.errors import ArgumentError
 
 
@@ -24,6 +32,7 @@ def profile(
     out: Annotated[Path, typer.Option(help="A folder for profile.json, pictures and report.html.")] = Path("profile"),
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    model_impl: ModelImplOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also write a Chrome trace of ten steps.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
@@ -39,7 +48,7 @@ def profile(
         raise ArgumentError(f"--steps must be >= 1, got {steps}")
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"--out must be a folder, or not exist, got {out}")
-    settings = settings_of(config, device=device, dtype=dtype)
+    settings = settings_of(config, device=device, dtype=dtype, model_impl=model_impl)
     from graphdecode.engine.loading import load_runner
     from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
     from graphdecode.profiling.plots import MISSING

@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from graphdecode.cli.capacity import limited
-from graphdecode.cli.options import STDERR, ConfigOption, DeviceOption, DtypeOption, ModelOption, settings_of
+from graphdecode.cli.options import (
+    STDERR,
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    ModelImplOption,
+    ModelOption,
+    settings_of,
+)
 from graphdecode.errors import ArgumentError
 
 _NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
@@ -33,6 +41,7 @@ def serve(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    model_impl: ModelImplOption = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
     ] = None,
@@ -44,7 +53,7 @@ def serve(
         raise ArgumentError(f"serving needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
     from graphdecode.config import ServerConfig, load_server_config
 
-    settings = settings_of(config, device=device, dtype=dtype, quantize=quantize)
+    settings = settings_of(config, device=device, dtype=dtype, quantize=quantize, model_impl=model_impl)
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {
         "host": host,
@@ -63,6 +72,7 @@ def _run(model: str, settings: object, limits: object) -> None:
     import asyncio
     import logging
 
+    from graphdecode import __version__
     from graphdecode.config import EngineConfig, ServerConfig
     from graphdecode.models import check_model, generation_defaults, resolve_model_path
     from graphdecode.server.run import bind, run
@@ -74,10 +84,17 @@ def _run(model: str, settings: object, limits: object) -> None:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     bound = bind(limits.host, limits.port)
     path = resolve_model_path(model)
-    check_model(path)
+    check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
     service = Service(
-        path, name, load_tokenizer(path), generation_defaults(path), settings, limits, progress=STDERR.is_terminal
+        path,
+        name,
+        load_tokenizer(path),
+        generation_defaults(path),
+        settings,
+        limits,
+        version=__version__,
+        progress=STDERR.is_terminal,
     )
     address = f"http://{limits.host}:{bound.getsockname()[1]}"
 

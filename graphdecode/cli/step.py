@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cli.options import ConfigOption, DeviceOption, settings_of
+from graphdecode.cli.options import ConfigOption, DeviceOption, ModelImplOption, settings_of
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def inspect(
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
     config: ConfigOption = None,
     device: DeviceOption = None,
+    model_impl: ModelImplOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
     svg: Annotated[
@@ -114,7 +115,7 @@ def inspect(
     """
     if sum((as_json, dot is not None, svg is not None)) > 1:
         raise ArgumentError("--json, --dot and --svg exclude each other")
-    settings = settings_of(config, device=device)
+    settings = settings_of(config, device=device, model_impl=model_impl)
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 

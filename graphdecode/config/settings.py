@@ -25,6 +25,7 @@ from graphdecode.config.key import (
     long_integer,
     matching,
     none_or,
+    number,
     one_of,
 )
 from graphdecode.config.server import SERVER, ServerConfig
@@ -54,6 +55,19 @@ class BucketConfig:
         "capacity", "auto", auto_or(integer(1)), "Pages of the cache; auto fills memory_fraction of what is free."
     )
     memory_fraction: float = key("capacity", 0.9, fraction(), "See total_num_pages.")
+    max_logprobs: int = key(
+        "capacity",
+        20,
+        integer(1, 2**20),
+        "Log-probabilities at one place that a request may ask for, beside its token's.",
+    )
+    max_stop_token_ids: int = key(
+        "capacity", 128, integer(1, 4096), "Tokens that may end an answer, those of the model included."
+    )
+    max_logit_biases: int = key("capacity", 1024, integer(1, 2**20), "Entries of a request's logit_bias.")
+    max_bad_words: int = key(
+        "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
+    )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
     )
@@ -117,6 +131,10 @@ class EngineKeywords(TypedDict, total=False):
     page_size: int
     total_num_pages: int | Literal["auto"]
     memory_fraction: float
+    max_logprobs: int
+    max_stop_token_ids: int
+    max_logit_biases: int
+    max_bad_words: int
     batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
     max_graphs: int
     capture_when: Literal["startup", "first-use"]
@@ -124,12 +142,14 @@ class EngineKeywords(TypedDict, total=False):
     warmup_steps: int
     steps_per_launch: int
     max_prefill_tokens: int | Literal["auto"]
+    target_itl_ms: float
     device: Any  # a name or a torch.device
     dtype: Any  # a name or a torch.dtype
     seed: int
     quantize: str | None
     batch_invariant: bool
     prefix_cache: bool
+    model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
 
@@ -151,6 +171,13 @@ class EngineConfig:
         auto_or(integer(1)),
         f"Prompt tokens of one engine step; auto is {_AUTO_PREFILL_TOKENS['cuda']} on a GPU and "
         f"{_AUTO_PREFILL_TOKENS['cpu']} on a CPU.",
+    )
+    target_itl_ms: float = key(
+        "scheduling",
+        0.0,
+        number(0),
+        "Milliseconds between two tokens of an answer: while answers run, prompts are computed in chunks small enough "
+        "to keep it, as far as a step alone does. 0: none.",
     )
     device: str = key(
         "model",
@@ -179,8 +206,18 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    model_impl: str = key(
+        "model",
+        "auto",
+        one_of("auto", "native", "transformers"),
+        "Who runs the model: a family of graphdecode, or transformers' own module over graphdecode's cache, attention "
+        "and graphs. auto takes a family where there is one.",
+    )
     trust_remote_code: bool = key(
-        "model", False, boolean(), "Run a tokenizer that is Python code of the checkpoint; it can do what its user can."
+        "model",
+        False,
+        boolean(),
+        "Run the Python code that comes with a checkpoint, where transformers needs it to run the model.",
     )
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."

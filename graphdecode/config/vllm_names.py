@@ -48,8 +48,6 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
     "guided_decoding": _CONSTRAINED,
     "structured_outputs": _CONSTRAINED,
-    "allowed_token_ids": Unsupported("forbid up to 64 tokens with logit_bias {id: -1e9}"),
-    "bad_words": Unsupported("forbid up to 64 tokens with logit_bias {id: -1e9}", (None, [], ())),
     "extra_args": Unsupported("there is nothing that would read them", (None, {})),
     "skip_reading_prefix_cache": Unsupported(
         "a prompt with prompt_logprobs is computed whole; for others: LLM(prefix_cache=False)", (None, False)
@@ -103,7 +101,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "served_model_name": Unsupported("there is no server in this object"),
     "load_format": Unsupported("weights are read from safetensors", (None, "auto", "safetensors")),
     "config_format": Unsupported("config.json is read as transformers writes it", (None, "auto", "hf")),
-    "model_impl": Unsupported("models are written for graphs here", (None, "auto")),
     "generation_config": Unsupported("LLM.get_default_sampling_params() reads the model folder's", (None, "auto")),
     "override_generation_config": Unsupported("give SamplingParams", (None, {})),
     "chat_template": Unsupported("give what tokenizer.apply_chat_template(..., chat_template=...) makes as the prompt"),
@@ -115,7 +112,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "disable_sliding_window": Unsupported("a model's window is part of it", (None, False)),
     "enable_chunked_prefill": Unsupported("prompts always come in chunks: max_prefill_tokens", (None, True)),
     "max_seq_len_to_capture": Unsupported("a graph serves every length", (None, 8192)),
-    "max_logprobs": Unsupported("up to 20 log-probabilities are kept for each token", (None, 20)),
     "max_num_partial_prefills": Unsupported("max_prefill_tokens is shared by all prompts of a step", (None, 1)),
     "scheduling_policy": Unsupported("requests without a priority are served as they come", (None, "fcfs", "priority")),
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),

@@ -9,7 +9,7 @@ import torch
 
 from graphdecode.config import BucketConfig
 from graphdecode.errors import ArgumentError
-from graphdecode.models import ModelConfig
+from graphdecode.models import ModelShape
 
 _ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
 
@@ -37,7 +37,7 @@ class Capacity:
 
 def plan_capacity(
     config: BucketConfig,
-    model: ModelConfig,
+    model: ModelShape,
     dtype: torch.dtype,
     device: torch.device,
     available_bytes: int | None = None,

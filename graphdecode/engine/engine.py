@@ -23,7 +23,7 @@ from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder
+from graphdecode.models import Model
 
 T = TypeVar("T")
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
@@ -39,23 +39,24 @@ class Engine:
     Args:
         runner: the model, its cache and its graphs.
         seed: of the requests that bring none; an integer of 64 bits.
+        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
     """
 
-    def __init__(self, runner: Runner, *, seed: int = 0) -> None:
+    def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
         if not _is_seed(seed):
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
-        self.scheduler = Scheduler(
-            runner.cache, max_batch_size=runner.buffers.max_batch_size, prefill_budget=runner.prefill_budget
-        )
+        self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
         # a token that is not in the vocabulary ends nothing
         eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
-        self.rules = RequestRules(self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size)
-        self._loop = EngineLoop(self.scheduler, runner)
+        self.rules = RequestRules(
+            self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size, runner.sampling_capacity
+        )
+        self._loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
@@ -76,7 +77,7 @@ class Engine:
         return self.runner.cache
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.runner.model
 
@@ -143,7 +144,7 @@ class Engine:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
         request_id = next(self._request_ids)
-        params = request.sampling_params
+        params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self.rules.stop_ids(request)
         max_length = self.capacity.token_limit
@@ -159,10 +160,16 @@ class Engine:
             stop_ids=stop_ids,
             eos_token_ids=self.rules.eos_token_ids,
             sampling=RowSampling.of(
-                params, seed=seed, stop_ids=stop_ids, prompt_length=len(tokens), max_length=max_length
+                params,
+                seed=seed,
+                stop_ids=stop_ids,
+                prompt_length=len(tokens),
+                max_length=max_length,
+                vocab_size=self.vocab_size,
+                bad_words=request.bad_words_token_ids,
             ),
             metrics=RequestMetrics(time.perf_counter()),
-            priority=request.priority,
+            precedence=(request.priority, request.turn),
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))

@@ -16,7 +16,8 @@ from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Decoder, ModelConfig, describe_model, load_model, resolve_dtype
+from graphdecode.graphs import CaptureError
+from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -65,7 +66,7 @@ def load_runner(
     """
     settings = EngineConfig.of(config, **keywords)
     device = resolve_device(settings.device)
-    shape = describe_model(model)
+    shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device), device)
     decoder = load_model(
         model,
@@ -75,12 +76,14 @@ def load_runner(
         batch_sizes=settings.buckets.ladder.sizes,
         quantize=settings.quantize,
         batch_invariant=settings.batch_invariant,
+        model_impl=settings.model_impl,
+        trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
     return make_runner(decoder, settings)
 
 
-def plan_room(settings: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Capacity:
+def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
     """Return the capacity that some settings give a model; see `plan_capacity`.
 
     Raises:
@@ -104,13 +107,17 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
         ArgumentError: something cannot be used; the message says what and why.
     """
     engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
-    engine.graphs.capture(progress=progress)
+    try:
+        engine.graphs.capture(progress=progress)
+    except CaptureError as error:
+        error.add_note("the model can be run without graphs all the same: backend='eager'")
+        raise
     engine.runner.buffers.freeze()
     return engine
 
 
 def make_runner(
-    decoder: Decoder,
+    decoder: Model,
     config: EngineConfig | BucketConfig,
     *,
     step: Callable[[StepSetting], Step] = DecodeStep,

@@ -7,12 +7,13 @@ from collections import deque
 from typing import NamedTuple
 
 from graphdecode.cache import CacheFullError
+from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Chunk, Scheduler
 from graphdecode.engine.sequence import Sequence
-from graphdecode.engine.steps import StepLogprobs, StepTokens
+from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 
 
 class _UnderWay(NamedTuple):
@@ -20,6 +21,8 @@ class _UnderWay(NamedTuple):
 
     launch: Launch
     sequences: tuple[Sequence, ...]
+    prefilled: int  # tokens of prompts that were computed right before it
+    since: float  # when that began
 
 
 class EngineLoop:
@@ -31,13 +34,14 @@ class EngineLoop:
     Args:
         scheduler: who runs.
         runner: the model.
+        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.stats = EngineStats()
@@ -45,6 +49,9 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
         self._last_read = 0.0
+        self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
+        self._prefilled = 0  # tokens of prompts since the last launch
+        self._since = 0.0  # when their computation began
         self._events: list[Event] = []
 
     @property
@@ -72,9 +79,10 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._prefill()
-        if self.scheduler.decoding:
+        goes_on = bool(self.scheduler.decoding) and self._wants_more()
+        if goes_on:
             self._launch()
-        while len(self._under_way) > (self.lookahead if self.scheduler.decoding else 0):
+        while len(self._under_way) > (self.lookahead if goes_on and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
         return events
@@ -88,15 +96,16 @@ class EngineLoop:
         return events
 
     def _prefill(self) -> None:
-        chunks = self.scheduler.next_chunks()
+        chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
+        self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
+        self._since = began = time.perf_counter()
         if chunks:
-            began = time.perf_counter()
             found = self.runner.prefill([chunk.inputs(self.scheduler.cache) for chunk in chunks])
             for chunk, scored in zip(chunks, found, strict=True):
                 if scored is not None:
                     self._take_scores(chunk, scored)
             self.stats.prefill_seconds += time.perf_counter() - began
-            self.stats.prefilled_tokens += sum(chunk.end - chunk.start for chunk in chunks)
+            self.stats.prefilled_tokens += self._prefilled
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
             self._tell(sequence, [], None)
@@ -106,6 +115,13 @@ class EngineLoop:
         wanted = chunk.sequence.params.prompt_logprobs or 0
         entries = [_token_logprobs(scored, place, wanted) for place in range(chunk.end - chunk.start)]
         chunk.sequence.score(chunk.start, entries)
+
+    def _wants_more(self) -> bool:
+        """Whether any row lacks tokens that what is under way will not give it."""
+        if not self._under_way or self.scheduler.decoding != self._staged:
+            return True
+        ahead = sum(len(batch.launch.steps) for batch in self._under_way)
+        return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
         num_steps, pages_changed = self._reserve_pages(self.runner.steps_per_launch)
@@ -121,7 +137,7 @@ class EngineLoop:
             self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        self._under_way.append(_UnderWay(launch, tuple(self._staged)))
+        self._under_way.append(_UnderWay(launch, tuple(self._staged), self._prefilled, self._since))
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -142,51 +158,58 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
         launch = batch.launch
-        logprobs = any(sequence.params.logprobs is not None for sequence in batch.sequences)
-        steps = self.runner.read(launch, logprobs=logprobs)
+        wanted = [count for sequence in batch.sequences if (count := sequence.params.logprobs) is not None]
+        steps = self.runner.read(launch, logprobs=max(wanted) if wanted else None)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
-        # a loop on the device ends with its last row; a single step has run whatever its rows gave
-        ran = 1 if len(steps) == 1 else sum(any(token >= 0 for token in step.tokens) for step in steps)
+        # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
+        ran = sum(any(token != ENDED_BEFORE for token in step.tokens) for step in steps)
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()
         self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / max(ran, 1))
+        self._budget.saw(batch.prefilled, (now - max(self._last_read, batch.since)) / max(ran, 1))
         self._last_read = now
 
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:
         """Take what the steps of a launch gave one row, and tell its owner."""
         accepted: list[int] = []
+        error: str | None = None
         page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if token < 0 or sequence.finish_reason is not None:
+            if token == ENDED_BEFORE or sequence.finish_reason is not None:
+                break
+            if token < 0:
+                error = sequence.fail(token)
                 break
             sequence.accept(token)
             accepted.append(token)
             if not sequence.cached_length % page_size:
                 self.scheduler.publish(sequence)
-        if not accepted:
+        if not accepted and error is None:
             return
         self.stats.generated_tokens += len(accepted)
-        if sequence.metrics.first_token_time is None:
+        if accepted and sequence.metrics.first_token_time is None:
             sequence.metrics.first_token_time = time.perf_counter()
         wanted = sequence.params.logprobs
         logprobs = None
         if wanted is not None:
             taken = zip(accepted, steps, strict=False)
             logprobs = [_token_logprobs(step.logprobs, row, wanted) for _, step in taken if step.logprobs]
-        self._tell(sequence, accepted, logprobs)
+        self._tell(sequence, accepted, logprobs, error)
 
-    def _tell(self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None) -> None:
-        """Tell a sequence's owner of new tokens, and forget the sequence if it has ended."""
+    def _tell(
+        self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, error: str | None = None
+    ) -> None:
+        """Tell a sequence's owner of new tokens, or of an error, and forget the sequence if it has ended."""
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
-            self.stats.finished_answers += 1
-            self.scheduler.remove(sequence)
-        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics)
+            self.stats.finished_answers += error is None
+            self.scheduler.remove(sequence, findable=error is None)
+        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics, error)
         scores = sequence.told_prompt_logprobs()
         self._events.append(event if scores is None else event._replace(prompt_logprobs=scores))
 

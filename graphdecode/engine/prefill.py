@@ -72,7 +72,7 @@ class Prefill:
             max_batch_size=min(rows, max_tokens),
             device=self._model.device,
         )
-        self._scoring = PromptScoring(self._model.device)
+        self._scoring = PromptScoring(setting.sampling_capacity.max_logprobs, self._model)
         self._attention = None
         if setting.batch_invariant:
             # a CPU's attention has no workspace that grows with the rows

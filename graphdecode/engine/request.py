@@ -21,14 +21,19 @@ class Request:
 
     Args:
         prompt_token_ids: at least one token, each in the model's vocabulary.
-        sampling_params: with `n` 1 and no stop texts, which are resolved above the engine; without a seed, one is
-            derived from the engine's and the request's number.
-        priority: the lowest is served first and gives way last; requests of one priority are served as they come.
+        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, cuts of the
+            prompt; without a seed, one is derived from the engine's and the request's number.
+        bad_words_token_ids: sequences of tokens whose last one is not generated behind the others, in place of the
+            parameters' `bad_words`.
+        priority: the lowest is served first and gives way last; requests of one priority are served by their `turn`.
+        turn: the lowest is served first; requests of one turn are served as they come.
     """
 
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    bad_words_token_ids: Sequence[Sequence[int]] = ()
     priority: int = 0
+    turn: float = 0.0
 
 
 class TokenLogprobs(NamedTuple):

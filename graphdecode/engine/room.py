@@ -11,10 +11,10 @@ import torch
 
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.steps.rings import STEP_BYTES
+from graphdecode.engine.steps.rings import step_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
-from graphdecode.models import ModelConfig
+from graphdecode.models import ModelShape
 
 _LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
 _SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
@@ -32,7 +32,7 @@ class _Need(NamedTuple):
 
 def check_room(
     config: BucketConfig,
-    model: ModelConfig,
+    model: ModelShape,
     capacity: Capacity,
     device: torch.device,
     *,
@@ -63,7 +63,7 @@ def check_room(
         )
 
 
-def _needs(config: BucketConfig, model: ModelConfig, capacity: Capacity, prefill_tokens: int) -> list[_Need]:
+def _needs(config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_tokens: int) -> list[_Need]:
     rows, positions = config.max_batch_size, capacity.max_sequence_length
     pages = capacity.total_num_pages
     table = 4 * rows * capacity.pages_per_row
@@ -80,7 +80,7 @@ def _needs(config: BucketConfig, model: ModelConfig, capacity: Capacity, prefill
             "steps_per_launch",
             config.steps_per_launch,
             f"tokens of {rows} rows",
-            ring_length(config) * rows * STEP_BYTES,
+            ring_length(config) * rows * step_bytes(config.max_logprobs),
         ),
         _Need("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
     ]

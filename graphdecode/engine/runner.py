@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import wraps
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from graphdecode.buffers import StepBuffers
+from graphdecode.buffers import StepBuffers, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prefill import Prefill, PromptChunk
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder
+from graphdecode.models import Model
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Launch(NamedTuple):
@@ -36,6 +40,17 @@ class Launch(NamedTuple):
     done: torch.cuda.Event | None
 
 
+def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
+    """Let an entry of the Runner work where its model is, whichever device its caller has made the current one."""
+
+    @wraps(entry)
+    def guarded(self: Runner, *arguments: P.args, **options: P.kwargs) -> T:
+        with on_device(self.model.device):
+            return entry(self, *arguments, **options)
+
+    return guarded
+
+
 class Runner:
     """The model, its cache, a kind of step and its graphs.
 
@@ -51,7 +66,7 @@ class Runner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         cache: PagedKVCache,
         config: BucketConfig,
         capacity: Capacity,
@@ -67,7 +82,7 @@ class Runner:
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
         setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
-        self._is_cuda = model.device.type == "cuda"
+        self.sampling_capacity = setting.sampling_capacity
         self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
         self.graphs = GraphManager(
@@ -87,6 +102,7 @@ class Runner:
         """Every tensor that the step reads or writes."""
         return self.step.buffers
 
+    @_on_its_device
     def prefill(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute the keys and values of some sequences' next tokens, all chunks in one pass.
 
@@ -95,14 +111,17 @@ class Runner:
         """
         return self._prefill.run(chunks)
 
+    @_on_its_device
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell the device everything about its rows; for when the membership changed."""
         self.step.stage(rows)
 
+    @_on_its_device
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Tell the device the rows' pages; for when the rows are the same but own more pages."""
         self.step.stage_pages(pages)
 
+    @_on_its_device
     def launch(self, num_rows: int, num_steps: int = 1) -> Launch:
         """Start steps of the staged rows: one launch.
 
@@ -121,24 +140,26 @@ class Runner:
             raise
         self.steps_launched += num_steps
         done = None
-        if self._is_cuda:
+        if self.model.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
         return Launch(num_rows, range(first, first + num_steps), bucket, started, done)
 
-    def read(self, launch: Launch, *, logprobs: bool = False) -> list[StepTokens]:
+    @_on_its_device
+    def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return what its steps gave, step by step.
 
         Args:
             launch: what `launch` returned.
-            logprobs: whether any of its rows asked for log-probabilities.
+            logprobs: most likely tokens that any of its rows asked for; None: no row wants log-probabilities.
         """
         if launch.done is not None:
             launch.done.synchronize()
         return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)
 
+    @_on_its_device
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
-        if self._is_cuda:
+        if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.graphs.close()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
-from graphdecode.kernels.sampling.sampling_slots import MAX_BIASES, MAX_LOGPROBS, MAX_STOP_IDS
 
 # What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
 # token. Far above what people ask for, and far below what others would feel.
@@ -37,7 +36,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_listed(value: Any) -> bool:
-    return value is None or (isinstance(value, Collection) and not isinstance(value, str | bytes))
+    # a tensor or an array is a collection too, but none that could be asked whether it is empty
+    return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 
 @refusing(SAMPLING_PARAMS)
@@ -59,15 +59,19 @@ class SamplingParams:
         repetition_penalty: divides positive and multiplies negative logits of tokens that occurred; 1 is off.
         presence_penalty: subtracted from the logits of tokens that were generated; in [-2, 2].
         frequency_penalty: subtracted once for each time that a token was generated; in [-2, 2].
-        logit_bias: token id -> value added to its logit; at most 64 entries.
+        logit_bias: token id -> value added to its logit; as many as the engine's `max_logit_biases`.
+        allowed_token_ids: no other tokens are generated; at least one.
+        bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
+            space before it, is not generated behind the others. What spells it in other tokens is not found.
         stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
-        stop_token_ids: tokens that end the answer, at most 7; they stay in `token_ids` and out of the text.
+        stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
             with None. 0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing generated.
         min_tokens: until this many tokens are there, end-of-sequence and stop tokens are masked, and stop texts that
             come up do not stop.
-        logprobs: return the log-probabilities of this many most likely tokens, 0..20, and of the sampled one.
+        logprobs: return the log-probabilities of this many most likely tokens, and of the sampled one; at most the
+            engine's `max_logprobs`, and -1 is all of the vocabulary.
         prompt_logprobs: return the log-probabilities of this many most likely tokens at each place of the prompt, and
             of the token that stands there. Such a prompt is computed whole, whatever the prefix cache holds of it.
         truncate_prompt_tokens: keep the last tokens of a longer prompt, so many; -1 keeps as many as leave room for
@@ -93,6 +97,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -126,8 +132,31 @@ class SamplingParams:
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
-        limit = self.max_tokens
-        self._check_prompt()
+        self._check_lengths()
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            self._check(name, value is None or (_is_integer(value) and value >= -1), "None or an integer >= -1")
+        for name in _SWITCHES:
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        self._check_tokens()
+        object.__setattr__(self, "stop_strings", self._checked_stop())
+
+    def _checked_stop(self) -> tuple[str, ...]:
+        self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
+        self._check(
+            "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
+        )
+        longest = max(map(len, strings), default=0)
+        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
+        self._check(
+            "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
+        )
+        return strings
+
+    def _check_lengths(self) -> None:
+        limit, kept = self.max_tokens, self.truncate_prompt_tokens
         scores_alone = self.prompt_logprobs is not None and self.n == 1
         self._check(
             "max_tokens",
@@ -140,52 +169,32 @@ class SamplingParams:
             "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={limit}",
         )
         self._check(
-            "logprobs",
-            self.logprobs is None or (_is_integer(self.logprobs) and 0 <= self.logprobs <= MAX_LOGPROBS),
-            f"None or an integer in 0..{MAX_LOGPROBS}",
-        )
-        for name in _SWITCHES:
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        bias = self.logit_bias or {}
-        self._check(
-            "logit_bias",
-            isinstance(bias, Mapping)
-            and len(bias) <= MAX_BIASES
-            and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
-            f"a dict of at most {MAX_BIASES} token ids >= 0 with finite values",
-        )
-        self._check("stop_token_ids", _is_listed(self.stop_token_ids), "a list of token ids")
-        stop_ids = tuple(self.stop_token_ids or ())
-        # one place is kept for the model's own end-of-sequence token; an engine checks it against the model's others
-        self._check(
-            "stop_token_ids",
-            len(stop_ids) < MAX_STOP_IDS and all(_is_integer(k) and k >= 0 for k in stop_ids),
-            f"at most {MAX_STOP_IDS - 1} token ids >= 0",
-        )
-        self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
-        self._check(
-            "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
-        )
-        longest = max(map(len, strings), default=0)
-        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
-        self._check(
-            "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
-        )
-        object.__setattr__(self, "stop_strings", strings)
-
-    def _check_prompt(self) -> None:
-        wanted, kept = self.prompt_logprobs, self.truncate_prompt_tokens
-        self._check(
-            "prompt_logprobs",
-            wanted is None or (_is_integer(wanted) and 0 <= wanted <= MAX_LOGPROBS),
-            f"None or an integer in 0..{MAX_LOGPROBS}",
-        )
-        self._check(
             "truncate_prompt_tokens",
             kept is None or (_is_integer(kept) and (kept == -1 or kept >= 1)),
             "None, -1 or an integer >= 1",
+        )
+
+    def _check_tokens(self) -> None:
+        bias = {} if self.logit_bias is None else self.logit_bias
+        self._check(
+            "logit_bias",
+            isinstance(bias, Mapping) and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
+            "a dict of token ids >= 0 with finite values",
+        )
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            ids = getattr(self, name)
+            self._check(
+                name,
+                _is_listed(ids) and all(_is_integer(token) and token >= 0 for token in ids or ()),
+                "a list of token ids >= 0",
+            )
+        allowed = self.allowed_token_ids
+        self._check("allowed_token_ids", allowed is None or len(allowed) > 0, "None or a list of at least one token id")
+        words = self.bad_words
+        self._check(
+            "bad_words",
+            _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
+            "a list of texts, none of them empty",
         )
 
     def _check(self, name: str, good: bool, expected: str) -> None:

@@ -41,13 +41,11 @@ class Scheduler:
     Args:
         cache: gives and takes pages.
         max_batch_size: rows, shared by the sequences being prefilled and decoded.
-        prefill_budget: tokens that one engine step prefills at most, so that decoding never waits long.
     """
 
-    def __init__(self, cache: PagedKVCache, *, max_batch_size: int, prefill_budget: int) -> None:
+    def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
         self.cache = cache
         self.max_batch_size = max_batch_size
-        self.prefill_budget = prefill_budget
         self.waiting: list[Sequence] = []  # in the order of their turns
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -63,10 +61,9 @@ class Scheduler:
         """Let a sequence wait for its turn."""
         insort(self.waiting, sequence, key=_TURN)
 
-    def next_chunks(self) -> list[Chunk]:
-        """Choose what to prefill now, at most `prefill_budget` tokens, admitting sequences as rows and pages allow."""
+    def next_chunks(self, budget: int) -> list[Chunk]:
+        """Choose what to prefill now, at most `budget` tokens, admitting sequences as rows and pages allow."""
         chunks: list[Chunk] = []
-        budget = self.prefill_budget
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
         while self.waiting and budget > 0 and len(self._admitted) < self.max_batch_size:
@@ -216,10 +213,15 @@ class Scheduler:
         self.num_preemptions += 1
         self.add(last)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence wherever it stands, and give back what it holds."""
+    def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
+        """Forget a sequence wherever it stands, and give back what it holds.
+
+        Args:
+            sequence: which.
+            findable: its pages may serve others; False where what is in them is not to be trusted.
+        """
         if sequence in self._admitted:
-            self._release(sequence)
+            self._release(sequence, findable=findable)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
@@ -229,8 +231,11 @@ class Scheduler:
         self.prefilling, self.decoding, self._admitted = [], [], []
         self.cache.reset()
 
-    def _release(self, sequence: Sequence) -> None:
-        self.publish(sequence)
+    def _release(self, sequence: Sequence, *, findable: bool = True) -> None:
+        if findable:
+            self.publish(sequence)
+        else:
+            self.cache.hide(sequence.request_id)
         self.cache.free(sequence.request_id)
         self._admitted.remove(sequence)
         if sequence in self.decoding:

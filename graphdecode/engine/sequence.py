@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.engine.steps import RowInputs, RowSampling
+from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Sequence:
         eos_token_ids: those of them that are the model's.
         sampling: what the step is told of it.
         metrics: times and counts.
-        priority: the lowest is served first and gives way last.
+        precedence: of the request, its priority and its turn: the lowest is served first and gives way last.
         cached_length: tokens whose keys and values are in the cache; the one book of it.
         finish_reason: "stop", "length" or "error" once it has ended; None before.
         stop_reason: the request's stop token that ended it.
@@ -46,7 +46,7 @@ class Sequence:
     eos_token_ids: tuple[int, ...]
     sampling: RowSampling
     metrics: RequestMetrics
-    priority: int = 0
+    precedence: tuple[int, float] = (0, 0.0)
     cached_length: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
@@ -54,9 +54,9 @@ class Sequence:
     has_told_prompt: bool = False
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def turn(self) -> tuple[int, float, int]:
         """Where it stands in line: the lowest is served first."""
-        return self.priority, self.request_id
+        return *self.precedence, self.request_id
 
     @property
     def unscored(self) -> bool:
@@ -106,6 +106,18 @@ class Sequence:
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif self.is_full:
             self.finish_reason = "length"
+
+    def fail(self, why: int) -> str:
+        """End it, for no token can be chosen; return an error that says so.
+
+        Args:
+            why: one of NO_CHOICE.
+        """
+        self.finish_reason = "error"
+        return (
+            f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
+            f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
+        )
 
     def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
         """Return what a step is told of it.

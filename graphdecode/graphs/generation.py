@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.buffers import Batch, StepBuffers, on_device
 from graphdecode.graphs.capture import CudaCapture, CudaStepGraph, Step, run, warm_up
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.loop import HostLoop, LoopControl, SingleLaunches, StepLoop
@@ -68,13 +68,17 @@ class Generation:
     def eager(self, bucket: int) -> Runnable:
         """Return what runs a bucket without any graph."""
         batch, control = self._buffers.narrow(bucket), self._control
-        step = partial(run, self._step, batch)
+        step = partial(self._run, self._step, batch)
         if control is None:
             return Runnable(step)
-        epilogue = None if control.loop.epilogue is None else partial(run, control.loop.epilogue, batch)
+        epilogue = None if control.loop.epilogue is None else partial(self._run, control.loop.epilogue, batch)
         if self._buffers.device.type == "cpu":
             return Runnable(step, HostLoop(control, step, epilogue))
         return Runnable(step, SingleLaunches(control, step, epilogue, "nothing is captured"))
+
+    def _run(self, step: Step, batch: Batch) -> None:
+        with on_device(self._buffers.device):
+            run(step, batch)
 
     def capture(self, bucket: int) -> Runnable:
         """Capture a bucket, and build the loop over it.
@@ -82,7 +86,11 @@ class Generation:
         Raises:
             CaptureError: the step, or the loop's epilogue, does what no graph can replay.
         """
-        batch, control = self._buffers.narrow(bucket), self._control
+        with on_device(self._buffers.device):
+            return self._captured(self._buffers.narrow(bucket))
+
+    def _captured(self, batch: Batch) -> Runnable:
+        control = self._control
         step = self._graph(self._step, batch)
         if control is None:
             return Runnable(step.replay, None, (step,))

@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.buffers import FrozenError, StepBuffers
+from graphdecode.buffers import FrozenError, StepBuffers, on_device
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.capture import Step, no_row_live, run
@@ -267,7 +267,8 @@ class GraphManager:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
         self._set_rows(batch_size, bucket)
-        run(self._step, self.buffers.narrow(bucket))
+        with on_device(self.buffers.device):
+            run(self._step, self.buffers.narrow(bucket))
         return bucket
 
     def verify(self) -> None:

@@ -94,7 +94,7 @@ class Contest:
         source = torch.randn(rows, weight.shape[1], device=weight.device, generator=generator)
         self._source = source.to(weight.dtype)
         self._x = torch.empty_like(self._source)
-        self._gain = torch.ones(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        self._gain = torch.ones(weight.shape[1], dtype=torch.float32, device=weight.device)
         calls = max(copies, _CALLS)
         self._outs = [
             torch.empty(rows, weight.shape[0], dtype=weight.dtype, device=weight.device) for _ in range(calls)

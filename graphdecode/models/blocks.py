@@ -18,6 +18,7 @@ from torch import Tensor
 from graphdecode.attention import AttentionOptions
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import WeightForm
@@ -69,11 +70,15 @@ class Block:
         held = [value.tensors if isinstance(value, WeightForm) else [value] for _, value in self.parts()]
         return [value for values in held for value in values if isinstance(value, Tensor)]
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of weights a step reads, whatever the batch: those of products and norms."""
+    def read_bytes(self, rows: int | None = None) -> int:
+        """Return how many bytes of weights a step reads: those of products and norms.
+
+        Args:
+            rows: of the step; None: of any, so that every expert has a token.
+        """
         values = [getattr(self, entry.name) for entry in fields(self)]  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if isinstance(value, (Block, WeightForm)))
+        of_blocks = sum(value.read_bytes(rows) for value in values if isinstance(value, Block))
+        return of_blocks + sum(value.nbytes for value in values if isinstance(value, WeightForm))
 
     def varied(self, vary: Vary) -> Self:
         """Return the block with another product of each weight."""
@@ -91,11 +96,10 @@ class Block:
 class Norm(Block):
     """RMSNorm (Zhang and Sennrich, 2019)."""
 
-    weight: Tensor  # [channels]
+    weight: Tensor  # float32 [channels]
     eps: float
 
-    @property
-    def nbytes(self) -> int:
+    def read_bytes(self, rows: int | None = None) -> int:
         """Of the gain."""
         return self.weight.nbytes
 
@@ -120,14 +124,25 @@ class Stream:
         self.attend = attend
         self.operators = operators
         self._is_fresh = True  # no block has given anything yet
+        self._post_norm: Norm | None = None
+        self._scale = 1.0
 
-    def norm(self, norm: Norm) -> None:
-        """Add what the last block gave to the residual, and make `hidden` the norm of the sum."""
-        if self._is_fresh:
-            self.operators.rms_norm(self.hidden, self.residual, norm.weight, norm.eps)
+    def norm(self, norm: Norm | None) -> None:
+        """Add what the last block gave to the residual, and make `hidden` the norm of the sum; None: the sum."""
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        if not self._is_fresh:
+            after = self._post_norm
+            post = (None, 0.0) if after is None else (after.weight, after.eps)
+            self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, weight, eps, *post, self._scale)
+        elif weight is None:
+            self.hidden.copy_(self.residual)
         else:
-            self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, norm.weight, norm.eps)
-        self._is_fresh = False
+            self.operators.rms_norm(self.hidden, self.residual, weight, eps)
+        self._is_fresh, self._post_norm, self._scale = False, None, 1.0
+
+    def change(self, norm: Norm | None = None, scale: float = 1.0) -> None:
+        """Let what the last block gave be normed and scaled before it is added; for then, at no launch of its own."""
+        self._post_norm, self._scale = norm, scale
 
     def narrowed(self, begin: int, end: int) -> Stream:
         """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
@@ -229,45 +244,73 @@ class Layer(Block):
 
 @dataclass(frozen=True)
 class PreNormLayer(Layer):
-    """Attention and an MLP, each behind a norm: `x + attention(norm(x))`, then `x + mlp(norm(x))`."""
+    """Attention and an MLP, each behind a norm: `x + scale * attention(norm(x))`, then `x + scale * mlp(norm(x))`."""
 
     input_norm: Norm
     attention: Attention
     post_norm: Norm
     mlp: FeedForward
+    residual_scale: float = 1.0
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Run the layer."""
         stream.norm(self.input_norm)
         self.attention.run(stream, cache)
+        stream.change(scale=self.residual_scale)
         stream.norm(self.post_norm)
         self.mlp.run(stream)
+        stream.change(scale=self.residual_scale)
+
+
+@dataclass(frozen=True)
+class SandwichLayer(Layer):
+    """Attention and an MLP, each with a norm behind it and perhaps one before: `x + after(attention(before(x)))`."""
+
+    before_attention: Norm | None
+    attention: Attention
+    after_attention: Norm
+    before_mlp: Norm | None
+    mlp: FeedForward
+    after_mlp: Norm
+
+    def run(self, stream: Stream, cache: LayerCache) -> None:
+        """Run the layer."""
+        stream.norm(self.before_attention)
+        self.attention.run(stream, cache)
+        stream.change(self.after_attention)
+        stream.norm(self.before_mlp)
+        self.mlp.run(stream)
+        stream.change(self.after_mlp)
 
 
 @dataclass(frozen=True)
 class Stem(Block):
-    """From tokens to the residual stream: the embedding."""
+    """From tokens to the residual stream: the embedding, scaled."""
 
     embedding: Tensor  # [vocab, hidden]
+    scale: float = 1.0
 
     def run(self, tokens: Tokens) -> Tensor:
         """Return the embedded tokens [t, hidden]."""
         table = self.embedding
         residual = torch.empty((tokens.ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
-        embedding(residual, tokens.ids, table, tokens.live)
+        embedding(residual, tokens.ids, table, tokens.live, self.scale)
         return residual
 
 
 @dataclass(frozen=True)
 class Head(Block):
-    """From the residual stream to logits: a norm and the output layer."""
+    """From the residual stream to logits: a norm, the output layer, and perhaps a soft cap."""
 
     final_norm: Norm
     lm_head: WeightForm  # [vocab, hidden]
+    soft_cap: float = 0.0
 
     def run(self, stream: Stream) -> Tensor:
         """Return the logits [t, vocab]."""
         stream.norm(self.final_norm)
         logits = stream.empty(self.lm_head.out_features)
         self.lm_head.apply(logits, stream.hidden)
+        if self.soft_cap > 0.0:
+            cap_logits(logits, self.soft_cap)
         return logits

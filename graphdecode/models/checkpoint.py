@@ -15,7 +15,7 @@ from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
 from graphdecode.models.family import config_of
 from graphdecode.models.rope import UnsupportedRopeError
-from graphdecode.models.source import gguf_hint, refuse_pointer, require_file, resolve_model_path
+from graphdecode.models.source import refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
@@ -27,13 +27,16 @@ class Checkpoint:
     Args:
         model: see `resolve_model_path`.
 
+    Attributes:
+        folder: that it is.
+
     Raises:
         ModelSourceError: there is no such folder, and no such repository within reach.
     """
 
     def __init__(self, model: str | Path) -> None:
-        self._folder = resolve_model_path(model)
-        self.name = str(self._folder)
+        self.folder = resolve_model_path(model)
+        self.name = str(self.folder)
         self._file_of: dict[str, Path] = {}
 
     @classmethod
@@ -48,7 +51,7 @@ class Checkpoint:
             UnsupportedModelError: the file cannot be read, or describes no model that is supported.
             ModelSourceError: the file is a pointer of Git LFS.
         """
-        file, generation = self._folder / "config.json", self._folder / "generation_config.json"
+        file, generation = self.folder / "config.json", self.folder / "generation_config.json"
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
@@ -97,18 +100,15 @@ class Checkpoint:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
 
     def _no_config(self) -> str:
-        held = sorted(path.name for path in self._folder.iterdir())
+        held = sorted(path.name for path in self.folder.iterdir())
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
-            return f"{self._folder} is empty; {expected}"
-        gguf = next((name for name in held if name.endswith(".gguf")), None)
-        if gguf is not None:
-            return f"{self._folder} holds no config.json; {gguf_hint(self._folder / gguf)}"
+            return f"{self.folder} is empty; {expected}"
         more = ", ..." if len(held) > _NAMES_SHOWN else ""
-        return f"{self._folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
+        return f"{self.folder} holds no config.json but {', '.join(held[:_NAMES_SHOWN])}{more}; {expected}"
 
     def _file_names(self) -> Iterator[str]:
-        folder = self._folder
+        folder = self.folder
         if (folder / "model.safetensors").exists():
             yield "model.safetensors"
             return
@@ -135,9 +135,9 @@ class Checkpoint:
 
     def _plain(self, name: str) -> Path:
         """Return a file of the folder that is one, and no link to elsewhere."""
-        file = self._folder / name
+        file = self.folder / name
         require_file(file)
-        target, home = file.resolve(), self._folder.resolve()
+        target, home = file.resolve(), self.folder.resolve()
         # the hub's cache keeps each file once, in `blobs`, and links to it from `snapshots/<revision>`
         blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
         if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphdecode.errors import shown
-from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, positive, read_json, token_ids, whole
+from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids, whole
 from graphdecode.models.rope import RopeConfig
 
 __all__ = [  # what a family reads its configuration by
@@ -19,7 +19,7 @@ __all__ = [  # what a family reads its configuration by
     "common_fields",
     "count",
     "flag",
-    "positive",
+    "number",
     "read_json",
     "token_ids",
     "whole",
@@ -40,6 +40,8 @@ class ExpertsConfig:
         renormalise: whether the weights of a token's experts add up to 1.
         shared_intermediate_size: channels inside of the expert that every token takes; 0: there is none.
         layers: for each layer, whether it has experts; one without has an MLP.
+        alpha: of a clamped gate.
+        limit: of a clamped gate.
     """
 
     count: int
@@ -48,6 +50,8 @@ class ExpertsConfig:
     renormalise: bool
     shared_intermediate_size: int = 0
     layers: tuple[bool, ...]
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,10 @@ class ModelConfig:
         sm_scale: multiplies the logits of attention; None: 1 / sqrt(head_dim).
         attention_soft_cap: caps these logits where it is > 0.
         experts: or None.
+        embedding_scale: multiplies the embedded tokens.
+        residual_scale: multiplies what attention and MLP add to the residual stream.
+        logits_scale: multiplies the model's logits.
+        logits_soft_cap: caps them where it is > 0.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
     """
@@ -102,6 +110,10 @@ class ModelConfig:
     sm_scale: float | None = None
     attention_soft_cap: float = 0.0
     experts: ExpertsConfig | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_soft_cap: float = 0.0
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
 
@@ -144,7 +156,7 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
-        "rms_norm_eps": positive(settings, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": number(settings, "rms_norm_eps", 1e-6),
         "activation": _ACTIVATIONS[activation],
         "max_position_embeddings": max_positions,
         "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),

@@ -78,8 +78,12 @@ class Decoder:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that one decode step reads, whatever the batch: all but the embedding's unused rows."""
-        return sum(block.nbytes for block in self.blocks)
+        """Bytes of weights that a decode step reads: all but the embedding's unused rows."""
+        return sum(block.read_bytes() for block in self.blocks)
+
+    def read_bytes(self, rows: int) -> int:
+        """Return how many of them a step of so many rows reads at most: of experts, those that it can go to."""
+        return sum(block.read_bytes(rows) for block in self.blocks)
 
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
         """Run one decode step: feed each row's token, append its keys and values, and return the logits.

@@ -68,14 +68,10 @@ class Experts(Block):
         )
         return parts
 
-    @property
-    def nbytes(self) -> int:
-        """Of all experts."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    def read_bytes(self, rows: int) -> int:
+    def read_bytes(self, rows: int | None = None) -> int:
         """Of as many experts as so many tokens can go to."""
-        return self.nbytes * min(rows * self.slots, self.count) // self.count
+        held = sum(tensor.nbytes for tensor in self.tensors)
+        return held if rows is None else held * min(rows * self.slots, self.count) // self.count
 
 
 @dataclass(frozen=True)
@@ -119,12 +115,10 @@ def stacked(weights: Iterable[Tensor], count: int, *, is_gated: bool) -> Tensor:
         count: how many experts there are.
         is_gated: whether the first half of the outputs is the gate of the second.
     """
-    whole: Tensor | None = None
-    for expert, weight in enumerate(weights):
-        own = expert_panels(weight, is_gated) if can_panel(weight) else weight.unsqueeze(0)
-        if whole is None:
-            whole = own.new_empty((count * own.shape[0], *own.shape[1:]))
-        whole[expert * own.shape[0] : (expert + 1) * own.shape[0]] = own
-    if whole is None:
-        raise ValueError(f"count is {count}; it must be at least 1")
-    return whole
+    made = (expert_panels(own, is_gated) if can_panel(own) else own.unsqueeze(0) for own in weights)
+    first = next(made)
+    whole = first.new_empty((count, *first.shape))
+    whole[0] = first
+    for expert, own in enumerate(made, 1):
+        whole[expert] = own
+    return whole.flatten(0, 1)

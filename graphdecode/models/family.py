@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
+
+import torch
 
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored
@@ -19,9 +22,11 @@ class Family(ABC):
 
     Attributes:
         architecture: Hugging Face's name of it, as a config.json has it.
+        norm_offset: is added to the weights of all norms: 1 where checkpoints have their distance from 1.
     """
 
     architecture: ClassVar[str]
+    norm_offset: ClassVar[float] = 0.0
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
@@ -46,12 +51,16 @@ class Family(ABC):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Return what comes before the layers."""
-        return Stem(weights.tensor("embedding"))
+        table = weights.tensor("embedding")
+        # rounded as the rows are: models were trained so
+        return Stem(table, float(torch.tensor(config.embedding_scale, dtype=table.dtype)))
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
         """Return what comes after them; the output layer is the embedding where the map has no place for it."""
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
-        return Head(final_norm, weights.linear("lm_head", tied=stem.embedding))
+        if config.logits_scale != 1.0:
+            final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
+        return Head(final_norm, weights.linear("lm_head", tied=stem.embedding), config.logits_soft_cap)
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are imported, and then read

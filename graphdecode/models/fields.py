@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from graphdecode.errors import GraphdecodeError, shown
-from graphdecode.kernels.sampling.sampling_slots import MAX_STOP_IDS
 from graphdecode.models.source import refuse_pointer, require_file
 
 MOST = 2**31 - 1  # that a field may be which `LIMITS` does not name: what an int32 holds
@@ -29,6 +28,7 @@ LIMITS = {  # several times what the largest models have; each layer and expert 
     "num_local_experts": 4096,
     "n_routed_experts": 4096,
 }
+_MOST_TOKEN_IDS = 128  # as many as an engine has room for where nobody asks for more
 _MOST_NUMBER = 1e30  # well inside float32
 _MOST_BYTES = 256 * 2**20  # of a JSON file; the largest index of shards that there is has 10 MB
 
@@ -70,15 +70,15 @@ def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
     return int(value)
 
 
-def positive(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
+def number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
     """Return a field that is a number above 0 and finite; `default`, if any, for one absent or null.
 
     Raises:
         UnsupportedModelError: it is missing, or something else.
     """
     value = settings.get(name)
-    if value is None:
-        value = default
+    if value is None and default is not None:
+        return default
     if not is_positive(value):
         raise UnsupportedModelError(f"{name} must be a number > 0, got {shown(value)}")
     return float(value)
@@ -125,8 +125,8 @@ def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if not all(0 <= token <= MOST for token in ids):
         raise UnsupportedModelError(f"{name} must be in 0..{MOST}, got {shown(value)}")
     distinct = tuple(dict.fromkeys(ids))
-    if len(distinct) > MAX_STOP_IDS:
-        raise UnsupportedModelError(f"{name} must be at most {MAX_STOP_IDS} tokens, got {len(distinct)}")
+    if len(distinct) > _MOST_TOKEN_IDS:
+        raise UnsupportedModelError(f"{name} must be at most {_MOST_TOKEN_IDS} tokens, got {len(distinct)}")
     return distinct
 
 

@@ -20,7 +20,10 @@ from graphdecode.linear.weight_form import FormOptions
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
+from graphdecode.models.implementation import adopted
+from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.sources import Source, open_source
+from graphdecode.models.transformers_backend import AdoptedConfig
 from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
 
@@ -50,32 +53,46 @@ def _cpu_has_bf16() -> bool:
     return any(has is not None and has() for has in asked)
 
 
-def describe_model(model: str | Path) -> ModelConfig:
-    """Return what a model looks like, without its weights; names as for `load_model`.
+def describe_model(
+    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> ModelConfig | AdoptedConfig:
+    """Return what a model looks like, without its weights; arguments as for `load_model`.
 
     Raises:
         ValueError: there is no such model, or its configuration cannot be used.
     """
-    return open_source(model).config()
+    source = open_source(model)
+    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    return source.config() if by_transformers is None else by_transformers.config
 
 
-def check_model(model: str | Path) -> ModelConfig:
+def check_model(
+    model: str | Path, *, model_impl: str = "auto", trust_remote_code: bool = False
+) -> ModelConfig | AdoptedConfig:
     """Look at a model's configuration and at what weights there are, and read none of them.
 
     Args:
         model: as for `load_model`.
+        model_impl: likewise.
+        trust_remote_code: likewise.
 
     Raises:
         ValueError: there is no such model, its configuration cannot be used, or tensors are missing or of wrong shapes.
     """
     source = open_source(model)
+    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    if by_transformers is not None:
+        by_transformers.check_files(source)
+        return by_transformers.config
     config = source.config()
     _check_weights(source, config)
     return config
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def weight_bytes(config: ModelConfig | AdoptedConfig, dtype: torch.dtype) -> int:
     """Return the memory that all tensors of a model take, each of them once."""
+    if isinstance(config, AdoptedConfig):
+        return config.num_parameters * dtype.itemsize
     weight_map = family_of(config.architecture).weights(config)
     return sum(math.prod(part.shape) for part in parts(weight_map)) * dtype.itemsize
 
@@ -89,8 +106,10 @@ def load_model(
     batch_sizes: tuple[int, ...] = (1, 8),
     quantize: str | None = None,
     batch_invariant: bool = False,
+    model_impl: str = "auto",
+    trust_remote_code: bool = False,
     progress: bool = False,
-) -> Decoder:
+) -> Model:
     """Load a decoder.
 
     Args:
@@ -102,6 +121,8 @@ def load_model(
         batch_sizes: of the decode steps, for the choice of linear paths.
         quantize: None, or `"int8"` for 8-bit weights on a CPU.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
+        model_impl: who runs it; see `adopted`.
+        trust_remote_code: run the Python code that comes with a checkpoint which transformers runs.
         progress: show a bar on standard error.
 
     Raises:
@@ -111,18 +132,28 @@ def load_model(
     source = open_source(model)
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
+
+    def options_of(config: ModelShape, numbers: int) -> FormOptions:
+        chosen = resolve_dtype(dtype, config.dtype, device)
+        tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
+        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
+        check_options(options)
+        if batch_invariant:
+            _check_invariance(config, chosen, device)
+        return options
+
+    by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
+    if by_transformers is not None:
+        options = options_of(by_transformers.config, by_transformers.config.num_parameters)
+        by_transformers.check_files(source)
+        return by_transformers.load(options, progress=progress)
     config = source.config()
-    chosen = resolve_dtype(dtype, config.dtype, device)
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    products = sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2)
-    tuner = LinearTuner(products * chosen.itemsize, ChoiceCache())
-    options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
-    check_options(options)
-    if batch_invariant:
-        _check_invariance(config, chosen, device)
+    options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
-    return _build(config, Weights(source, weight_map, options, positions), progress)
+    norm_offset = family_of(config.architecture).norm_offset
+    return _build(config, Weights(source, weight_map, options, positions, norm_offset), progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
@@ -146,7 +177,11 @@ def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
     return decoder
 
 
-def _check_invariance(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+def _check_invariance(config: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+    if isinstance(config, AdoptedConfig):
+        raise ArgumentError(
+            f"batch_invariant=True needs operators of ours alone, and {config.architecture} is run by transformers"
+        )
     if device.type == "cuda":
         return
     if native.library() is None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphdecode.models.gguf.files import SUFFIX, models_among, shards_of
 from graphdecode.models.installable import INSTALLABLE
 
 VARIABLE = "GRAPHDECODE_MODELS"
 DEMO = Path(__file__).parent / "demo"
-_SHARD = re.compile(r"-(\d{5})-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,8 @@ class LocalModel:
     def disk_bytes(self) -> int:
         """What its files take, each of them once."""
         if self.path.is_file():
-            shards = self.path.parent.glob(_SHARD.sub("-*-of-*.gguf", self.path.name))
-            return sum(file.stat().st_size for file in shards)
+            shards = [self.path.with_name(name) for name in shards_of(self.path.name)]
+            return sum(shard.stat().st_size for shard in shards if shard.is_file())
         return sum(file.stat().st_size for file in self.path.iterdir() if file.is_file())
 
 
@@ -49,7 +48,7 @@ def in_model_folders(name: str) -> Path | None:
     relative = Path(name)
     if not name or relative.is_absolute() or ".." in relative.parts:
         return None
-    candidates = (folder / each for folder in model_folders() for each in (name, f"{name}.gguf"))
+    candidates = (folder / each for folder in model_folders() for each in (name, name + SUFFIX))
     return next((path for path in candidates if path.is_dir() or path.is_file()), None)
 
 
@@ -63,10 +62,10 @@ def hub_cache() -> Path:
 def local_models() -> list[LocalModel]:
     """Return all models that are here, those that cannot be run as well: nothing but names is looked at."""
     found = [LocalModel("demo", DEMO, "shipped")]
-    for model in INSTALLABLE:
-        file = model.installed_file()
+    for package in INSTALLABLE:
+        file = package.installed_file()
         if file is not None:
-            found.append(LocalModel(model.name, file, "installed"))
+            found.append(LocalModel(package.name, file, "installed"))
     for folder in model_folders():
         found += [LocalModel(str(path.relative_to(folder)), path, str(folder)) for path in _models_below(folder)]
     found += _cached()
@@ -82,12 +81,9 @@ def _models_below(folder: Path, depth: int = 2) -> Iterator[Path]:
         entries = sorted(folder.iterdir())
     except OSError:  # it is not there, or not to be read
         return
+    files = set(models_among(entry.name for entry in entries))
     for entry in entries:
-        if entry.suffix == ".gguf" and entry.is_file():
-            shard = _SHARD.search(entry.name)
-            if shard is None or shard[1] == "00001":
-                yield entry
-        elif entry.is_dir() and (entry / "config.json").is_file():
+        if (entry.name in files and entry.is_file()) or (entry.is_dir() and (entry / "config.json").is_file()):
             yield entry
         elif entry.is_dir() and depth > 1:
             yield from _models_below(entry, depth - 1)

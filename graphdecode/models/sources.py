@@ -8,6 +8,7 @@ from typing import Protocol
 from graphdecode.linear.weight_form import TensorSource
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
+from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.shapes import RandomWeights
 
 
@@ -34,7 +35,7 @@ class Source(TensorSource, Protocol):
         """
 
 
-SOURCES: list[type[Source]] = [RandomWeights, Checkpoint]  # the first that opens a name has the model
+SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
 
 
 def register_source(source: type[Source]) -> None:
@@ -43,7 +44,7 @@ def register_source(source: type[Source]) -> None:
 
 
 def open_source(model: str | Path) -> Source:
-    """Return the source of a model: a shape's random weights, a folder, or what was registered.
+    """Return the source of a model: a shape's random weights, a GGUF file, a folder, or what was registered.
 
     Raises:
         ValueError: there is no model of that name.

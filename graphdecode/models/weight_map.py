@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.linear.weight_form import Stored
+from graphdecode.models.gguf.block_types import BLOCK_TYPE_NAMES
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
@@ -34,14 +35,16 @@ class Part(NamedTuple):
 WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> the tensors that are fused there along their rows
 
 
-def product(place: str, names: Mapping[str, int], in_features: int, *, split: int, bias: bool = False) -> WeightMap:
+def product(
+    place: str, names: Mapping[str, int], in_features: int, *, split: int | None, bias: bool = False
+) -> WeightMap:
     """Return the places of a product, and of its bias where it has one: `place` and `place.bias`.
 
     Args:
         place: in the model.
         names: of its parts in the source, without `.weight` and `.bias` -> the rows of each.
         in_features: columns of the weight.
-        split: 0: shards share its rows, 1: its columns.
+        split: 0: shards share its rows, 1: its columns, None: each has it whole.
         bias: whether it has one.
     """
     places: WeightMap = {
@@ -88,12 +91,12 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
         "of an unsupported type": _by_layers(
             (name, f"is {found.dtype} and should be one of {', '.join(_FLOATS)}")
             for name, found in there.items()
-            if found.dtype not in _FLOATS
+            if found.dtype not in _FLOATS and found.dtype not in BLOCK_TYPE_NAMES
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)
     if named:
-        raise CheckpointError(f"{name} does not fit its config.json; {named}")
+        raise CheckpointError(f"{name} does not fit its configuration; {named}")
 
 
 def _by_layers(faults: Iterable[tuple[str, str]]) -> list[str]:

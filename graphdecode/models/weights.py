@@ -23,18 +23,28 @@ class Weights:
         weight_map: of the model.
         options: of the forms that products take.
         positions: to make rotary angles for.
+        norm_offset: is added to the weights of all norms: 1 where a source has their distance from 1.
     """
 
-    def __init__(self, source: TensorSource, weight_map: WeightMap, options: FormOptions, positions: int) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        weight_map: WeightMap,
+        options: FormOptions,
+        positions: int,
+        norm_offset: float = 0.0,
+    ) -> None:
         self._source = source
         self._map = weight_map
         self._options = options
         self._positions = positions
+        self._norm_offset = norm_offset
         self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
-    def tensor(self, place: str) -> Tensor:
-        """Return what is at a place, in memory of its own."""
-        return read_fused(self._source, self._names(place), None, self._options.dtype, self._options.device)
+    def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return what is at a place, in memory of its own; None: of the model's dtype."""
+        dtype = self._options.dtype if dtype is None else dtype
+        return read_fused(self._source, self._names(place), None, dtype, self._options.device)
 
     def experts(self, place: str, count: int) -> Iterator[Tensor]:
         """Yield what is at a place of experts, one expert after another, each in memory of its own.
@@ -66,8 +76,8 @@ class Weights:
         return self._options.batch_invariant
 
     def norm(self, place: str, eps: float) -> Norm:
-        """Return the norm at a place."""
-        return Norm(self.tensor(place), eps)
+        """Return the norm at a place, in float32."""
+        return Norm(self.tensor(place, torch.float32).add_(self._norm_offset), eps)
 
     def optional_norm(self, place: str, eps: float) -> Norm | None:
         """Return the norm at a place; None where the map has no such place."""

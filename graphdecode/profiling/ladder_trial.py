@@ -18,7 +18,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import Runner
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Decoder, load_model
+from graphdecode.models import Model, load_model
 from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
 
@@ -182,7 +182,7 @@ def try_ladders(
 class _Turns:
     """One ladder's graphs, and what its rounds took."""
 
-    def __init__(self, decoder: Decoder, config: BucketConfig, context: int) -> None:
+    def __init__(self, decoder: Model, config: BucketConfig, context: int) -> None:
         self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
         self._captured = self._runner.graphs.capture(progress=False)
         self._held = ExitStack()

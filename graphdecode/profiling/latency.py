@@ -38,7 +38,7 @@ def step_bytes(runner: Runner, bucket: int, context: int) -> int:
         bucket: rows.
         context: tokens of each row.
     """
-    return runner.model.weight_bytes + bucket * (context + 1) * runner.capacity.token_bytes
+    return runner.model.read_bytes(bucket) + bucket * (context + 1) * runner.capacity.token_bytes
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -17,18 +17,22 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.chat_completions import chat
 from graphdecode.server.completions import complete
 from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.live import live
 from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
 
+_PAGE = Path(__file__).parent / "page"
+_PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 B = TypeVar("B", bound=Body)
 
@@ -50,6 +54,9 @@ def make_app(service: Service) -> Starlette:
         Route("/ping", endpoints.health),
         Route("/version", endpoints.version),
         Route("/metrics", endpoints.metrics),
+        Route("/live", endpoints.live),
+        Route("/", endpoints.page),
+        Mount("/page", StaticFiles(directory=_PAGE)),
     ]
     limits = service.limits
     keys = [*limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
@@ -63,7 +70,6 @@ def make_app(service: Service) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=middleware,
-        lifespan=_lifespan(service),
         exception_handlers={
             HttpError: _say,
             GraphdecodeError: _say_ours,
@@ -71,16 +77,6 @@ def make_app(service: Service) -> Starlette:
             Exception: _say_bug,
         },
     )
-
-
-def _lifespan(service: Service) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
-    @contextlib.asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.create_task(service.patience.watch())
-        yield
-        watch.cancel()
-
-    return lifespan
 
 
 class Endpoints:
@@ -95,7 +91,7 @@ class Endpoints:
         self._started = int(time.time())
 
     def of(
-        self, kind: type[B], answer: Callable[[Service, B], Awaitable[Response]]
+        self, kind: type[B], answer: Callable[[Service, B, str], Awaitable[Response]]
     ) -> Callable[..., Awaitable[Response]]:
         """Return the endpoint that takes one kind of body.
 
@@ -109,7 +105,7 @@ class Endpoints:
             self._check_model(body.model)
             self._service.note_unknown(body.model_extra)
             try:
-                return await answer(self._service, body)
+                return await answer(self._service, body, request.headers.get("authorization", ""))
             except GraphdecodeError as error:
                 raise as_http_error(error, frozenset(kind.model_fields)) from error
 
@@ -179,9 +175,15 @@ class Endpoints:
 
     async def version(self, _: Request) -> Response:
         """`GET /version`."""
-        from graphdecode import __version__
+        return JSONResponse({"version": self._service.version})
 
-        return JSONResponse({"version": __version__})
+    async def live(self, _: Request) -> Response:
+        """`GET /live`, for the page."""
+        return JSONResponse(live(self._service))
+
+    async def page(self, _: Request) -> Response:
+        """`GET /`: the page, which needs nothing from elsewhere."""
+        return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": _PAGE_MAY})
 
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from graphdecode.server.completions import prompt_logprobs
 from graphdecode.server.cursor import Cursor, Delta
 from graphdecode.server.http_errors import HttpError
 from graphdecode.server.protocol import ChatCompletion, Tokenize
@@ -66,8 +67,11 @@ class ChatReply(Reply):
             "finish_reason": reason,
             "stop_reason": output.stop_reason,
         }
+        prompt = cursor.order.output
+        if self.body_fields.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
         if self.body_fields.return_token_ids:
-            choice |= {"token_ids": output.token_ids, "prompt_token_ids": cursor.order.output.prompt_token_ids}
+            choice |= {"token_ids": output.token_ids, "prompt_token_ids": prompt.prompt_token_ids}
         return choice
 
     def _message(self, cursor: Cursor, text: str, finish_reason: str | None) -> tuple[dict[str, Any], str | None]:
@@ -99,7 +103,7 @@ def _token(entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
-async def chat(service: Service, body: ChatCompletion) -> ChatReply:
+async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply:
     """Return the response to a request.
 
     Raises:
@@ -120,7 +124,9 @@ async def chat(service: Service, body: ChatCompletion) -> ChatReply:
     if form is not None and form.is_special:
         params = replace(params, skip_special_tokens=False)
     rendered = rendered_chat(service, body, with_tools=wants_tools)
-    order = service.order(rendered.text, rendered.token_ids, rendered.ending(params))
+    order = service.order(
+        caller, rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0
+    )
     return ChatReply(service, body, order, form)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import accumulate
 from typing import Any
 
@@ -24,45 +25,67 @@ class CompletionReply(Reply):
 
     def choices_of(self, cursor: Cursor, delta: Delta) -> list[dict[str, Any]]:
         """Return what is new as one choice."""
-        text = delta.text
-        logprobs = None
-        if delta.logprobs is not None:
-            logprobs = completion_logprobs(delta.logprobs, delta.token_ids, cursor.text_length - len(delta.text))
-        if self.body_fields.echo and delta.is_first:
-            text = self._prompt_of(cursor) + text
-        if not (text or logprobs or delta.finish_reason or self.body_fields.return_token_ids):
+        start = cursor.text_length - len(delta.text)
+        choice = self._choice(cursor, delta.text, delta.token_ids, delta.logprobs, start, is_first=delta.is_first)
+        if not (choice["text"] or choice["logprobs"] or delta.finish_reason or self.body_fields.return_token_ids):
             return []
-        return [self._choice(cursor, text, logprobs, delta.token_ids, delta.finish_reason, delta.stop_reason)]
+        return [choice | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}]
 
     def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
         """Return the finished answer."""
-        output, body = cursor.answer.output, self.body_fields
-        text, logprobs = output.text, None
-        if output.logprobs is not None:
-            logprobs = completion_logprobs(output.logprobs, output.token_ids, 0)
-        if body.echo:
-            text = self._prompt_of(cursor) + text
-        return self._choice(cursor, text, logprobs, output.token_ids, output.finish_reason, output.stop_reason)
+        output = cursor.answer.output
+        choice = self._choice(cursor, output.text, output.token_ids, output.logprobs, 0, is_first=True)
+        return choice | {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
     def _choice(
         self,
         cursor: Cursor,
         text: str,
-        logprobs: dict[str, Any] | None,
         token_ids: list[int],
-        finish_reason: str | None,
-        stop_reason: str | int | None,
+        entries: list[dict[int, Logprob]] | None,
+        offset: int,
+        *,
+        is_first: bool,
     ) -> dict[str, Any]:
+        """Return some text and its tokens as a choice; `offset` counts the answer's characters before them."""
+        body, prompt = self.body_fields, cursor.order.output
+        scored: list[dict[int, Logprob] | None] = [*(entries or ())]
+        tokens = token_ids
+        if body.echo:
+            echoed = self._prompt_of(cursor)
+            if is_first:
+                text = echoed + text
+                scored, tokens = [*(prompt.prompt_logprobs or ()), *scored], prompt.prompt_token_ids + token_ids
+            else:
+                offset += len(echoed)
+        wants_logprobs = body.logprobs is not None and len(scored) == len(tokens)
         choice: dict[str, Any] = {
             "index": cursor.index,
             "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
+            "logprobs": self._logprobs(scored, tokens, offset) if wants_logprobs else None,
         }
-        if self.body_fields.return_token_ids:
-            choice |= {"token_ids": token_ids, "prompt_token_ids": cursor.order.output.prompt_token_ids}
+        if body.prompt_logprobs is not None and is_first:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
+        if body.return_token_ids:
+            choice |= {"token_ids": token_ids, "prompt_token_ids": prompt.prompt_token_ids}
         return choice
+
+    def _logprobs(self, entries: list[dict[int, Logprob] | None], token_ids: list[int], offset: int) -> dict[str, Any]:
+        """Return log-probabilities as completions have them; a prompt's first token has none."""
+        texts: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        for scored, token in zip(entries, token_ids, strict=True):
+            if scored is None:
+                texts.append(str(self.service.tokenizer.decode([token])))
+                values.append(None)
+                tops.append(None)
+                continue
+            texts.append(scored[token].decoded_token or "")
+            values.append(scored[token].logprob)
+            tops.append({entry.decoded_token or "": entry.logprob for entry in scored.values()})
+        offsets = list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else []
+        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
     def _prompt_of(self, cursor: Cursor) -> str:
         output = cursor.order.output
@@ -71,25 +94,14 @@ class CompletionReply(Reply):
         return str(self.service.tokenizer.decode(output.prompt_token_ids))
 
 
-def completion_logprobs(logprobs: list[dict[int, Logprob]], token_ids: list[int], offset: int) -> dict[str, Any]:
-    """Return log-probabilities as completions have them.
-
-    Args:
-        logprobs: at each token.
-        token_ids: the tokens.
-        offset: characters of the text before the first of them.
-    """
-    taken = [entries[token] for entries, token in zip(logprobs, token_ids, strict=True)]
-    texts = [entry.decoded_token or "" for entry in taken]
-    return {
-        "tokens": texts,
-        "token_logprobs": [entry.logprob for entry in taken],
-        "top_logprobs": [{e.decoded_token or "": e.logprob for e in entries.values()} for entries in logprobs],
-        "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
-    }
+def prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
+    """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
+    if entries is None:
+        return None
+    return [None if each is None else {str(token): asdict(entry) for token, entry in each.items()} for each in entries]
 
 
-async def complete(service: Service, body: Completion) -> CompletionReply:
+async def complete(service: Service, body: Completion, caller: str) -> CompletionReply:
     """Return the response to a request.
 
     Raises:
@@ -101,9 +113,14 @@ async def complete(service: Service, body: Completion) -> CompletionReply:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise HttpError(400, "best_of is not supported: ask for n answers and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = sampling_params(body, service.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs)
-    special = body.add_special_tokens is not False
-    return CompletionReply(service, body, await service.orders(_prompts(body), params, special=special))
+    scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    params = sampling_params(
+        body, service.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
+    )
+    special, priority = body.add_special_tokens is not False, body.priority or 0
+    return CompletionReply(
+        service, body, await service.orders(caller, _prompts(body), params, priority=priority, special=special)
+    )
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:

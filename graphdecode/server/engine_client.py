@@ -60,6 +60,7 @@ class EngineClient:
         self._numbers = itertools.count()
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
         self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._life: asyncio.Task[None] | None = None
         self._rules: RequestRules | None = None
@@ -104,6 +105,7 @@ class EngineClient:
 
     async def _spawn(self) -> asyncio.StreamReader:
         here, there = socket.socketpair()
+        self._socket = here
         with there:
             command = [sys.executable, "-m", "graphdecode.server.engine_process", str(there.fileno())]
             self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
@@ -191,17 +193,24 @@ class EngineClient:
         if self._metrics.pop(request_id, None) is not None:
             self._write(Finish(request_id, num_tokens))
 
-    def close(self) -> None:
-        """Let the process end; what it had to do ends with an error."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let the process end; what it had to do ends with an error.
+
+        Args:
+            at_once: do not wait for its step to end.
+        """
         self._closed = True
-        if self._writer is not None:
-            self._writer.close()
+        if self._life is not None:
+            self._life.cancel()
+        if at_once and self._process is not None:
+            self._process.kill()
         self._end_process()
 
     def _end_process(self) -> None:
         """Wait for the process, which ends when its socket does; not for ever."""
-        if self._writer is not None:
-            self._writer.close()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is closed already
+                self._socket.shutdown(socket.SHUT_RDWR)
         if self._process is None:
             return
         try:

@@ -47,6 +47,7 @@ class EngineProcess:
     def serve(self) -> None:
         """Step while there is work, and wait for some where there is none; until the other side is gone."""
         engine = self._engine
+        self._tell_vitals()
         while True:
             try:
                 for message in self._wire.receive(wait=not engine.has_work):

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 
-_NAMED = re.compile(r"([a-z_]+) (?:must|names|is|has|holds)\b")
+_NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 
 
 class HttpError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -18,6 +19,7 @@ from graphdecode.text.intake import Order
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 0.016, 0.032, 0.064, 0.125, 0.25, 0.5, 1.0)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+_KEPT = 100  # of the last steps and requests
 _REASONS = ("stop", "length", "abort", "error")
 
 
@@ -31,12 +33,18 @@ class Metrics:
     Attributes:
         vitals: what the engine's process said last.
         ready: what it said when it had loaded.
+        last_steps: seconds of the last decode steps.
+        last_first_tokens: seconds to the first token of the last requests.
+        generated_tokens: since the start.
     """
 
     def __init__(self, model_name: str, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
         self.vitals: Vitals | None = None
         self.ready: Ready | None = None
+        self.last_steps: deque[float] = deque(maxlen=_KEPT)
+        self.last_first_tokens: deque[float] = deque(maxlen=_KEPT)
+        self.generated_tokens = 0
         self.client = client
         labels, values = ["model_name"], [model_name]
 
@@ -75,6 +83,7 @@ class Metrics:
     def take_vitals(self, vitals: Vitals) -> None:
         """Take how the engine is."""
         self.vitals = vitals
+        self.last_steps.extend(vitals.step_seconds)
         for seconds in vitals.step_seconds:
             self._step.observe(seconds)
         for seconds in vitals.launch_seconds:
@@ -100,6 +109,7 @@ class Metrics:
             count: of them.
             seconds: since the ones before; None for the first.
         """
+        self.generated_tokens += count
         self._generation_tokens.inc(count)
         if seconds is not None:
             for _ in range(count):
@@ -125,7 +135,8 @@ class Metrics:
         self._inference.observe(max(end - metrics.first_scheduled_time, 0.0))
         if metrics.first_token_time is None:
             return
-        self._first_token.observe(metrics.first_token_time - metrics.arrival_time)
+        self.last_first_tokens.append(metrics.first_token_time - metrics.arrival_time)
+        self._first_token.observe(self.last_first_tokens[-1])
         self._prefill.observe(metrics.first_token_time - metrics.first_scheduled_time)
         decode = max(end - metrics.first_token_time, 0.0)
         self._decode.observe(decode)

@@ -100,7 +100,11 @@ class Reply(Response, ABC):
                 contextlib.aclosing(service.front.follow(self.orders)) as news,
                 asyncio.timeout(service.request_timeout),
             ):
+                began = False
                 async for _ in news:
+                    if not began:
+                        began = True
+                        service.queue.began(min(request.turn for order in self.orders for request, _ in order.requests))
                     for clock in clocks:
                         clock.tick()
                     yield

@@ -13,11 +13,11 @@ import uvicorn
 
 from graphdecode.errors import ArgumentError
 from graphdecode.server.app import make_app
+from graphdecode.server.http_protocol import protocol_with
 from graphdecode.server.service import Service
 
 _LOOK_EVERY_SECONDS = 0.05  # whether all is drained
 _BACKLOG = 2048
-_MAX_HEADER_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
 
@@ -67,19 +67,21 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
                 await loading
             return
         loading.result()
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         config = uvicorn.Config(
             make_app(service),
-            lifespan="on",
+            lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            http=protocol_with(service.limits.idle_timeout_s or None),
             timeout_keep_alive=int(service.limits.idle_timeout_s) or 5,
             timeout_graceful_shutdown=1,
         )
         server = _Server(config)
         life.on_second = server.end_now
+        watch = asyncio.ensure_future(service.patience.watch())
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -88,8 +90,9 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
         await asyncio.wait((serving, asyncio.ensure_future(life.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
+        watch.cancel()
     finally:
-        service.close()
+        service.close(at_once=life.at_once.is_set())
         bound.close()
 
 
@@ -113,19 +116,20 @@ class _Life:
 
     Attributes:
         asked: the end was asked for.
+        at_once: it was asked for again.
         on_second: is called when it is asked for again.
     """
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self.asked = asyncio.Event()
-        self._at_once = asyncio.Event()
+        self.at_once = asyncio.Event()
         self.on_second: Callable[[], object] = _nothing
 
     def told_to_end(self) -> None:
         """Take a signal."""
         if self.asked.is_set():
-            self._at_once.set()
+            self.at_once.set()
             self.on_second()
         self._service.draining = True
         self.asked.set()
@@ -138,8 +142,14 @@ class _Life:
             log.warning("finishing %d requests; ask again to end at once", running)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._service.limits.drain_timeout_s):
-                while self._service.client.num_open and not self._at_once.is_set():
+                while self._service.client.num_open and not self.at_once.is_set():
                     await asyncio.sleep(_LOOK_EVERY_SECONDS)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's tells more than that a task was cancelled, whose client had left or was let go."""
+    cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
+    return not cancelled and "without completing response" not in record.getMessage()
 
 
 def _nothing() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from graphdecode.config import EngineConfig, ServerConfig
 from graphdecode.engine import RequestError, SamplingParams
 from graphdecode.server.engine_client import EngineClient
+from graphdecode.server.fair_queue import FairQueue
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
 from graphdecode.server.patience import Patience
+from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.wire import Ready, Setup
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.intake import Intake, Order
@@ -20,6 +23,7 @@ from graphdecode.text.prompts import as_prompt
 from graphdecode.text.router import Router
 
 _LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
+_FIELDS = frozenset(Completion.model_fields) | frozenset(ChatCompletion.model_fields)
 _RETRY_AFTER = {"Retry-After": "1"}
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,7 @@ class Service:
         sampling_defaults: of the checkpoint.
         config: of the engine.
         limits: of the server.
+        version: of this package.
         progress: show bars while the engine loads.
 
     Attributes:
@@ -50,9 +55,11 @@ class Service:
         config: EngineConfig,
         limits: ServerConfig,
         *,
-        progress: bool,
+        version: str = "",
+        progress: bool = False,
     ) -> None:
         self.path = path
+        self.version = version
         self.model_name = name
         self.tokenizer = tokenizer
         self.limits = limits
@@ -66,6 +73,7 @@ class Service:
         self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
+        self.queue = FairQueue()
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> Ready:
@@ -108,13 +116,21 @@ class Service:
             )
 
     async def orders(
-        self, prompts: list[str | list[int]], params: SamplingParams, *, special: bool = True
+        self,
+        caller: str,
+        prompts: list[str | list[int]],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        special: bool = True,
     ) -> list[Order]:
         """Return the orders of some prompts.
 
         Args:
+            caller: whose they are.
             prompts: texts or token ids.
             params: of all of them.
+            priority: the lowest is served first.
             special: add the special tokens that the tokenizer begins a text with.
 
         Raises:
@@ -127,11 +143,13 @@ class Service:
         self._check_answers(params)
         self.admit(len(prompts) * params.n)
         return [
-            self._order(prompt, await self.encode(prompt, special=special), params)
+            self._order(caller, prompt, await self.encode(prompt, special=special), params, priority)
             for prompt in map(as_prompt, prompts)
         ]
 
-    def order(self, text: str, token_ids: list[int], params: SamplingParams) -> Order:
+    def order(
+        self, caller: str, text: str, token_ids: list[int], params: SamplingParams, *, priority: int = 0
+    ) -> Order:
         """Return the order of one prompt that was tokenised already.
 
         Raises:
@@ -139,17 +157,22 @@ class Service:
         """
         self._check_answers(params)
         self.admit(params.n)
-        return self._order(text, token_ids, params)
+        return self._order(caller, text, token_ids, params, priority)
 
     def _check_answers(self, params: SamplingParams) -> None:
         if params.n > self.limits.max_answers:
             raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
 
-    def _order(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Order:
-        order = self.intake.order(prompt, ids, params)
+    def _order(
+        self, caller: str, prompt: str | list[int], ids: list[int], params: SamplingParams, priority: int
+    ) -> Order:
+        order = self.intake.order(prompt, ids, params, priority=priority)
         if order.output.error is not None:
-            raise as_http_error(RequestError(order.output.error), frozenset({"prompt"}))
-        return order
+            raise as_http_error(RequestError(order.output.error), _FIELDS)
+        limit = self.client.rules.capacity.token_limit
+        most = min(len(ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
+        turn = self.queue.turn(caller, most * params.n)
+        return Order(order.output, [(replace(request, turn=turn), answer) for request, answer in order.requests])
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids."""
@@ -164,8 +187,13 @@ class Service:
             self._unknown_fields |= new
             log.warning("ignored fields: %s", ", ".join(sorted(name[:40] for name in new)))
 
-    def close(self) -> None:
-        """End the engine; answers under way end with an error."""
+    def close(self, *, at_once: bool = False) -> None:
+        """End the engine; answers under way end with an error.
+
+        Args:
+            at_once: do not wait for its step to end.
+        """
+        self.client.close(at_once=at_once)
         self.router.close()
 
 

@@ -12,7 +12,7 @@ from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
 
 
-async def tokenize(service: Service, body: Tokenize) -> Response:
+async def tokenize(service: Service, body: Tokenize, caller: str) -> Response:
     """Return the tokens of a text or of a conversation.
 
     Raises:
@@ -33,7 +33,7 @@ async def tokenize(service: Service, body: Tokenize) -> Response:
     return JSONResponse(answer)
 
 
-async def detokenize(service: Service, body: Detokenize) -> Response:
+async def detokenize(service: Service, body: Detokenize, caller: str) -> Response:
     """Return the text of some tokens.
 
     Raises:

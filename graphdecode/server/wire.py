@@ -121,23 +121,15 @@ def pack_event(event: Event, request_id: int, *, whole: bool) -> PackedEvent:
         whole: send the metrics too; they matter with the first and the last event of a request.
     """
     metrics = event.metrics
-    times = (metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
-    kept = (metrics.arrival_time, *times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
-    return (request_id, event.token_ids, event.logprobs, event.finish_reason, event.stop_reason, kept, event.error)
+    times = (metrics.arrival_time, metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time)
+    kept = (*times, metrics.num_cached_tokens, metrics.num_preemptions) if whole else None
+    return tuple(event._replace(request_id=request_id, metrics=kept))  # type: ignore[arg-type]
 
 
 def unpack_event(packed: PackedEvent, known: RequestMetrics) -> Event:
     """Return the event; `known` are the metrics where it brings none."""
-    request_id, tokens, logprobs, finish_reason, stop_reason, metrics, error = packed
-    return Event(
-        request_id,
-        tokens,
-        logprobs,
-        finish_reason,
-        stop_reason,
-        known if metrics is None else RequestMetrics(*metrics),
-        error,
-    )
+    event = Event(*packed)
+    return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
 
 def framed(message: Any) -> bytes:

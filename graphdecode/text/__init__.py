@@ -3,6 +3,7 @@
 from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
 from graphdecode.text.async_llm import AsyncLLM
 from graphdecode.text.chat import RenderedChat, render_chat
+from graphdecode.text.conversation import Conversation
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
 from graphdecode.text.stream import Stream
@@ -13,6 +14,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Conversation",
     "EngineStats",
     "Logprob",
     "RenderedChat",

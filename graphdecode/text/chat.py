@@ -103,10 +103,10 @@ def render_chat(
         conversation, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message
     )
     try:
-        token_ids = _encoded(tokenizer, text)
-    except UnicodeEncodeError as error:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # halves of surrogate pairs
         raise ArgumentError(f"a message is no valid text: {error}") from error
-    return RenderedChat(text, token_ids, _end_of_turn(tokenizer, rendered))
+    return RenderedChat(text, _encoded(tokenizer, text), _end_of_turn(tokenizer, rendered))
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:

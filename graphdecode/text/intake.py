@@ -91,8 +91,8 @@ class Intake:
         Raises:
             ArgumentError: the parameters are of text, and there is no tokenizer.
         """
-        if self._tokenizer is None and params.stop_strings:
-            raise ArgumentError("there is no tokenizer (skip_tokenizer_init), so that no stop text can be found")
+        if self._tokenizer is None and (params.stop_strings or params.bad_words):
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
         number = next(self._numbers)
         token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
         outputs = [CompletionOutput(index) for index in range(params.n)]
@@ -100,13 +100,14 @@ class Intake:
         output = RequestOutput(number, text, token_ids, outputs, RequestMetrics(time.perf_counter()))
         seed = derived_seed(self._engine.seed, number) if params.seed is None else params.seed
         tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
-        own = replace(params, n=1, stop=None, truncate_prompt_tokens=None)
+        own = replace(params, n=1, stop=None, bad_words=None, truncate_prompt_tokens=None)
+        bad_words = [tokens for word in dict.fromkeys(params.bad_words or ()) for tokens in self._spellings(word)]
         requests = []
         for answer_output in outputs:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             single = replace(own, seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(token_ids, single, priority)
+            request = Request(token_ids, single, bad_words, priority)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         try:
             self._engine.rules.check(requests[0][0])
@@ -130,6 +131,16 @@ class Intake:
         if is_text and token_ids[0] == self._tokenizer.bos_token_id:
             return token_ids[:1] + token_ids[len(token_ids) - kept + 1 :]
         return token_ids[-kept:]
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """Return the tokens of a word, at the beginning of a text and behind a space, where these are others."""
+        word = word.lstrip()
+        with self._encoding:
+            plain, spaced = (
+                list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+                for text in (word, f" {word}")
+            )
+        return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
 
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:

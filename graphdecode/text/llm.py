@@ -22,7 +22,7 @@ from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
-from graphdecode.models import Decoder, check_model, generation_defaults, resolve_model_path
+from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
@@ -39,7 +39,7 @@ class LLM:
     It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a repository id, or `"demo"`.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, or `"demo"`.
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
@@ -77,7 +77,8 @@ class LLM:
         if isinstance(tokenizer, (str, Path)):
             tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)
         path = resolve_model_path(model)
-        check_model(path)  # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        # what is wrong with a checkpoint is said before its tokenizer costs seconds
+        check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         self._sampling_defaults = generation_defaults(path)
         self._generation_file = path / GENERATION_FILE
         if settings.skip_tokenizer_init:
@@ -97,7 +98,7 @@ class LLM:
         return self.engine_config.buckets
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         """The decoder."""
         return self.engine.model
 

@@ -1,4 +1,4 @@
-"""The tokenizer that a checkpoint's folder holds."""
+"""The tokenizer that a model's folder or file holds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
+from graphdecode.text.gguf_tokenizer import load_gguf_tokenizer
 
 _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _PROMPT_OF_ONE_LETTER = "a"
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
-    """Return the folder's tokenizer.
+    """Return the tokenizer of a folder, or of a GGUF file.
 
     Args:
         folder: of the checkpoint.
@@ -24,6 +26,8 @@ def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         ModelSourceError: there is none, it is not one that transformers can read, or it is code that is not trusted.
     """
+    if folder.suffix == SUFFIX and folder.is_file():
+        return load_gguf_tokenizer(folder)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
     _refuse_pipes(folder)

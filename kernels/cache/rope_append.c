@@ -1,16 +1,19 @@
 /* Rotary embedding and append to the paged cache; see rope_append.py for the formulas and the shapes. */
 #include "native.h"
 
-/* Write one head, normed if a weight is given, rotated over its first 2 * half dimensions. */
-static void NAME(rotate_head)(element *out, const element *x, const element *weight, const float *cos, int64_t half,
-                              int64_t dim, float eps, float *wide) {
+/* One over the root of the mean square of some channels. */
+static float NAME(inverse_root)(const element *x, int64_t count, float eps) {
     float squares = 0.0f;
+    for (int64_t i = 0; i < count; i++) squares += widen(x[i]) * widen(x[i]);
+    return 1.0f / sqrtf(squares / (float)count + eps);
+}
+
+/* Write one head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */
+static void NAME(rotate_head)(element *out, const element *x, const float *weight, float scale, const float *cos,
+                              int64_t half, int64_t dim, float *wide) {
     for (int64_t i = 0; i < dim; i++) wide[i] = widen(x[i]);
-    if (weight) {
-        for (int64_t i = 0; i < dim; i++) squares += wide[i] * wide[i];
-        float scale = 1.0f / sqrtf(squares / (float)dim + eps);
-        for (int64_t i = 0; i < dim; i++) wide[i] = wide[i] * scale * widen(weight[i]);
-    }
+    if (weight)
+        for (int64_t i = 0; i < dim; i++) wide[i] = wide[i] * scale * weight[i];
     const float *sin = cos + half;
     for (int64_t i = 0; i < half; i++) {
         float first = wide[i], second = wide[half + i];
@@ -18,6 +21,17 @@ static void NAME(rotate_head)(element *out, const element *x, const element *wei
         out[half + i] = narrow(second * cos[i] + first * sin[i]);
     }
     for (int64_t i = 2 * half; i < dim; i++) out[i] = narrow(wide[i]);
+}
+
+/* The same for some heads, whose norm is of each by itself, or of all where the weight is as long as they are. */
+static void NAME(rotate_heads)(element *out, const element *x, const float *weight, int64_t weights, float eps,
+                               const float *cos, int64_t half, int64_t heads, int64_t dim, float *wide) {
+    int64_t normed = weights > dim ? weights : dim;
+    float scale = 0.0f;
+    for (int64_t at = 0; at < heads * dim; at += dim) {
+        if (weight && at % normed == 0) scale = NAME(inverse_root)(x + at, normed, eps);
+        NAME(rotate_head)(out + at, x + at, weight ? weight + at % normed : weight, scale, cos, half, dim, wide);
+    }
 }
 
 static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {
@@ -32,16 +46,15 @@ static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {
         if (position < 0 || position >= a->cos_sin.size[0]) continue; /* no angle, so no place either */
         const float *cos = a->cos_sin.data + position * 2 * half;
         element *q_out = (element *)a->q_out.data + token * qo_heads * dim;
-        for (int64_t head = 0; head < qo_heads; head++)
-            NAME(rotate_head)(q_out + head * dim, x + head * dim, a->q_norm.data, cos, half, dim, eps, wide);
+        NAME(rotate_heads)(q_out, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
         if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) continue;
         int64_t page = a->page_table.data[row * row_pages + position / page_size];
         if (page < 0 || page >= pages) continue; /* a page table that is wrong must not reach other memory */
         int64_t place = (page * page_size + position % page_size) * kv_heads * dim;
         element *keys = (element *)a->k_cache.data + place, *values = (element *)a->v_cache.data + place;
-        for (int64_t head = 0; head < kv_heads; head++)
-            NAME(rotate_head)(keys + head * dim, x + (qo_heads + head) * dim, a->k_norm.data, cos, half, dim, eps, wide);
-        memcpy(values, x + (qo_heads + kv_heads) * dim, kv_heads * dim * sizeof(element));
+        x += qo_heads * dim;
+        NAME(rotate_heads)(keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
+        memcpy(values, x + kv_heads * dim, kv_heads * dim * sizeof(element));
     }
 }
 

@@ -1,7 +1,8 @@
 """Between the QKV product and attention: norm of queries and keys, rotary embedding, append to the cache. One operator.
 
 Rotary embedding (Su et al., 2021) in its half-split form: of each head's first `rot` channels, channel i and channel
-`i + rot/2` are rotated by the angle of the token's position. Queries and keys may be RMS-normed per head before.
+`i + rot/2` are rotated by the angle of the token's position; a layer that knows nothing of positions has a `rot` of 0.
+Queries and keys may be RMS-normed before, each head by itself or all heads together.
 """
 
 import torch
@@ -13,6 +14,19 @@ from ..native.signature import Float32, Int32, Written
 from ..norm.rms_norm import normed
 
 _HEADS_AT_ONCE = 4  # of one program on a GPU
+
+
+@triton.jit
+def heads_scale(x, heads, eps, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return one over the root of the mean square of `heads` heads that stand side by side."""
+    dims = tl.arange(0, BLOCK_D)
+    squares = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    for begin in range(0, heads, HEADS):
+        head = begin + tl.arange(0, HEADS)
+        inside = (head < heads)[:, None] & (dims < HEAD_DIM)[None, :]
+        values = tl.load(x + head[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+        squares += values * values
+    return 1.0 / tl.sqrt(tl.sum(squares) / (heads * HEAD_DIM) + eps)
 
 
 # One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,
@@ -46,6 +60,7 @@ def _rope_append_kernel(
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    NORMS_ALL: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -66,7 +81,23 @@ def _rope_append_kernel(
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
     x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
     y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
-    if HAS_NORM:
+    if NORMS_ALL:
+        q_scale = heads_scale(source, qo_heads, eps, HEAD_DIM, HEADS, BLOCK_D)
+        k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, eps, HEAD_DIM, HEADS, BLOCK_D)
+        scale = tl.where(is_query, q_scale, k_scale)[:, None]
+        q_at = q_norm + head[:, None] * HEAD_DIM
+        k_at = k_norm + (head - qo_heads)[:, None] * HEAD_DIM
+        for_q = is_query[:, None] & turned
+        for_k = is_key[:, None] & turned
+        gain = tl.load(q_at + dims[None, :], mask=for_q, other=0.0) + tl.load(
+            k_at + dims[None, :], mask=for_k, other=0.0
+        )
+        x = x * scale * gain
+        gain = tl.load(q_at + other[None, :], mask=for_q, other=0.0) + tl.load(
+            k_at + other[None, :], mask=for_k, other=0.0
+        )
+        y = y * scale * gain
+    elif HAS_NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
         valid = dims < HEAD_DIM
         q_gain = tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)
@@ -136,6 +167,7 @@ def rope_append_triton(
         HALF=cos_sin.shape[-1],
         PAGE_SIZE=page_size,
         HAS_NORM=q_norm is not None,
+        NORMS_ALL=q_norm is not None and q_norm.shape[0] > head_dim,
         HEADS=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=2,
@@ -168,8 +200,8 @@ def rope_append(
     live: Int32,
     page_table: Int32,
     cos_sin: Float32,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
+    q_norm: Float32 | None = None,
+    k_norm: Float32 | None = None,
     eps: float = 0.0,
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache.
@@ -184,8 +216,9 @@ def rope_append(
         live: int32 [1]; tokens from there on are padding and reach at most the trash page.
         page_table: int32 [b, pages of a row].
         cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
-        q_norm: [head_dim] or None, weight of the queries' RMSNorm.
-        k_norm: [head_dim] or None, weight of the keys' RMSNorm.
+        q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
+            together; or None.
+        k_norm: the same of the keys, by themselves or together as the queries are.
         eps: of these norms.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
@@ -197,7 +230,7 @@ def rope_append(
     joined = qkv.view(capacity, -1, head_dim)[:count]
     queries, keys, values = joined.split((qo_heads, kv_heads, kv_heads), dim=1)
     if q_norm is not None and k_norm is not None:
-        queries, keys = normed(queries, q_norm, eps), normed(keys, k_norm, eps)
+        queries, keys = _normed_heads(queries, q_norm, eps), _normed_heads(keys, k_norm, eps)
     cos, sin = cos_sin[position].unsqueeze(2).unbind(1)  # [t, 1, rot / 2] each
     wide = torch.cat((queries, keys), dim=1).float()
     first, second = wide[..., :half], wide[..., half : 2 * half]
@@ -206,3 +239,10 @@ def rope_append(
     pages = page_table[row, position // page_size].long()
     k_cache[pages, position % page_size] = rotated[:, qo_heads:].to(k_cache.dtype)
     v_cache[pages, position % page_size] = values.to(v_cache.dtype)
+
+
+def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [t, heads, head_dim], of each head or of all, in fp32."""
+    if weight.shape[0] == x.shape[2]:
+        return normed(x, weight, eps)
+    return normed(x.flatten(1), weight, eps).view(x.shape)

@@ -5,7 +5,8 @@ token to feed, one position on. What a step changes is decided by device memory 
 the device needs no host.
 
 A row that finishes does not advance: its token is in the ring, and steps that still run over the row write
-the same key and value at the same place again. It needs no page past the last token it was fed.
+the same key and value at the same place again. It needs no page past the last token it was fed. A row that
+`sample` found no choice for ends the same way: the code is in the ring, and it neither counts nor is fed.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,16 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Int64, Written
-from ..sampling.sampling_slots import FLAG_LOGPROBS, FLAG_PENALTIES, LogprobOutputs, SamplingSlots
+from ..sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    FLAG_BAD_WORDS,
+    FLAG_LOGPROBS,
+    FLAG_PENALTIES,
+    LogprobOutputs,
+    SamplingSlots,
+)
+
+_TOPS_BLOCK = 32  # likeliest tokens that are copied to the ring at once
 
 
 class AdvanceState(NamedTuple):
@@ -27,12 +37,14 @@ class AdvanceState(NamedTuple):
         finished: int32 [b], 1 for a row that ended; the host clears it when it stages a row.
         step_index: int64 [1], steps taken so far; its remainder by R names the ring's current entry.
         running: int32 [1], live rows that are not finished after the step.
-        ring_tokens: int64 [R, b_max], the tokens of the last R steps, -1 where a row had none.
+        ring_tokens: int64 [R, b_max], the tokens of the last R steps; -1 where a row had none, less where no choice.
         token_counts: int32 [b, vocab], see `sampling_slots`; None where no row may have penalties.
         ring_logprob: float32 [R, b_max] or None, log-probability of the ring's tokens.
         ring_rank: int32 [R, b_max] or None, their ranks.
-        ring_top_logprobs: float32 [R, b_max, MAX_LOGPROBS] or None.
-        ring_top_ids: int32 [R, b_max, MAX_LOGPROBS] or None.
+        ring_top_logprobs: float32 [R, b_max, logprobs] or None.
+        ring_top_ids: int32 [R, b_max, logprobs] or None.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], the last generated tokens, each at the remainder of its position, -1
+            where there is none; None where no row may have bad words.
     """
 
     tokens: Int64
@@ -46,6 +58,7 @@ class AdvanceState(NamedTuple):
     ring_rank: Int32 | None = None
     ring_top_logprobs: Float32 | None = None
     ring_top_ids: Int32 | None = None
+    recent_tokens: Int32 | None = None
 
 
 # One program does the whole batch: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30.
@@ -62,6 +75,7 @@ def _advance_kernel(
     ring_rank,
     ring_top_logprobs,
     ring_top_ids,
+    recent_tokens,
     sampled,
     sampled_logprob,
     sampled_rank,
@@ -72,6 +86,7 @@ def _advance_kernel(
     stop_ids,
     min_position,
     last_position,
+    num_logprobs,
     ring_length,
     ring_rows,
     counts_stride,
@@ -83,6 +98,9 @@ def _advance_kernel(
     STOPS: tl.constexpr,
     TOPS: tl.constexpr,
     TOPS_BLOCK: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
+    RECENT: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     live = rows < tl.load(live_rows)
@@ -93,12 +111,18 @@ def _advance_kernel(
     position = tl.load(pre_step_seqlens + rows, mask=active, other=0) + 1
     flags = tl.load(sampling_flags + rows, mask=active, other=0)
 
-    stops_at = rows[:, None] * STOPS + tl.arange(0, STOPS)[None, :]
-    stops = tl.load(stop_ids + stops_at, mask=active[:, None], other=-1).to(tl.int64)
-    stopped = tl.sum((stops == token[:, None]).to(tl.int32), axis=1) > 0
+    index = 0
+    stops = tl.load(stop_ids + rows * STOPS, mask=active, other=-1)
+    matches = tl.zeros([ROWS], dtype=tl.int32)
+    while tl.max(stops, axis=0) >= 0:  # what is used comes first
+        matches += ((stops >= 0) & (stops.to(tl.int64) == token)).to(tl.int32)
+        index += 1
+        stops = tl.load(stop_ids + rows * STOPS + tl.minimum(index, STOPS - 1), mask=active, other=-1)
+        stops = tl.where(index < STOPS, stops, -1)
+    stopped = matches > 0
     stopped = stopped & (position >= tl.load(min_position + rows, mask=active, other=0))
     last = tl.load(last_position + rows, mask=active, other=0)
-    ends_now = active & (stopped | (position >= last))
+    ends_now = active & (stopped | (position >= last) | (token < 0))
     goes_on = active & (ends_now == 0)
 
     entry = (step % ring_length) * ring_rows
@@ -108,16 +132,22 @@ def _advance_kernel(
         chosen = tl.load(sampled_logprob + rows, mask=wanted, other=0.0)
         tl.store(ring_logprob + entry + rows, chosen, mask=wanted)
         tl.store(ring_rank + entry + rows, tl.load(sampled_rank + rows, mask=wanted, other=0), mask=wanted)
-        places = tl.arange(0, TOPS_BLOCK)[None, :]
-        inside = wanted[:, None] & (places < TOPS)
-        source = rows[:, None] * TOPS + places
-        target = entry * TOPS + source
-        tl.store(ring_top_logprobs + target, tl.load(top_logprobs + source, mask=inside, other=0.0), mask=inside)
-        tl.store(ring_top_ids + target, tl.load(top_ids + source, mask=inside, other=0), mask=inside)
+        tops = tl.minimum(tl.load(num_logprobs + rows, mask=wanted, other=0), TOPS)
+        for first in range(0, tl.max(tops, axis=0), TOPS_BLOCK):
+            places = first + tl.arange(0, TOPS_BLOCK)[None, :]
+            inside = places < tops[:, None]
+            source = rows[:, None] * TOPS + places
+            target = entry * TOPS + source
+            tl.store(ring_top_logprobs + target, tl.load(top_logprobs + source, mask=inside, other=0.0), mask=inside)
+            tl.store(ring_top_ids + target, tl.load(top_ids + source, mask=inside, other=0), mask=inside)
     if PENALTIES:
-        counted = active & ((flags & PENALTIES_FLAG) != 0)
+        counted = active & ((flags & PENALTIES_FLAG) != 0) & (token >= 0) & (token < counts_stride)
         place = token_counts + rows.to(tl.int64) * counts_stride + token
         tl.store(place, tl.load(place, mask=counted, other=0) + 1, mask=counted)
+
+    if BAD_WORDS:
+        remembered = active & ((flags & BAD_WORDS_FLAG) != 0)
+        tl.store(recent_tokens + rows * RECENT + position % RECENT, token.to(tl.int32), mask=remembered)
 
     tl.store(tokens + rows, token, mask=goes_on)
     tl.store(pre_step_seqlens + rows, position, mask=goes_on)
@@ -145,6 +175,7 @@ def advance_triton(
         slots.stop_ids,
         slots.min_position,
         slots.last_position,
+        slots.num_logprobs,
         ring_length,
         ring_rows,
         0 if state.token_counts is None else state.token_counts.stride(0),
@@ -155,7 +186,10 @@ def advance_triton(
         ROWS=triton.next_power_of_2(ring_rows),
         STOPS=slots.stop_ids.shape[1],
         TOPS=tops,
-        TOPS_BLOCK=triton.next_power_of_2(tops),
+        TOPS_BLOCK=_TOPS_BLOCK,
+        BAD_WORDS=state.recent_tokens is not None,
+        BAD_WORDS_FLAG=FLAG_BAD_WORDS,
+        RECENT=BAD_WORD_LENGTH,
         num_warps=4,
     )
 
@@ -163,7 +197,12 @@ def advance_triton(
 @operator(
     triton_version=advance_triton,
     is_compiled=True,
-    constants={"FLAG_PENALTIES": FLAG_PENALTIES, "FLAG_LOGPROBS": FLAG_LOGPROBS},
+    constants={
+        "FLAG_PENALTIES": FLAG_PENALTIES,
+        "FLAG_LOGPROBS": FLAG_LOGPROBS,
+        "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
+        "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
+    },
 )
 def advance(
     state: Written[AdvanceState],
@@ -175,15 +214,16 @@ def advance(
     """Take the sampled tokens into the state of every live row that is not finished.
 
     The position of a row's new token is `pre_step_seqlens + 1`. The row finishes with it if that is
-    `last_position` or more, or if the token is a stop id at `min_position` or more. The ring's entry gets -1 in
-    the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone; the logprob rings for rows
-    with FLAG_LOGPROBS, where rings and outputs are given.
+    `last_position` or more, if the token is a stop id at `min_position` or more, or if it is none (< 0). The
+    ring's entry gets -1 in the columns of all other rows. Counts change for rows with FLAG_PENALTIES alone, recent
+    tokens for rows with FLAG_BAD_WORDS; the logprob rings for rows with FLAG_LOGPROBS, as far as `num_logprobs`,
+    where rings and outputs are given.
 
     Args:
         state: what is changed; finished and dead rows are left as they are.
         sampled: int64 [b], from `sample`.
         live_rows: int32 [1].
-        slots: sampling_flags, stop_ids, min_position and last_position are read.
+        slots: sampling_flags, stop_ids, min_position, last_position and num_logprobs are read.
         logprobs: from `token_logprobs`, or None.
     """
     live = int(live_rows.item())
@@ -202,14 +242,17 @@ def advance(
             continue
         token, position = new_tokens[row], positions[row] + 1
         ring[row] = token
-        if flags[row] & FLAG_PENALTIES and state.token_counts is not None:
+        if flags[row] & FLAG_PENALTIES and state.token_counts is not None and token >= 0:
             state.token_counts.numpy()[row, token] += 1
         if flags[row] & FLAG_LOGPROBS and state.ring_logprob is not None and logprobs is not None:
             state.ring_logprob[entry, row] = logprobs.sampled_logprob[row]
             state.ring_rank[entry, row] = logprobs.sampled_rank[row]  # type: ignore[index]
-            state.ring_top_logprobs[entry, row] = logprobs.top_logprobs[row]  # type: ignore[index]
-            state.ring_top_ids[entry, row] = logprobs.top_ids[row]  # type: ignore[index]
-        if position >= last[row] or (token in stops[row] and position >= first[row]):
+            tops = max(int(slots.num_logprobs[row]), 0)
+            state.ring_top_logprobs[entry, row, :tops] = logprobs.top_logprobs[row, :tops]  # type: ignore[index]
+            state.ring_top_ids[entry, row, :tops] = logprobs.top_ids[row, :tops]  # type: ignore[index]
+        if flags[row] & FLAG_BAD_WORDS and state.recent_tokens is not None:
+            state.recent_tokens.numpy()[row, position % BAD_WORD_LENGTH] = token
+        if token < 0 or position >= last[row] or (token in stops[row] and position >= first[row]):
             ended[row] = 1
         else:
             next_tokens[row] = token

@@ -72,16 +72,27 @@ def operator(
             native = functools.partial(_native, signature, serves)
             on_host = functools.partial(_run_on_host, native, plain)
         on_device = plain if triton_version is None else signature.flat(triton_version)
+        guarded = plain if triton_version is None else _where_its_tensors_are(on_device)
         _LIBRARY.define(signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", *keys):
             _LIBRARY.impl(signature.name, on_host, key)
-        _LIBRARY.impl(signature.name, on_device, "CUDA")
+        _LIBRARY.impl(signature.name, guarded, "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{signature.name}", _writes_only, lib=_LIBRARY)
         overload = getattr(getattr(torch.ops, NAMESPACE), signature.name).default
         _VERSIONS[overload] = Versions(plain, on_device, native)
         return signature.face(overload)
 
     return registered
+
+
+def _where_its_tensors_are(launches: Callable[..., None]) -> Callable[..., None]:
+    """Triton launches on the current device, whatever the tensors say; torch's own operators look at these."""
+
+    def launched(*arguments: Any) -> None:
+        with torch.cuda.device(next(given.device for given in arguments if isinstance(given, torch.Tensor))):
+            launches(*arguments)
+
+    return launched
 
 
 def _writes_only(*_arguments: Any) -> None:

@@ -1,7 +1,8 @@
 """RMSNorm, alone and behind a residual add (Zhang and Sennrich, 2019, equation 4).
 
 `y = x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension, in fp32. With the residual:
-`residual += x` first, and the norm of the sum.
+`residual += scale * x` first, or `scale` times the norm of `x`, and the norm of the sum. Weights are fp32 whatever
+the rest is: one that is stored as its distance from 1 would lose it in 16 bits.
 """
 
 import torch
@@ -10,21 +11,26 @@ from torch import Tensor
 from ..native.early_start import has_early_start
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Written
+from ..native.signature import Float32, Written
 
 
-# One program normalises one row: it reads the row (twice with a residual) and the weight, and writes the row
-# (twice with a residual): (2 or 4) * hidden * itemsize bytes, plus the weight, which stays in L2.
+# One program normalises one row: it reads the row (twice with a residual) and the weights, and writes the row
+# (twice with a residual): (2 or 4) * hidden * itemsize bytes, plus the weights, which stay in L2.
 @triton.jit
 def _rms_norm_kernel(
     out,
     residual,
     x,
     weight,
+    post_weight,
     hidden,
     eps,
+    post_eps,
+    factor,
     x_stride,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_POST: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -34,17 +40,31 @@ def _rms_norm_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_POST:
+        post_scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + post_eps)
+        values = values * post_scale * tl.load(post_weight + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
+        values = values * factor
         values += tl.load(residual + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
         values = values.to(residual.dtype.element_ty)
         tl.store(residual + row * hidden + columns, values, mask=inside)
         values = values.to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * hidden + columns, (values * scale * gain).to(out.dtype.element_ty), mask=inside)
+    if HAS_WEIGHT:
+        scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
+        values = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * hidden + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+def _launch(
+    out: Tensor,
+    residual: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    post_weight: Tensor | None = None,
+    post_eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(x.numel() // hidden,)](
@@ -52,10 +72,15 @@ def _launch(out: Tensor, residual: Tensor | None, x: Tensor, weight: Tensor, eps
         residual,
         x,
         weight,
+        post_weight,
         hidden,
         eps,
+        post_eps,
+        scale,
         x.stride(-2) if x.dim() > 1 else hidden,
         HAS_RESIDUAL=residual is not None,
+        HAS_WEIGHT=weight is not None,
+        HAS_POST=post_weight is not None,
         BLOCK=block,
         PDL=has_early_start(x.device),
         num_warps=min(max(block // 512, 1), 16),
@@ -67,16 +92,25 @@ def rms_norm_triton(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
     _launch(out, None, x, weight, eps)
 
 
-def add_rms_norm_triton(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
+def add_rms_norm_triton(
+    out: Tensor,
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    post_weight: Tensor | None,
+    post_eps: float,
+    scale: float,
+) -> None:
     """Launch the kernel with a residual; see `add_rms_norm`."""
-    _launch(out, residual, x, weight, eps)
+    _launch(out, residual, x, weight, eps, post_weight, post_eps, scale)
 
 
 def _is_served(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> bool:
     return x.dim() == 2 and x.stride(1) == 1
 
 
-def _is_sum_served(out: Tensor, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> bool:
+def _is_sum_served(out: Tensor, residual: Tensor, x: Tensor, *_others: Tensor | float | None) -> bool:
     return x.dim() == 2 and x.stride(1) == 1
 
 
@@ -87,28 +121,44 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @operator(triton_version=rms_norm_triton, is_compiled=_is_served)
-def rms_norm(out: Written[Tensor], x: Tensor, weight: Tensor, eps: float) -> None:
+def rms_norm(out: Written[Tensor], x: Tensor, weight: Float32, eps: float) -> None:
     """Write RMSNorm of `x` into `out`.
 
     Args:
         out: [rows, hidden], contiguous, any float dtype.
         x: [rows, hidden], rows may be strided.
-        weight: [hidden].
+        weight: fp32 [hidden].
         eps: added to the mean square.
     """
     out.copy_(normed(x, weight, eps))
 
 
 @operator(triton_version=add_rms_norm_triton, is_compiled=_is_sum_served)
-def add_rms_norm(out: Written[Tensor], residual: Written[Tensor], x: Tensor, weight: Tensor, eps: float) -> None:
-    """Add `x` to `residual` in place, and write RMSNorm of the sum into `out`.
+def add_rms_norm(
+    out: Written[Tensor],
+    residual: Written[Tensor],
+    x: Tensor,
+    weight: Float32 | None,
+    eps: float,
+    post_weight: Float32 | None = None,
+    post_eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    """Add `scale * x` to `residual` in place, or of RMSNorm of `x`, and write RMSNorm of the sum into `out`.
 
     Args:
         out: [rows, hidden], contiguous.
         residual: [rows, hidden], contiguous; the sum is rounded to its dtype before it is normalised.
         x: [rows, hidden], rows may be strided.
-        weight: [hidden].
-        eps: added to the mean square.
+        weight: fp32 [hidden]; None: the sum itself goes into `out`.
+        eps: added to the mean square of the sum.
+        post_weight: fp32 [hidden], of the norm of `x`; None: `x` is added as it is.
+        post_eps: added to the mean square of `x`.
+        scale: multiplies what is added.
     """
-    residual.add_(x)
-    out.copy_(normed(residual, weight, eps))
+    if post_weight is None and scale == 1.0:
+        residual.add_(x)
+    else:
+        given = x.float() if post_weight is None else normed(x, post_weight, post_eps)
+        residual.copy_(residual.float().add_(given, alpha=scale))
+    out.copy_(residual if weight is None else normed(residual, weight, eps))

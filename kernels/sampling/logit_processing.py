@@ -1,15 +1,17 @@
-"""What happens to a row's logits before a token is chosen: bias, penalties, stop mask; in this order, in fp32.
+"""What happens to a row's logits before a token is chosen: bias, penalties, what is forbidden; in this order, in fp32.
 
-Bias adds to the logits of up to 64 ids. The repetition penalty (Keskar et al., 2019, "CTRL", section 4.1)
+Bias adds to the logits of some ids. The repetition penalty (Keskar et al., 2019, "CTRL", section 4.1)
 divides a positive logit and multiplies a negative one, for each token that the prompt or the output has. The
 presence penalty subtracts once for each token that the output has, the frequency penalty once for each time.
-The stop mask forbids the stop ids as long as the row is shorter than its minimum.
+The stop mask forbids the stop ids as long as the row is shorter than its minimum. The token mask forbids what has no
+bit set. A bad word forbids its last token where the row's last generated tokens are its others; those of one token
+are always forbidden.
 """
 
 import numpy as np
 
 from ..native.optional_triton import tl, triton
-from .sampling_slots import PROMPT_BIT
+from .sampling_slots import BAD_WORD_LENGTH, MASK_BITS, PROMPT_BIT
 
 COUNT_MASK = PROMPT_BIT - 1
 
@@ -29,28 +31,43 @@ def processed_logits(
     bias_values,
     stop_ids,
     min_position,
+    token_mask,
+    bad_words,
     token_counts,
     counts_stride,
+    recent_tokens,
     PENALTIES: tl.constexpr,
     PENALTIES_FLAG: tl.constexpr,
     BIAS_FLAG: tl.constexpr,
     STOP_MASK_FLAG: tl.constexpr,
+    TOKEN_MASK_FLAG: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
     COUNT_BITS: tl.constexpr,
     BIASES: tl.constexpr,
     STOPS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
     """The logits `values` of the vocabulary ids `columns` of a row, after what its flags ask for.
 
-    `position` is that of the token to be sampled. A row with no flag costs nothing.
+    `position` is that of the token to be sampled. A row with no flag costs nothing, and a list what is used of it.
     """
+    wide_row = row.to(tl.int64)
     if (flags & BIAS_FLAG) != 0:
-        for index in range(BIASES):
-            biased_id = tl.load(bias_ids + row * BIASES + index)
-            bias = tl.load(bias_values + row * BIASES + index)
-            values = tl.where((columns == biased_id) & (biased_id >= 0), values + bias, values)
+        index = 0
+        biased_id = tl.load(bias_ids + wide_row * BIASES)
+        while biased_id >= 0:
+            bias = tl.load(bias_values + wide_row * BIASES + index)
+            values = tl.where(columns == biased_id, values + bias, values)
+            index += 1
+            biased_id = tl.load(bias_ids + wide_row * BIASES + tl.minimum(index, BIASES - 1))
+            biased_id = tl.where(index < BIASES, biased_id, -1)
     if PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
         if (flags & PENALTIES_FLAG) != 0:
-            counts = tl.load(token_counts + row.to(tl.int64) * counts_stride + columns, mask=inside, other=0)
+            counts = tl.load(token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
             generated = (counts & COUNT_BITS).to(tl.float32)
             repetition = tl.load(repetition_penalty + row)
             presence = tl.load(presence_penalty + row)
@@ -60,9 +77,32 @@ def processed_logits(
             values = tl.where(generated > 0, values - presence - frequency * generated, values)
     if (flags & STOP_MASK_FLAG) != 0:  # noqa: SIM102 - only rows with the flag load
         if position < tl.load(min_position + row):
-            for index in range(STOPS):
-                stop_id = tl.load(stop_ids + row * STOPS + index)
+            index = 0
+            stop_id = tl.load(stop_ids + wide_row * STOPS)
+            while stop_id >= 0:
                 values = tl.where(columns == stop_id, float("-inf"), values)
+                index += 1
+                stop_id = tl.load(stop_ids + wide_row * STOPS + tl.minimum(index, STOPS - 1))
+                stop_id = tl.where(index < STOPS, stop_id, -1)
+    if (flags & TOKEN_MASK_FLAG) != 0:
+        allowed = tl.load(token_mask + wide_row * MASK_WORDS + columns // BITS, mask=inside, other=0)
+        values = tl.where(((allowed >> (columns % BITS)) & 1) != 0, values, float("-inf"))
+    if BAD_WORDS:  # noqa: SIM102 - decided at compile time
+        if (flags & BAD_WORDS_FLAG) != 0:
+            places = tl.arange(0, LENGTH)
+            # what stands where a word's places are, if its last one is `position`; see `advance`
+            past = tl.load(recent_tokens + wide_row * LENGTH + (position + 1 + places) % LENGTH)
+            words = bad_words + wide_row * (WORDS * LENGTH) + places
+            index = 0
+            word = tl.load(words)
+            last = tl.max(tl.where(places == LENGTH - 1, word, -1), axis=0)
+            while last >= 0:
+                differs = (word >= 0) & (word != past) & (places < LENGTH - 1)
+                matches = tl.sum(differs.to(tl.int32), axis=0) == 0
+                values = tl.where(matches & (columns == last), float("-inf"), values)
+                index += 1
+                word = tl.where(index < WORDS, tl.load(words + tl.minimum(index, WORDS - 1) * LENGTH), -1)
+                last = tl.max(tl.where(places == LENGTH - 1, word, -1), axis=0)
     return values
 
 
@@ -106,3 +146,31 @@ def mask_stops(logits: np.ndarray, stop_ids: np.ndarray) -> None:
         stop_ids: int32 [n].
     """
     logits[stop_ids[stop_ids >= 0]] = -np.inf
+
+
+def mask_tokens(logits: np.ndarray, token_mask: np.ndarray) -> None:
+    """Forbid in place what has no bit set.
+
+    Args:
+        logits: float32 [vocab].
+        token_mask: int32 [ceil(vocab / 32)], bit i of word w for token 32 w + i.
+    """
+    bits = (token_mask[:, None] >> np.arange(MASK_BITS, dtype=np.int32)) & 1
+    logits[bits.reshape(-1)[: len(logits)] == 0] = -np.inf
+
+
+def mask_bad_words(logits: np.ndarray, bad_words: np.ndarray, recent_tokens: np.ndarray, position: int) -> None:
+    """Forbid in place the tokens that would complete a bad word.
+
+    Args:
+        logits: float32 [vocab].
+        bad_words: int32 [words, BAD_WORD_LENGTH], right-aligned, -1 in front; the first that ends in -1 ends the list.
+        recent_tokens: int32 [BAD_WORD_LENGTH], each at the remainder of its position.
+        position: of the token to be sampled.
+    """
+    past = recent_tokens[(position + 1 + np.arange(BAD_WORD_LENGTH - 1)) % BAD_WORD_LENGTH]
+    for word in bad_words:
+        if word[-1] < 0:
+            break
+        if ((word[:-1] < 0) | (word[:-1] == past)).all():
+            logits[word[-1]] = -np.inf

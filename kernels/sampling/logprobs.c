@@ -13,18 +13,33 @@ static int32_t NAME(count_before)(const element *logits, int64_t vocab, int64_t 
     return (int32_t)before;
 }
 
+static float NAME(largest_of)(const element *logits, int64_t vocab) {
+    float largest = -INFINITY;
+    vec lanes = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= vocab; i += LANES) {
+        vec v = load(logits + i);
+        ivec larger = v > lanes;
+        lanes = (vec)((larger & (ivec)v) | (~larger & (ivec)lanes));
+    }
+    for (; i < vocab; i++) largest = fmaxf(largest, widen(logits[i]));
+    for (int lane = 0; lane < LANES; lane++) largest = fmaxf(largest, lanes[lane]);
+    return largest;
+}
+
 static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
     const token_logprobs_args *a = job;
-    int64_t tops = a->top_ids.size[1], vocab = a->logits.size[1];
+    int64_t width = a->top_ids.size[1], vocab = a->logits.size[1];
     for (int64_t row = begin; row < end; row++) {
         if (!(a->sampling_flags.data[row] & FLAG_LOGPROBS)) continue;
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
-        float *values = a->top_logprobs.data + row * tops, largest = -INFINITY;
-        int32_t *ids = a->top_ids.data + row * tops;
+        int64_t wanted = a->num_logprobs.data[row], tops = wanted > 0 ? least_of(wanted, width) : 0;
+        float *values = a->top_logprobs.data + row * width, largest = tops ? -INFINITY : NAME(largest_of)(logits, vocab);
+        int32_t *ids = a->top_ids.data + row * width;
         int64_t sampled = a->sampled.data[row];
         for (int64_t i = 0; i < tops; i++) values[i] = -INFINITY, ids[i] = -1;
         /* the likeliest so far, in order; what equals one of them comes behind it */
-        for (int64_t i = 0; i < vocab; i++) {
+        for (int64_t i = 0; tops && i < vocab; i++) {
             if (i + LANES <= vocab) {
                 ivec beats = load(logits + i) > values[tops - 1];
                 int64_t any = 0;
@@ -44,7 +59,7 @@ static void NAME(logprob_rows)(const void *job, int64_t begin, int64_t end) {
             }
             i--;
         }
-        largest = values[0];
+        if (tops) largest = values[0];
         vec sums = splat(0.0f);
         float rest = 0.0f;
         int64_t i = 0;

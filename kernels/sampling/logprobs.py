@@ -10,7 +10,7 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .sampling_slots import FLAG_LOGPROBS, MAX_LOGPROBS, LogprobOutputs
+from .sampling_slots import FLAG_LOGPROBS, LogprobOutputs
 
 _BLOCK = 4096
 
@@ -50,7 +50,8 @@ def _block_sums_kernel(
 
 
 # One program per row that wants log-probabilities: it adds up the blocks, and then takes the likeliest tokens one by
-# one, each time from the block with the largest remaining logit: it reads one block of logits for each.
+# one, as many as the row wants, each time from the block with the largest remaining logit: it reads one block of logits
+# for each.
 @triton.jit
 def _top_logprobs_kernel(
     sampled_logprob,
@@ -64,6 +65,7 @@ def _top_logprobs_kernel(
     sampled,
     live_rows,
     sampling_flags,
+    num_logprobs,
     vocab,
     logits_stride,
     LOGPROBS_FLAG: tl.constexpr,
@@ -83,12 +85,15 @@ def _top_logprobs_kernel(
             scaled = tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0)
             total = largest + tl.log(tl.sum(scaled, axis=0))
             line = logits + row.to(tl.int64) * logits_stride
-            tl.store(sampled_logprob + row, tl.load(line + tl.load(sampled + row)).to(tl.float32) - total)
+            token = tl.load(sampled + row)
+            is_token = (token >= 0) & (token < vocab)
+            logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
+            tl.store(sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
             before = tl.load(block_before + row * BLOCKS + blocks, mask=has_block, other=0)
-            tl.store(sampled_rank + row, tl.sum(before, axis=0) + 1)
+            tl.store(sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
             last_value = float("inf")
             last_id = -1
-            for place in range(TOPS):
+            for place in range(tl.minimum(tl.load(num_logprobs + row), TOPS)):
                 chosen = tl.argmax(maxima, axis=0)
                 columns = chosen * BLOCK + tl.arange(0, BLOCK)
                 values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
@@ -109,6 +114,7 @@ def token_logprobs_triton(
     sampled: Tensor,
     live_rows: Tensor,
     sampling_flags: Tensor,
+    num_logprobs: Tensor,
     block: int = _BLOCK,
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program; see `token_logprobs`."""
@@ -140,10 +146,11 @@ def token_logprobs_triton(
         sampled,
         live_rows,
         sampling_flags,
+        num_logprobs,
         vocab,
         stride,
         LOGPROBS_FLAG=FLAG_LOGPROBS,
-        TOPS=MAX_LOGPROBS,
+        TOPS=outputs.top_ids.shape[1],
         BLOCK=block,
         BLOCKS=blocks,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
@@ -151,40 +158,58 @@ def token_logprobs_triton(
 
 
 def _is_served(
-    outputs: LogprobOutputs, logits: Tensor, sampled: Tensor, live_rows: Tensor, sampling_flags: Tensor
+    outputs: LogprobOutputs,
+    logits: Tensor,
+    sampled: Tensor,
+    live_rows: Tensor,
+    sampling_flags: Tensor,
+    num_logprobs: Tensor,
 ) -> bool:
     return logits.stride(1) == 1
 
 
 @operator(triton_version=token_logprobs_triton, is_compiled=_is_served, constants={"FLAG_LOGPROBS": FLAG_LOGPROBS})
 def token_logprobs(
-    outputs: Written[LogprobOutputs], logits: Tensor, sampled: Int64, live_rows: Int32, sampling_flags: Int32
+    outputs: Written[LogprobOutputs],
+    logits: Tensor,
+    sampled: Int64,
+    live_rows: Int32,
+    sampling_flags: Int32,
+    num_logprobs: Int32,
 ) -> None:
     """Write log-probabilities for the live rows whose flags have FLAG_LOGPROBS; other rows' outputs stay.
 
     Args:
-        outputs: of the sampled token, its rank among all from 1, and the MAX_LOGPROBS likeliest with their ids,
-            likeliest first, the lower id first on ties; where fewer tokens are possible, the tail is -inf and -1.
+        outputs: of the sampled token, its rank among all from 1, and the `num_logprobs` likeliest with their ids,
+            likeliest first, the lower id first on ties; where fewer tokens are possible, the rest of these is -inf and
+            -1. What is behind them stays.
         logits: [b, vocab], any float dtype, rows contiguous; as the model gave them.
-        sampled: int64 [b].
+        sampled: int64 [b]; what is no token has -inf and rank 0, and the rest of its row is of no use.
         live_rows: int32 [1].
         sampling_flags: int32 [b].
+        num_logprobs: int32 [b], how many of the likeliest a row wants.
     """
-    count = min(MAX_LOGPROBS, logits.shape[1])
+    wanted = num_logprobs.numpy().clip(0, outputs.top_ids.shape[1]).tolist()
     for row, flags in enumerate(sampling_flags.numpy()[: int(live_rows.item())].tolist()):
         if not flags & FLAG_LOGPROBS:
+            continue
+        token = int(sampled[row])
+        if not 0 <= token < logits.shape[1]:
+            outputs.sampled_logprob[row], outputs.sampled_rank[row] = -torch.inf, 0
             continue
         line = logits[row].float()
         wide = line.numpy()
         largest = wide.max()
         total = largest + np.log(np.exp(wide - largest).sum())
-        token = int(sampled[row])
         outputs.sampled_logprob[row] = float(wide[token] - total)
         before = np.count_nonzero(wide > wide[token]) + np.count_nonzero(wide[:token] == wide[token])
         outputs.sampled_rank[row] = 1 + int(before)
+        count = min(wanted[row], len(wide))
+        if wanted[row] == 0:
+            continue
         candidates = np.flatnonzero(wide >= torch.topk(line, count).values[-1].item())
         ids = candidates[np.lexsort((candidates, -wide[candidates]))][:count]
-        outputs.top_logprobs[row] = -torch.inf
+        outputs.top_logprobs[row, : wanted[row]] = -torch.inf
         outputs.top_logprobs[row, :count] = torch.from_numpy(wide[ids] - total)
-        outputs.top_ids[row] = -1
+        outputs.top_ids[row, : wanted[row]] = -1
         outputs.top_ids[row, :count] = torch.from_numpy(np.where(wide[ids] == -np.inf, -1, ids))

@@ -76,17 +76,40 @@ static void penalise(const sample_args *a, int64_t row, float *logits) {
     }
 }
 
+static void mask_tokens(const sample_args *a, int64_t row, float *logits) {
+    const int32_t *words = a->token_mask.data + row * a->token_mask.size[1];
+    for (int64_t i = 0; i < a->logits.size[1]; i++)
+        if (!((uint32_t)words[i / MASK_BITS] >> (i % MASK_BITS) & 1)) logits[i] = -INFINITY;
+}
+
+/* Forbid the last token of each word whose others are the last that were generated; see `advance`. */
+static void mask_bad_words(const sample_args *a, int64_t row, float *logits) {
+    const int32_t *recent = a->recent_tokens.data + row * BAD_WORD_LENGTH;
+    int64_t words = a->bad_words.size[1], position = (int64_t)a->positions.data[row] + 1;
+    for (int64_t n = 0; n < words; n++) {
+        const int32_t *word = a->bad_words.data + (row * words + n) * BAD_WORD_LENGTH;
+        int32_t last = word[BAD_WORD_LENGTH - 1];
+        int matches = 1;
+        if (last < 0) break;
+        for (int64_t i = 0; i < BAD_WORD_LENGTH - 1 && matches; i++)
+            matches = word[i] < 0 || word[i] == recent[(position + 1 + i) % BAD_WORD_LENGTH];
+        if (matches && last < a->logits.size[1]) logits[last] = -INFINITY;
+    }
+}
+
 static void process_line(const sample_args *a, int64_t row, float *logits) {
     int32_t flags = a->sampling_flags.data[row];
     int64_t vocab = a->logits.size[1], biases = a->bias_ids.size[1], stops = a->stop_ids.size[1];
     const int32_t *bias_ids = a->bias_ids.data + row * biases, *stop_ids = a->stop_ids.data + row * stops;
     if (flags & FLAG_BIAS)
-        for (int64_t i = 0; i < biases; i++)
-            if (bias_ids[i] >= 0 && bias_ids[i] < vocab) logits[bias_ids[i]] += a->bias_values.data[row * biases + i];
+        for (int64_t i = 0; i < biases && bias_ids[i] >= 0; i++)
+            if (bias_ids[i] < vocab) logits[bias_ids[i]] += a->bias_values.data[row * biases + i];
     if ((flags & FLAG_PENALTIES) && a->token_counts.data) penalise(a, row, logits);
     if ((flags & FLAG_STOP_MASK) && (int64_t)a->positions.data[row] + 1 < a->min_position.data[row])
-        for (int64_t i = 0; i < stops; i++)
-            if (stop_ids[i] >= 0 && stop_ids[i] < vocab) logits[stop_ids[i]] = -INFINITY;
+        for (int64_t i = 0; i < stops && stop_ids[i] >= 0; i++)
+            if (stop_ids[i] < vocab) logits[stop_ids[i]] = -INFINITY;
+    if (flags & FLAG_TOKEN_MASK) mask_tokens(a, row, logits);
+    if ((flags & FLAG_BAD_WORDS) && a->recent_tokens.data) mask_bad_words(a, row, logits);
 }
 
 /* Divide by the temperature, and weigh. */
@@ -182,7 +205,9 @@ static float threshold(const struct line *line, int64_t needed, int by_weight) {
 }
 
 static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) {
-    weigh_line(line, a->temperature.data[row]);
+    float temperature = a->temperature.data[row];
+    if (!isfinite(line->largest / temperature)) return TOO_COLD;
+    weigh_line(line, temperature);
     int64_t k = a->top_k.data[row];
     if (k > 0 && k < line->vocab) line->lowest = threshold(line, k, 0);
     float top_p = a->top_p.data[row], min_p = a->min_p.data[row];
@@ -205,6 +230,11 @@ static int64_t draw_token(const sample_args *a, int64_t row, struct line *line) 
         if (before > target) break;
     }
     return begin;
+}
+
+/* The id, or why its logit, the largest or a NaN, leaves no choice. */
+static inline int64_t choice(int64_t id, float largest) {
+    return isfinite(largest) ? id : largest < 0 ? WITHOUT_FINITE : WITHOUT_NUMBERS;
 }
 #endif
 
@@ -236,8 +266,8 @@ static int64_t choose_token(const sample_args *a, int64_t row, struct line *line
     process_line(a, row, line->logits);
     int64_t best = argmax_f32(line->logits, line->vocab);
     line->largest = line->logits[best];
-    int draws = (a->sampling_flags.data[row] & FLAG_SAMPLE) && isfinite(line->largest);
-    return draws ? draw_token(a, row, line) : best;
+    best = choice(best, line->largest);
+    return best >= 0 && (a->sampling_flags.data[row] & FLAG_SAMPLE) ? draw_token(a, row, line) : best;
 }
 #endif
 
@@ -246,8 +276,9 @@ static void NAME(sample_rows)(const void *job, int64_t begin, int64_t end) {
     int64_t vocab = a->logits.size[1], padded = (vocab + LANES - 1) / LANES * LANES;
     for (int64_t row = begin; row < end; row++) {
         const element *logits = (const element *)a->logits.data + row * a->logits.stride[0];
-        if (!(a->sampling_flags.data[row] & (FLAG_SAMPLE | FLAG_PENALTIES | FLAG_BIAS | FLAG_STOP_MASK))) {
-            a->sampled.data[row] = NAME(argmax)(logits, vocab);
+        if (!(a->sampling_flags.data[row] & ~FLAG_LOGPROBS)) {
+            int64_t best = NAME(argmax)(logits, vocab);
+            a->sampled.data[row] = choice(best, widen(logits[best]));
             continue;
         }
         float *memory = scratch(3 * padded);

@@ -7,6 +7,9 @@ Greedy rows take the largest logit, the lowest id on ties. Other rows divide by 
 and then invert the cumulative distribution of what is kept, in the order of ids, at one uniform number that is a
 function of (seed, position).
 
+A row has no choice where a logit is NaN or +inf, where all are masked (-inf), or where the temperature drives the
+largest out of float32's range: it gets the code that says so (`sampling_slots`), and no token.
+
 Probabilities are integers here (`token_filters`). Sums of integers do not depend on their order, so the token is the
 same whatever the tiling, the row, the bucket or the company.
 """
@@ -18,16 +21,31 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .logit_processing import COUNT_MASK, add_bias, apply_penalties, mask_stops, processed_logits
+from .logit_processing import (
+    COUNT_MASK,
+    add_bias,
+    apply_penalties,
+    mask_bad_words,
+    mask_stops,
+    mask_tokens,
+    processed_logits,
+)
 from .logprobs import token_logprobs
 from .philox import uniform_bits, uniform_bits_of
 from .sampling_slots import (
+    BAD_WORD_LENGTH,
     DEAD_TOKEN,
+    FLAG_BAD_WORDS,
     FLAG_BIAS,
     FLAG_LOGPROBS,
     FLAG_PENALTIES,
     FLAG_SAMPLE,
     FLAG_STOP_MASK,
+    FLAG_TOKEN_MASK,
+    MASK_BITS,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
     LogprobOutputs,
     SamplingSlots,
 )
@@ -49,14 +67,23 @@ _CONSTANTS = {
     "DEAD_TOKEN": DEAD_TOKEN,
     "COUNT_MASK": COUNT_MASK,
     "FLAG_SAMPLE": FLAG_SAMPLE,
+    "FLAG_LOGPROBS": FLAG_LOGPROBS,
     "FLAG_PENALTIES": FLAG_PENALTIES,
     "FLAG_BIAS": FLAG_BIAS,
     "FLAG_STOP_MASK": FLAG_STOP_MASK,
+    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
+    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
+    "MASK_BITS": MASK_BITS,
+    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
+    "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
+    "WITHOUT_FINITE": WITHOUT_FINITE,
+    "TOO_COLD": TOO_COLD,
 }
 
 
-# One program reads one block of one row and finds its largest logit, after bias, penalties and stop mask: that is
-# all a greedy row needs. For other rows it also writes the logits over the temperature, in fp32.
+# One program reads one block of one row and finds its largest logit, after bias, penalties and what is forbidden: that
+# is all a greedy row needs. For other rows it also writes the logits over the temperature, in fp32. A NaN counts as
+# +inf, so that the maximum tells of it.
 @triton.jit
 def _block_max_kernel(
     block_max,
@@ -74,7 +101,10 @@ def _block_max_kernel(
     bias_values,
     stop_ids,
     min_position,
+    token_mask,
+    bad_words,
     token_counts,
+    recent_tokens,
     vocab,
     logits_stride,
     counts_stride,
@@ -83,9 +113,16 @@ def _block_max_kernel(
     PENALTIES_FLAG: tl.constexpr,
     BIAS_FLAG: tl.constexpr,
     STOP_MASK_FLAG: tl.constexpr,
+    TOKEN_MASK_FLAG: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
     COUNT_BITS: tl.constexpr,
     BIASES: tl.constexpr,
     STOPS: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -110,16 +147,27 @@ def _block_max_kernel(
             bias_values,
             stop_ids,
             min_position,
+            token_mask,
+            bad_words,
             token_counts,
             counts_stride,
+            recent_tokens,
             PENALTIES,
             PENALTIES_FLAG,
             BIAS_FLAG,
             STOP_MASK_FLAG,
+            TOKEN_MASK_FLAG,
+            BAD_WORDS,
+            BAD_WORDS_FLAG,
             COUNT_BITS,
             BIASES,
             STOPS,
+            MASK_WORDS,
+            BITS,
+            WORDS,
+            LENGTH,
         )
+        values = tl.where(values != values, float("inf"), values)
         largest = tl.max(values, axis=0)
         place = row * tl.num_programs(1) + block
         tl.store(block_max + place, largest)
@@ -147,6 +195,9 @@ def _choose_kernel(
     vocab,
     SAMPLE_FLAG: tl.constexpr,
     DEAD: tl.constexpr,
+    NUMBERS_MISS: tl.constexpr,
+    FINITE_MISS: tl.constexpr,
+    COLD: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
@@ -160,9 +211,13 @@ def _choose_kernel(
         largest = tl.max(maxima, axis=0)
         token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
         draws = (tl.load(sampling_flags + row) & SAMPLE_FLAG) != 0
-        if draws & (tl.abs(largest) < float("inf")):
-            line = scaled + row.to(tl.int64) * vocab
+        code = tl.where(largest == float("inf"), NUMBERS_MISS, 0)
+        code = tl.where(largest == float("-inf"), FINITE_MISS, code)
+        if draws & (code == 0):
             largest = tl.div_rn(largest, tl.load(temperature + row))
+            code = tl.where(tl.abs(largest) < float("inf"), 0, COLD)
+        if draws & (code == 0):
+            line = scaled + row.to(tl.int64) * vocab
             lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
             lowest_weight = tl.full([], 1, dtype=tl.int64)
             k = tl.load(top_k + row)
@@ -182,7 +237,7 @@ def _choose_kernel(
             before = total * 0
             block = 0
             inside = tl.sum(kept_weights(line, 0, vocab, largest, lowest_key, lowest_weight, BLOCK), axis=0)
-            while before + inside <= target:
+            while (before + inside <= target) & (block < BLOCKS - 1):
                 before += inside
                 block += 1
                 inside = tl.sum(kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK), axis=0)
@@ -190,6 +245,7 @@ def _choose_kernel(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             reached = before + tl.cumsum(weights, axis=0) > target
             token = tl.min(tl.where(reached, columns, 2147483647), axis=0)
+        token = tl.where(code == 0, tl.minimum(token, vocab - 1), code)
     tl.store(sampled + row, token.to(tl.int64))
 
 
@@ -200,6 +256,7 @@ def sample_triton(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
     block: int = _BLOCK,
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program or pass; see `sample`."""
@@ -224,7 +281,10 @@ def sample_triton(
         slots.bias_values,
         slots.stop_ids,
         slots.min_position,
+        slots.token_mask,
+        slots.bad_words,
         token_counts,
+        recent_tokens,
         vocab,
         logits.stride(0),
         0 if token_counts is None else token_counts.stride(0),
@@ -233,9 +293,16 @@ def sample_triton(
         PENALTIES_FLAG=FLAG_PENALTIES,
         BIAS_FLAG=FLAG_BIAS,
         STOP_MASK_FLAG=FLAG_STOP_MASK,
+        TOKEN_MASK_FLAG=FLAG_TOKEN_MASK,
+        BAD_WORDS=recent_tokens is not None,
+        BAD_WORDS_FLAG=FLAG_BAD_WORDS,
         COUNT_BITS=COUNT_MASK,
         BIASES=slots.bias_ids.shape[1],
         STOPS=slots.stop_ids.shape[1],
+        MASK_WORDS=slots.token_mask.shape[1],
+        BITS=MASK_BITS,
+        WORDS=slots.bad_words.shape[1],
+        LENGTH=BAD_WORD_LENGTH,
         BLOCK=block,
         num_warps=8,
     )
@@ -255,6 +322,9 @@ def sample_triton(
         vocab,
         SAMPLE_FLAG=FLAG_SAMPLE,
         DEAD=DEAD_TOKEN,
+        NUMBERS_MISS=WITHOUT_NUMBERS,
+        FINITE_MISS=WITHOUT_FINITE,
+        COLD=TOO_COLD,
         BLOCK=block,
         BLOCKS=blocks,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
@@ -263,20 +333,21 @@ def sample_triton(
 
 
 def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
-    """Return a token drawn from one row.
+    """Return a token drawn from one row, or TOO_COLD.
 
     Args:
-        logits: float32 [vocab], processed; overwritten.
+        logits: float32 [vocab], processed, the largest finite; overwritten.
         uniform: the draw's 24 bits.
         temperature: > 0.
         top_k: <= 0 is off.
         top_p: >= 1 is off.
         min_p: <= 0 is off.
     """
-    if not np.isfinite(logits.max()):
-        return int(logits.argmax())
-    logits /= np.float32(temperature)
-    kept = weights(logits)
+    with np.errstate(over="ignore"):
+        logits /= np.float32(temperature)
+        if not np.isfinite(logits.max()):
+            return TOO_COLD
+        kept = weights(logits)
     if 0 < top_k < len(logits):
         kept[logits < top_k_threshold(logits, top_k)] = 0
     if top_p < 1.0:
@@ -288,6 +359,13 @@ def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int,
     return int(np.searchsorted(cumulative, target, side="right"))
 
 
+def most_likely(logits: np.ndarray) -> int:
+    """Return the largest logit's id, or why there is no choice; float32 [vocab]."""
+    token = int(logits.argmax())  # a NaN counts as the largest
+    largest = logits[token]
+    return token if np.isfinite(largest) else WITHOUT_FINITE if largest < 0 else WITHOUT_NUMBERS
+
+
 def _is_served(
     sampled: Tensor,
     logits: Tensor,
@@ -295,6 +373,7 @@ def _is_served(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
 ) -> bool:
     return logits.stride(1) == 1
 
@@ -307,6 +386,7 @@ def _sample(
     live_rows: Int32,
     slots: SamplingSlots,
     token_counts: Int32 | None,
+    recent_tokens: Int32 | None,
 ) -> None:
     """Write the next token of each live row; see `sample`."""
     live = int(live_rows.item())
@@ -315,7 +395,7 @@ def _sample(
     for row, flags in enumerate(slots.sampling_flags.numpy()[:live].tolist()):
         line = logits[row].float().numpy()  # numpy's argmax is several times faster than torch's
         if not flags & ~FLAG_LOGPROBS:
-            tokens[row] = line.argmax()
+            tokens[row] = most_likely(line)
             continue
         if logits.dtype == torch.float32:
             line = line.copy()
@@ -332,8 +412,12 @@ def _sample(
             )
         if flags & FLAG_STOP_MASK and position < slots.min_position.numpy()[row]:
             mask_stops(line, slots.stop_ids.numpy()[row])
-        if not flags & FLAG_SAMPLE:
-            tokens[row] = line.argmax()
+        if flags & FLAG_TOKEN_MASK:
+            mask_tokens(line, slots.token_mask.numpy()[row])
+        if flags & FLAG_BAD_WORDS and recent_tokens is not None:
+            mask_bad_words(line, slots.bad_words.numpy()[row], recent_tokens.numpy()[row], position)
+        tokens[row] = most_likely(line)
+        if not flags & FLAG_SAMPLE or tokens[row] < 0:
             continue
         tokens[row] = sample_row(
             line,
@@ -352,19 +436,21 @@ def sample(
     live_rows: Tensor,
     slots: SamplingSlots,
     token_counts: Tensor | None = None,
+    recent_tokens: Tensor | None = None,
     logprobs: LogprobOutputs | None = None,
 ) -> None:
     """Write the next token of each live row into `sampled`, and log-probabilities where a row wants them.
 
     Args:
-        sampled: int64 [b]; dead rows get token 1.
+        sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
         logits: [b, vocab], any float dtype, rows contiguous.
         positions: int32 [b], where the token stands that was fed; the new one's position is one more.
         live_rows: int32 [1]; nothing of the rows from there on is read.
         slots: what each row asks for.
         token_counts: int32 [b, vocab] of the penalties; None: no row has penalties, whatever the flags say.
+        recent_tokens: int32 [b, BAD_WORD_LENGTH], see `advance`; None: no row has bad words, whatever the flags say.
         logprobs: written for live rows with FLAG_LOGPROBS, see `token_logprobs`; None: for no row.
     """
-    _sample(sampled, logits, positions, live_rows, slots, token_counts)
+    _sample(sampled, logits, positions, live_rows, slots, token_counts, recent_tokens)
     if logprobs is not None:
-        token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags)
+        token_logprobs(logprobs, logits, sampled, live_rows, slots.sampling_flags, slots.num_logprobs)

@@ -10,10 +10,15 @@ import torch
 
 from ..native.signature import Float32, Int32, Int64
 
-MAX_BIASES = 64
-MAX_STOP_IDS = 8
-MAX_LOGPROBS = 20
+MASK_BITS = 32  # tokens of one word of a token mask
+BAD_WORD_LENGTH = 16  # tokens of a bad word at most, and those that a row remembers
 DEAD_TOKEN = 1  # what is sampled for rows past the live ones
+
+# What is sampled for a row whose logits leave no choice; no token, so the row ends with it. -1 stands in the ring
+# where a row had ended before.
+WITHOUT_NUMBERS = -2  # a logit is NaN or +inf
+WITHOUT_FINITE = -3  # all are -inf: masked
+TOO_COLD = -4  # the largest leaves the range of float32 when it is divided by the temperature
 
 # token_counts holds, for each token of a row, how often it was generated (low 30 bits) and whether the
 # prompt has it (this bit).
@@ -25,38 +30,70 @@ FLAG_PENALTIES = 2
 FLAG_BIAS = 4
 FLAG_STOP_MASK = 8
 FLAG_LOGPROBS = 16
+FLAG_TOKEN_MASK = 32
+FLAG_BAD_WORDS = 64
+
+
+class SamplingCapacity(NamedTuple):
+    """How much one row may ask for; the memory for it is there from the beginning.
+
+    Attributes:
+        max_logprobs: most likely tokens that are reported.
+        max_stop_token_ids: tokens that end it.
+        max_logit_biases: entries of a logit bias.
+        max_bad_words: sequences of tokens that it may not generate.
+    """
+
+    max_logprobs: int = 20
+    max_stop_token_ids: int = 128
+    max_logit_biases: int = 1024
+    max_bad_words: int = 128
 
 
 class SlotSpec(NamedTuple):
-    """One per-row slot: [rows] of `dtype`, or [rows, width] where width > 0; `neutral` asks for nothing."""
+    """One per-row slot.
+
+    Attributes:
+        name: of the slot.
+        dtype: of its elements.
+        sizes: of one row; a number where it is empty.
+        neutral: what asks for nothing.
+        flag: the bit of a row's `sampling_flags` without which nobody reads the row of this slot; 0: it is always read.
+    """
 
     name: str
     dtype: torch.dtype
-    width: int
-    neutral: float
+    sizes: tuple[int, ...] = ()
+    neutral: float = 0
+    flag: int = 0
 
 
-SAMPLING_SLOTS = (
-    SlotSpec("sampling_flags", torch.int32, 0, 0),
-    SlotSpec("temperature", torch.float32, 0, 0.0),
-    SlotSpec("top_k", torch.int32, 0, 0),
-    SlotSpec("top_p", torch.float32, 0, 1.0),
-    SlotSpec("min_p", torch.float32, 0, 0.0),
-    SlotSpec("seed", torch.int64, 0, 0),
-    SlotSpec("repetition_penalty", torch.float32, 0, 1.0),
-    SlotSpec("presence_penalty", torch.float32, 0, 0.0),
-    SlotSpec("frequency_penalty", torch.float32, 0, 0.0),
-    SlotSpec("bias_ids", torch.int32, MAX_BIASES, -1),
-    SlotSpec("bias_values", torch.float32, MAX_BIASES, 0.0),
-    SlotSpec("stop_ids", torch.int32, MAX_STOP_IDS, -1),
-    SlotSpec("min_position", torch.int32, 0, 0),
-    SlotSpec("last_position", torch.int32, 0, 2**31 - 1),
-    SlotSpec("num_logprobs", torch.int32, 0, -1),
-)
+def sampling_slots(capacity: SamplingCapacity, vocab_size: int) -> tuple[SlotSpec, ...]:
+    """Return the slots in which the host tells what rows ask for, in the order of `SamplingSlots`."""
+    biases, words = (capacity.max_logit_biases,), (-(-vocab_size // MASK_BITS),)
+    return (
+        SlotSpec("sampling_flags", torch.int32),
+        SlotSpec("temperature", torch.float32),
+        SlotSpec("top_k", torch.int32),
+        SlotSpec("top_p", torch.float32, neutral=1.0),
+        SlotSpec("min_p", torch.float32),
+        SlotSpec("seed", torch.int64),
+        SlotSpec("repetition_penalty", torch.float32, neutral=1.0),
+        SlotSpec("presence_penalty", torch.float32),
+        SlotSpec("frequency_penalty", torch.float32),
+        SlotSpec("bias_ids", torch.int32, biases, -1, FLAG_BIAS),
+        SlotSpec("bias_values", torch.float32, biases, 0.0, FLAG_BIAS),
+        SlotSpec("stop_ids", torch.int32, (capacity.max_stop_token_ids,), -1),
+        SlotSpec("min_position", torch.int32),
+        SlotSpec("last_position", torch.int32, neutral=2**31 - 1),
+        SlotSpec("num_logprobs", torch.int32, neutral=-1),
+        SlotSpec("token_mask", torch.int32, words, -1, FLAG_TOKEN_MASK),
+        SlotSpec("bad_words", torch.int32, (capacity.max_bad_words, BAD_WORD_LENGTH), -1, FLAG_BAD_WORDS),
+    )
 
 
 class SamplingSlots(NamedTuple):
-    """The slots of one bucket, by the names of `SAMPLING_SLOTS`.
+    """The slots of one bucket, by the names of `sampling_slots`; lists begin with what is used.
 
     Attributes:
         sampling_flags: int32 [b], what the row asks for; see `sampling_flags`.
@@ -68,12 +105,15 @@ class SamplingSlots(NamedTuple):
         repetition_penalty: float32 [b], 1 is off; counts the prompt too.
         presence_penalty: float32 [b], 0 is off; counts the output alone.
         frequency_penalty: float32 [b], 0 is off; counts the output alone.
-        bias_ids: int32 [b, MAX_BIASES], distinct token ids, -1 where unused.
-        bias_values: float32 [b, MAX_BIASES], added to the logits of those ids.
-        stop_ids: int32 [b, MAX_STOP_IDS], -1 where unused.
+        bias_ids: int32 [b, biases], distinct token ids, -1 where unused.
+        bias_values: float32 [b, biases], added to the logits of those ids.
+        stop_ids: int32 [b, stop ids], -1 where unused.
         min_position: int32 [b], below it the stop ids are neither sampled nor obeyed.
         last_position: int32 [b], the row is finished by the token at this position.
-        num_logprobs: int32 [b], for the host; the kernels obey FLAG_LOGPROBS.
+        num_logprobs: int32 [b], likeliest tokens to report, with FLAG_LOGPROBS.
+        token_mask: int32 [b, ceil(vocab / 32)], bit i of word w is set where token 32 w + i is allowed.
+        bad_words: int32 [b, words, BAD_WORD_LENGTH], sequences of tokens whose last one is forbidden behind the others;
+            right-aligned, -1 in front, and -1 at the end where unused.
     """
 
     sampling_flags: Int32
@@ -91,6 +131,8 @@ class SamplingSlots(NamedTuple):
     min_position: Int32
     last_position: Int32
     num_logprobs: Int32
+    token_mask: Int32
+    bad_words: Int32
 
 
 class LogprobOutputs(NamedTuple):
@@ -99,8 +141,8 @@ class LogprobOutputs(NamedTuple):
     Attributes:
         sampled_logprob: float32 [b], of the sampled token.
         sampled_rank: int32 [b], its place among all tokens, from 1.
-        top_logprobs: float32 [b, MAX_LOGPROBS], of the likeliest.
-        top_ids: int32 [b, MAX_LOGPROBS].
+        top_logprobs: float32 [b, logprobs], of the likeliest.
+        top_ids: int32 [b, logprobs].
     """
 
     sampled_logprob: Float32
@@ -118,6 +160,8 @@ def sampling_flags(
     num_biases: int = 0,
     masks_stops: bool = False,
     num_logprobs: int = -1,
+    is_masked: bool = False,
+    num_bad_words: int = 0,
 ) -> int:
     """Return the value of the slot `sampling_flags` for a row that asks for these.
 
@@ -129,6 +173,8 @@ def sampling_flags(
         num_biases: how many entries of bias_ids are used.
         masks_stops: the row has stop ids, and a min_position beyond its first generated position.
         num_logprobs: -1 is off.
+        is_masked: the row has a token mask.
+        num_bad_words: how many entries of bad_words are used.
     """
     penalised = repetition_penalty != 1.0 or presence_penalty != 0.0 or frequency_penalty != 0.0
     return (
@@ -137,4 +183,6 @@ def sampling_flags(
         | FLAG_BIAS * (num_biases > 0)
         | FLAG_STOP_MASK * masks_stops
         | FLAG_LOGPROBS * (num_logprobs >= 0)
+        | FLAG_TOKEN_MASK * is_masked
+        | FLAG_BAD_WORDS * (num_bad_words > 0)
     )

@@ -18,7 +18,8 @@ def inputs(dim, rotated, dtype, norm, device, tokens=5, live=4, seed=0):
     draw = torch.Generator().manual_seed(seed)
     angles = torch.rand(POSITIONS, rotated // 2, generator=draw) * 6
     qkv = torch.randn(tokens, (HEADS + 2 * KV_HEADS) * dim, generator=draw).to(dtype)
-    weights = [(1 + 0.3 * torch.randn(dim, generator=draw)).to(dtype).to(device) if norm else None for _ in range(2)]
+    counts = (HEADS, KV_HEADS) if norm == "of all heads" else (1, 1)
+    weights = [1 + 0.3 * torch.randn(count * dim, generator=draw) for count in counts]
     table = torch.full((3, 10), PAGES - 1, dtype=torch.int32)
     table[:, :3] = torch.randperm(PAGES - 1, generator=draw)[:9].view(3, 3)
     caches = [torch.randn(PAGES, PAGE, KV_HEADS, dim, generator=draw).to(dtype).to(device) for _ in range(2)]
@@ -32,8 +33,8 @@ def inputs(dim, rotated, dtype, norm, device, tokens=5, live=4, seed=0):
         "live": torch.tensor([live], dtype=torch.int32, device=device),
         "page_table": table.to(device),
         "cos_sin": torch.stack([angles.cos(), angles.sin()], dim=1).to(device),
-        "q_norm": weights[0],
-        "k_norm": weights[1],
+        "q_norm": weights[0].to(device) if norm else None,
+        "k_norm": weights[1].to(device) if norm else None,
         "eps": 1e-5,
     }
 
@@ -44,14 +45,18 @@ def expected(given):
     dim = q_out.shape[-1]
     half = given["cos_sin"].shape[-1]
     for token in range(given["live"].item()):
-        heads = given["qkv"][token].double().cpu().view(-1, dim)
+        of_token = given["qkv"][token].double().cpu().view(-1, dim)
+        heads = of_token.clone()
         position = given["positions"][token].item()
         cos, sin = given["cos_sin"][position].double().cpu()
         for head in range(HEADS + KV_HEADS):
-            x = heads[head].clone()
+            x = of_token[head].clone()
             weight = given["q_norm"] if head < HEADS else given["k_norm"]
             if weight is not None:
-                x = x / math.sqrt((x * x).mean().item() + given["eps"]) * weight.double().cpu()
+                first, count = (0, HEADS) if head < HEADS else (HEADS, KV_HEADS)
+                together = of_token[first : first + count] if len(weight) > dim else x
+                gain = weight.double().cpu().view(-1, dim)[head - first if len(weight) > dim else 0]
+                x = x / math.sqrt((together * together).mean().item() + given["eps"]) * gain
             low, high = x[:half].clone(), x[half : 2 * half].clone()
             x[:half], x[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
             heads[head] = x
@@ -63,9 +68,9 @@ def expected(given):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", ["", "of each head", "of all heads"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 80), (32, 16)])
+@pytest.mark.parametrize(("dim", "rotated"), [(64, 64), (80, 80), (32, 16), (16, 0)])
 def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated, device):
     given = inputs(dim, rotated, dtype, norm, device if version == "triton" else "cpu")
     wanted = expected(given)
@@ -82,7 +87,7 @@ def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated
 def test_hostile_padding_changes_no_bit_of_live_tokens_or_pages(version, live, device):
     """Law 4: NaN and huge integers past the live tokens."""
     device = device if version == "triton" else "cpu"
-    clean, hostile = (inputs(32, 32, torch.float32, True, device, live=live) for _ in range(2))
+    clean, hostile = (inputs(32, 32, torch.float32, "of all heads", device, live=live) for _ in range(2))
     hostile["qkv"][live:] = math.nan
     hostile["rows"][live:] = 2**31 - 1
     hostile["positions"][live:] = -(2**31)

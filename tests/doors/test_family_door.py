@@ -44,7 +44,7 @@ class ToyConfig(ModelConfig):
 
 @dataclass(frozen=True)
 class ToyStem(Stem):
-    multiplier: float
+    multiplier: float = 1.0
 
     def run(self, tokens: Tokens) -> Tensor:
         return super().run(tokens).mul_(self.multiplier)
@@ -92,7 +92,7 @@ class Toy(Family):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         assert isinstance(config, ToyConfig)
-        return ToyStem(weights.tensor("embedding"), config.multiplier)
+        return ToyStem(weights.tensor("embedding"), multiplier=config.multiplier)
 
     def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
         angles = weights.cos_sin(config.rope, config.head_dim)

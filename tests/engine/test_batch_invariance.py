@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.native import library as native
@@ -68,6 +77,11 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 256}
         if name == "qwen3":
             Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).save_pretrained(folder)
+        elif name == "gemma2":
+            Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, sliding_window=20)).save_pretrained(folder)
+        elif name == "gpt-oss":
+            small = {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 20, "initializer_range": 0.3}
+            GptOssForCausalLM(GptOssConfig(**sizes, **heads, **small)).save_pretrained(folder)
         else:
             LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.3)).save_pretrained(folder)
         for file in ("tokenizer.json", "tokenizer_config.json"):
@@ -78,7 +92,16 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @needs_kernels
-@pytest.mark.parametrize(("model", "dtype"), [("demo", "float32"), ("llama", "bfloat16"), ("qwen3", "float32")])
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("demo", "float32"),
+        ("llama", "bfloat16"),
+        ("qwen3", "float32"),
+        ("gemma2", "bfloat16"),
+        ("gpt-oss", "float32"),
+    ],
+)
 def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, model: str, dtype: str) -> None:
     folder, given = folder_of(model), requests()
     with make(folder, dtype) as llm:

@@ -192,7 +192,7 @@ def test_a_launch_runs_as_many_steps_as_the_scheduler_has_pages_for(make_llm: Ma
     llm = make_llm(steps_per_launch=64, page_size=4, total_num_pages=8, max_batch_size=2, prefix_cache=False)
     scheduler = llm.engine.scheduler
     streams = [llm.stream([97] * 5, GREEDY), llm.stream([98] * 3, GREEDY)]
-    scheduler.prefilled(chunks := scheduler.next_chunks())
+    scheduler.prefilled(chunks := scheduler.next_chunks(512))
     assert [chunk.end for chunk in chunks] == [4, 2]
     # 4 and 2 tokens are cached; 8 pages hold 16 tokens of each, or 20 and 12
     assert scheduler.make_room(64) == 12
@@ -209,7 +209,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     runner = llm.engine.runner
     streams = [llm.stream([97 + i] * (3 + 2 * i), GREEDY) for i in range(4)]
     scheduler = llm.engine.scheduler
-    chunks = scheduler.next_chunks()
+    chunks = scheduler.next_chunks(512)
     runner.prefill([chunk.inputs(llm.cache) for chunk in chunks])
     scheduler.prefilled(chunks)
     rows = list(scheduler.decoding)

@@ -79,8 +79,9 @@ def test_what_can_never_be_served_is_refused_before_anything_changed(
 def test_an_aborted_request_is_never_named_again_and_its_neighbours_go_on(engine: Engine) -> None:
     alone = run_one(engine, [97, 98])
     kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
-    named = {event.request_id for _ in range(3) for event in engine.step()}
-    assert named == {kept, gone}
+    before = [event for _ in range(3) for event in engine.step()]
+    assert {event.request_id for event in before} == {kept, gone}
+    taken = sum(len(event.token_ids) for event in before if event.request_id == kept)
     used = engine.cache.pool.used
     engine.abort(gone)
     assert engine.cache.pool.used < used, "between two steps its pages are free at once"
@@ -90,12 +91,42 @@ def test_an_aborted_request_is_never_named_again_and_its_neighbours_go_on(engine
     while engine.has_work:
         events += engine.step()
     assert {event.request_id for event in events} == {kept}
-    assert sum(len(event.token_ids) for event in events) == len(alone) - 3
+    assert sum(len(event.token_ids) for event in events) == len(alone) - taken
     assert_idle(engine)
 
 
-def run_one(engine: Engine, prompt: list[int]) -> list[int]:
-    request_id = engine.add(Request(prompt, GREEDY))
+@pytest.mark.parametrize("steps_per_launch", [1, 8])
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_counted(
+    monkeypatch: pytest.MonkeyPatch, lookahead: int, steps_per_launch: int
+) -> None:
+    config = BucketConfig(max_batch_size=4, max_sequence_length=64, steps_per_launch=steps_per_launch)
+    engine = Engine(make_runner(load_model("demo", device="cpu"), config))
+    engine.graphs.capture(progress=False)
+    engine.lookahead = lookahead
+    launches: list[int] = []
+    launch = engine.runner.launch
+    monkeypatch.setattr(engine.runner, "launch", lambda rows, steps: launches.append(rows) or launch(rows, steps))
+
+    def counted(params: SamplingParams) -> tuple[int, int]:
+        """Tokens, and steps of the batch record."""
+        launches.clear()
+        engine.stats.batch_sizes.clear()
+        tokens = run_one(engine, list(b"rev oceanic="), params)
+        assert set(engine.stats.batch_sizes) == {1}
+        return len(tokens), engine.stats.batch_sizes[1]
+
+    assert counted(SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)) == (30, 30)
+    assert len(launches) == -(-30 // steps_per_launch)
+    answer = run_one(engine, list(b"rev oceanic="), GREEDY)
+    stop = next(token for place, token in enumerate(answer) if place and token not in answer[:place])
+    params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, stop_token_ids=[stop])
+    assert counted(params) == (answer.index(stop) + 1,) * 2, "a step that only the stop made useless was counted"
+    engine.close()
+
+
+def run_one(engine: Engine, prompt: list[int], params: SamplingParams = GREEDY) -> list[int]:
+    request_id = engine.add(Request(prompt, params))
     return run(engine)[request_id]
 
 

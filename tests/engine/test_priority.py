@@ -13,7 +13,9 @@ MakeLLM = Callable[..., LLM]
 def finishing_order(llm: LLM, priorities: list[int]) -> list[int]:
     """Hand in requests with room for one at a time; return the order in which they ended."""
     params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-    ids = [llm.engine.add(Request([97 + place], params, priority)) for place, priority in enumerate(priorities)]
+    ids = [
+        llm.engine.add(Request([97 + place], params, priority=priority)) for place, priority in enumerate(priorities)
+    ]
     ended = []
     while llm.engine.has_work:
         ended += [event.request_id for event in llm.engine.step() if event.finish_reason is not None]

@@ -125,7 +125,7 @@ def test_closing_gives_up_what_runs_and_every_page() -> None:
 def waiting(request_id: int, length: int) -> Sequence:
     """A sequence whose answer is so long that its pages are never taken at once."""
     params = SamplingParams(max_tokens=1000)
-    sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000)
+    sampling = RowSampling.of(params, seed=0, stop_ids=(), prompt_length=length, max_length=1000, vocab_size=64)
     tokens = [request_id] * length
     return Sequence(request_id, tokens, params, length, 1000, (), (), sampling, RequestMetrics(0.0))
 
@@ -143,7 +143,7 @@ def scheduler() -> Scheduler:
         dtype=torch.float32,
         device="cpu",
     )
-    return Scheduler(cache, max_batch_size=3, prefill_budget=100)
+    return Scheduler(cache, max_batch_size=3)
 
 
 def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
@@ -152,7 +152,7 @@ def admitted(scheduler: Scheduler, *lengths: int) -> list[bool]:
     for request_id, length in enumerate(lengths):
         sequence = waiting(request_id, length)
         scheduler.add(sequence)
-        scheduler.prefilled(scheduler.next_chunks())
+        scheduler.prefilled(scheduler.next_chunks(100))
         entered.append(sequence not in scheduler.waiting)
         if not entered[-1]:
             scheduler.remove(sequence)
@@ -180,6 +180,6 @@ def test_who_is_refused_leaves_the_cache_as_it_was(scheduler: Scheduler, length:
     before = scheduler.cache.available_pages, dict(scheduler.cache.ledger.pages)
     refused = waiting(9, length)
     scheduler.add(refused)
-    assert scheduler.next_chunks() == []
+    assert scheduler.next_chunks(100) == []
     assert (scheduler.cache.available_pages, dict(scheduler.cache.ledger.pages)) == before
     assert list(scheduler.waiting) == [refused]

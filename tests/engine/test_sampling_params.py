@@ -26,11 +26,21 @@ from graphdecode.engine.steps import RowSampling
         ("max_tokens", 0),
         ("min_tokens", -1),
         ("min_tokens", 17),
-        ("logprobs", 21),
+        ("logprobs", -2),
+        ("prompt_logprobs", -2),
+        ("prompt_logprobs", 1.5),
+        ("truncate_prompt_tokens", 0),
+        ("n", 1025),
         ("logprobs", True),
         ("logit_bias", {-1: 1.0}),
-        ("logit_bias", dict.fromkeys(range(65), 1.0)),
-        ("stop_token_ids", range(8)),
+        ("logit_bias", {1: float("inf")}),
+        ("stop_token_ids", [-1]),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.5]),
+        ("allowed_token_ids", 5),
+        ("bad_words", "abc"),
+        ("bad_words", ["a", " "]),
+        ("bad_words", [1]),
         ("stop", ""),
         ("stop", ["a", ""]),
     ],
@@ -48,7 +58,7 @@ def test_borders_are_allowed() -> None:
 
 def test_penalties_are_noticed() -> None:
     def of(params: SamplingParams) -> RowSampling:
-        return RowSampling.of(params, seed=0, stop_ids=(), prompt_length=1, max_length=8)
+        return RowSampling.of(params, seed=0, stop_ids=(), prompt_length=1, max_length=8, vocab_size=64)
 
     assert not of(SamplingParams()).uses_penalties
     assert of(SamplingParams(repetition_penalty=1.1)).uses_penalties

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from graphdecode import LLM, GraphdecodeError, SamplingParams
@@ -41,6 +42,9 @@ def answers(llm: LLM) -> list[str]:
         ({"min_p": float("inf")}, r"min_p must be a number in \[0, 1\], got inf"),
         ({"logit_bias": {3: 10**400}}, "logit_bias must be a dict"),
         ({"seed": 2**63}, "seed must be None or a 64-bit integer"),
+        ({"stop": torch.tensor([1, 2])}, "stop must be text, or a list of texts, got tensor"),
+        ({"stop_token_ids": torch.tensor(1)}, "stop_token_ids must be a list of token ids"),
+        ({"logit_bias": torch.tensor([1.0, 2.0])}, "logit_bias must be a dict"),
         ({"seed": 1.5}, "seed must be None or a 64-bit integer, got 1.5"),
         ({"max_tokens": -1}, "max_tokens must be .*, got -1"),
     ],

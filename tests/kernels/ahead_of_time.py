@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,10 +30,17 @@ from graphdecode.kernels.attention import attention_plan, extend_attention, spli
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.model import act_mul, advance, embedding, skip_steps
+from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, skip_steps
+from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import logprobs, sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, SAMPLING_SLOTS, LogprobOutputs, SamplingSlots
+from graphdecode.kernels.sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    LogprobOutputs,
+    SamplingCapacity,
+    SamplingSlots,
+    sampling_slots,
+)
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -47,6 +55,7 @@ POINTERS = {
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
+EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
 ATTENTION_SHAPES = [
     (head_dim, dtype, kv_dtype)
     for head_dim in (64, 128, 256)
@@ -137,26 +146,34 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     partial = torch.empty(ROWS, 1, heads, head_dim)
     partial_lse = torch.empty(ROWS, 1, heads)
 
-    def decode(window_left: int) -> None:
+    sinks = torch.empty(heads)
+
+    def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         split_decode.decode_attention_triton(
             q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
-            window_left, 0.0, "NONE", 1.0, 1e4, None,
+            window_left, soft_cap, "NONE", 1.0, 1e4, sinks,
         )  # fmt: skip
 
-    def extend() -> None:
+    def extend(soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         extend_attention.extend_attention_triton(
-            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, 0.0, None
+            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, soft_cap, sinks
         )
 
-    return {"decode": lambda: decode(-1), "decode-window": lambda: decode(1024), "extend": extend}
+    return {
+        "decode": lambda: decode(-1),
+        "decode-window": lambda: decode(1024),
+        "decode-options": lambda: decode(1024, 50.0, sinks),
+        "extend": extend,
+        "extend-options": lambda: extend(50.0, sinks),
+    }
 
 
-def append_case(head_dim: int, norm: bool) -> Callable[[], None]:
+def append_case(head_dim: int, normed_heads: tuple[int, int] | None) -> Callable[[], None]:
     """The fused append of one model shape."""
     cache = torch.empty(PAGES, PAGE_SIZE, 8, head_dim, dtype=torch.bfloat16)
     q = torch.empty(ROWS, 32, head_dim, dtype=torch.bfloat16)
     lens = torch.empty(ROWS, dtype=torch.int32)
-    weight = torch.empty(head_dim, dtype=torch.bfloat16) if norm else None
+    weights = [None if normed_heads is None else torch.empty(heads * head_dim) for heads in normed_heads or (0, 0)]
     return lambda: rope_append.rope_append_triton(
         q,
         cache,
@@ -167,16 +184,17 @@ def append_case(head_dim: int, norm: bool) -> Callable[[], None]:
         lens,
         torch.empty(ROWS, WIDTH, dtype=torch.int32),
         torch.empty(4096, 2, head_dim // 2),
-        weight,
-        weight,
+        *weights,
         1e-6,
     )
 
 
 def step_arguments() -> dict[str, Any]:
     """The tensors of a step, and groups of them, by the names that the launchers' arguments have."""
-    shapes = {slot.name: (ROWS, slot.width) if slot.width else (ROWS,) for slot in SAMPLING_SLOTS}
-    tensors = {slot.name: torch.empty(shapes[slot.name], dtype=slot.dtype) for slot in SAMPLING_SLOTS}
+    capacity = SamplingCapacity()
+    specs = sampling_slots(capacity, VOCAB)
+    tensors = {spec.name: torch.empty(ROWS, *spec.sizes, dtype=spec.dtype) for spec in specs}
+    tensors["recent_tokens"] = torch.empty(ROWS, BAD_WORD_LENGTH, dtype=torch.int32)
     for name in (
         "positions",
         "pre_step_seqlens",
@@ -194,13 +212,13 @@ def step_arguments() -> dict[str, Any]:
     tensors["token_counts"] = torch.empty(ROWS, VOCAB, dtype=torch.int32)
     tensors["sampled_logprob"] = torch.empty(ROWS)
     tensors["sampled_rank"] = torch.empty(ROWS, dtype=torch.int32)
-    tensors["top_logprobs"] = torch.empty(ROWS, MAX_LOGPROBS)
-    tensors["top_ids"] = torch.empty(ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    tensors["top_logprobs"] = torch.empty(ROWS, capacity.max_logprobs)
+    tensors["top_ids"] = torch.empty(ROWS, capacity.max_logprobs, dtype=torch.int32)
     tensors["ring_tokens"] = torch.empty(4, ROWS, dtype=torch.int64)
     tensors["ring_logprob"] = torch.empty(4, ROWS)
     tensors["ring_rank"] = torch.empty(4, ROWS, dtype=torch.int32)
-    tensors["ring_top_logprobs"] = torch.empty(4, ROWS, MAX_LOGPROBS)
-    tensors["ring_top_ids"] = torch.empty(4, ROWS, MAX_LOGPROBS, dtype=torch.int32)
+    tensors["ring_top_logprobs"] = torch.empty(4, ROWS, capacity.max_logprobs)
+    tensors["ring_top_ids"] = torch.empty(4, ROWS, capacity.max_logprobs, dtype=torch.int32)
     groups = {
         "slots": SamplingSlots,
         "outputs": LogprobOutputs,
@@ -219,14 +237,19 @@ def by_name(launcher: Callable[..., None], tensors: dict[str, Any]) -> Callable[
 def step_cases() -> dict[str, Callable[[], None]]:
     """The launches of the rest of a step, which no head_dim changes."""
     tensors = step_arguments()
-    x, weight = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN, dtype=torch.bfloat16)
+    x, weight = torch.empty(ROWS, HIDDEN, dtype=torch.bfloat16), torch.empty(HIDDEN)
+    logits = torch.empty(ROWS, VOCAB, dtype=torch.bfloat16)
     table = torch.empty(1000, HIDDEN, dtype=torch.bfloat16)
     wide = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16)
     gate_up = torch.empty(ROWS, 2 * FEED_FORWARD, dtype=torch.bfloat16)
     return {
-        "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"]),
+        "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 1.0),
+        "embedding-scale": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 11.3),
+        "cap-logits": lambda: cap_logits.cap_logits_triton(logits, 30.0),
         "rms-norm": lambda: rms_norm.rms_norm_triton(x, x, weight, 1e-5),
-        "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5),
+        "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5, None, 0.0, 1.0),
+        "add-rms-norm-post": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5, weight, 1e-5, 0.22),
+        "add-normed": lambda: rms_norm.add_rms_norm_triton(x, x, x, None, 0.0, weight, 1e-5, 1.0),
         "silu": lambda: act_mul.act_mul_triton(wide, gate_up, "silu"),
         "gelu": lambda: act_mul.act_mul_triton(wide, gate_up, "gelu"),
         "sample": by_name(sample.sample_triton, tensors),
@@ -262,19 +285,53 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     return cases
 
 
+def expert_cases() -> dict[str, Callable[[], None]]:
+    """Routing, and the products of few and of many pairs of a model with experts."""
+    cases: dict[str, Callable[[], None]] = {}
+    offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, ROWS * SLOTS))
+    ids, weights = torch.empty(ROWS, SLOTS, dtype=torch.int32), torch.empty(ROWS, SLOTS)
+
+    def product(pairs: int, depth: int, width: int, dtype: torch.dtype, gate: str) -> Callable[[], None]:
+        out, x = torch.empty(pairs, width, dtype=dtype), torch.empty(pairs, depth, dtype=dtype)
+        outputs = width if gate == "none" else 2 * width
+        weight = torch.empty(EXPERTS, outputs, depth, dtype=dtype)
+        bias = torch.empty(EXPERTS, outputs, dtype=dtype) if gate == "swiglu_clamped" else None
+        return lambda: expert_linear.expert_linear_triton(
+            out, x, weight, bias, order, offsets, SLOTS, gate, 1.702, 7.0, False
+        )
+
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float32, "float32")):
+        logits, out = torch.empty(ROWS, EXPERTS, dtype=dtype), torch.empty(ROWS, HIDDEN, dtype=dtype)
+        parts = torch.empty(ROWS * SLOTS, HIDDEN, dtype=dtype)
+        cases |= {
+            f"route-{name}": partial(
+                moe_route.moe_route_triton, ids, weights, order, offsets, logits, offsets[:1], False
+            ),
+            f"combine-{name}": partial(moe_combine.moe_combine_triton, out, parts, ids, weights, logits[:, :1]),
+        }
+        tiles = {ROWS * SLOTS: "", EXPERTS * 32: "-many"} if dtype.itemsize == 2 else {ROWS * SLOTS: ""}
+        for pairs, many in tiles.items():
+            for gate in ("silu", "swiglu_clamped"):
+                cases[f"experts-{gate}-{name}{many}"] = product(pairs, HIDDEN, EXPERT_WIDTH, dtype, gate)
+            cases[f"experts-none-{name}{many}"] = product(pairs, EXPERT_WIDTH, HIDDEN, dtype, "none")
+    return cases
+
+
 def measure(arch: int) -> dict[str, dict[str, int]]:
     """Compile every case for one architecture."""
     cases: dict[str, Callable[[], None]] = {}
     for head_dim, dtype, kv_dtype in ATTENTION_SHAPES:
         name = f"{str(dtype)[6:]}-{str(kv_dtype)[6:]}-d{head_dim}"
         for kind, launch in attention_cases(head_dim, dtype, kv_dtype).items():
-            if kind != "decode-window" or kv_dtype == torch.bfloat16:
+            if kind in ("decode", "extend") or kv_dtype == torch.bfloat16:
                 cases[f"{kind}-{name}"] = launch
     for head_dim in (64, 128, 256):
-        cases[f"append-d{head_dim}"] = append_case(head_dim, False)
-        cases[f"append-norm-d{head_dim}"] = append_case(head_dim, True)
+        cases[f"append-d{head_dim}"] = append_case(head_dim, None)
+        cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))
+        cases[f"append-norm-all-d{head_dim}"] = append_case(head_dim, (32, 8))
     cases |= step_cases()
     cases |= linear_cases(arch)
+    cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)

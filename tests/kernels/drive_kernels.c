@@ -16,9 +16,15 @@
 #define VOCAB 3000
 #define PAGES 9
 #define PAGE 4
+#define EXPERTS 5
+#define SLOTS 2
+#define WIDTH 32 /* of an expert */
 
 struct memory {
     float x[BATCH * HIDDEN], weight[HIDDEN * HIDDEN], out[BATCH * HIDDEN], cache[2][PAGES * PAGE * HEADS * DIM];
+    float gate_up[EXPERTS * 2 * WIDTH * HIDDEN], down[EXPERTS * HIDDEN * WIDTH], inner[BATCH * SLOTS * WIDTH];
+    float parts[BATCH * SLOTS * HIDDEN], expert_weights[BATCH * SLOTS];
+    int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1];
     float q[BATCH * HEADS * DIM], attended[BATCH * HEADS * DIM], logits[BATCH * VOCAB], numbers[5][BATCH];
     int32_t table[BATCH * (PAGES - 1)], lens[BATCH], live, flags[BATCH], top_k[BATCH], positions[BATCH], none[BATCH];
     int64_t seed[BATCH], sampled[BATCH], bias_ids;
@@ -62,20 +68,49 @@ static void run_sample(struct memory *m, int threads) {
     sample_f32(&a, threads);
 }
 
+static void run_experts(struct memory *m, int threads) {
+    {
+        moe_route_args a = {.renormalise = 1};
+        PLACE(ids, m->ids, BATCH, SLOTS), PLACE(weights, m->expert_weights, BATCH, SLOTS), PLACE(live, &m->live, 1);
+        PLACE(order, m->order, BATCH * SLOTS), PLACE(offsets, m->offsets, EXPERTS + 1), PLACE(logits, m->x, BATCH, EXPERTS);
+        a.logits.stride[0] = HIDDEN;
+        moe_route_f32(&a, threads);
+    }
+    {
+        expert_linear_args a = {.slots = SLOTS, .gate = GATE_SILU};
+        PLACE(out, m->inner, BATCH * SLOTS, WIDTH), PLACE(x, m->x, BATCH, HIDDEN), PLACE(order, m->order, BATCH * SLOTS);
+        PLACE(weight, m->gate_up, EXPERTS * 2, HIDDEN, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
+        a.x.stride[0] = HIDDEN;
+        expert_linear_f32(&a, threads);
+    }
+    {
+        expert_linear_args a = {.slots = 1, .gate = GATE_NONE};
+        PLACE(out, m->parts, BATCH * SLOTS, HIDDEN), PLACE(x, m->inner, BATCH * SLOTS, WIDTH);
+        PLACE(weight, m->down, EXPERTS * HIDDEN / PANEL, WIDTH, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
+        PLACE(order, m->order, BATCH * SLOTS), a.x.stride[0] = WIDTH;
+        expert_linear_f32(&a, threads);
+    }
+    moe_combine_args a = {0};
+    PLACE(out, m->x, BATCH, HIDDEN), PLACE(parts, m->parts, BATCH * SLOTS, HIDDEN), PLACE(ids, m->ids, BATCH, SLOTS);
+    PLACE(weights, m->expert_weights, BATCH, SLOTS);
+    moe_combine_f32(&a, threads);
+}
+
 static void run_everything(struct memory *m, int threads) {
     run_norm(m, threads);
     memcpy(m->x, m->out, sizeof m->x);
     run_linear(m, threads);
+    run_experts(m, threads);
     run_attention(m, threads);
     run_sample(m, threads);
 }
 
 static void fill(struct memory *m) {
     uint32_t state = 7;
-    float *parts[] = {m->x, m->weight, m->cache[0], m->cache[1], m->q, m->logits};
+    float *parts[] = {m->x, m->weight, m->cache[0], m->cache[1], m->q, m->logits, m->gate_up, m->down};
     size_t sizes[] = {BATCH * HIDDEN, HIDDEN * HIDDEN, PAGES * PAGE * HEADS * DIM, PAGES * PAGE * HEADS * DIM,
-                      BATCH * HEADS * DIM, BATCH * VOCAB};
-    for (int part = 0; part < 6; part++)
+                      BATCH * HEADS * DIM, BATCH * VOCAB, EXPERTS * 2 * WIDTH * HIDDEN, EXPERTS * HIDDEN * WIDTH};
+    for (int part = 0; part < 8; part++)
         for (size_t i = 0; i < sizes[part]; i++) {
             state = state * 1664525 + 1013904223;
             parts[part][i] = (float)(state >> 8) / (1 << 23) - 1.0f;

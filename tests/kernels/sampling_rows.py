@@ -3,22 +3,24 @@
 import torch
 from torch import Tensor
 
+from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.kernels.sampling.sampling_slots import (
-    MAX_LOGPROBS,
+    BAD_WORD_LENGTH,
     PROMPT_BIT,
-    SAMPLING_SLOTS,
     LogprobOutputs,
+    SamplingCapacity,
     SamplingSlots,
     sampling_flags,
+    sampling_slots,
 )
 
+CAPACITY = SamplingCapacity(max_logprobs=20, max_stop_token_ids=5, max_logit_biases=64, max_bad_words=6)
 
-def neutral_slots(rows: int) -> SamplingSlots:
+
+def neutral_slots(rows: int, vocab: int = 64) -> SamplingSlots:
     """Every row is plain greedy."""
-    shapes = ((rows, spec.width) if spec.width else (rows,) for spec in SAMPLING_SLOTS)
-    return SamplingSlots(
-        *(torch.full(shape, spec.neutral, dtype=spec.dtype) for shape, spec in zip(shapes, SAMPLING_SLOTS, strict=True))
-    )
+    specs = sampling_slots(CAPACITY, vocab)
+    return SamplingSlots(*(torch.full((rows, *spec.sizes), spec.neutral, dtype=spec.dtype) for spec in specs))
 
 
 def set_row(
@@ -28,6 +30,8 @@ def set_row(
     biases: dict[int, float] | None = None,
     stops: tuple[int, ...] = (),
     min_position: int = 0,
+    allowed: list[int] | None = None,
+    bad_words: list[list[int]] | None = None,
     **values: float,
 ) -> None:
     """Fill one row's slots, flags included, as an engine does."""
@@ -38,6 +42,10 @@ def set_row(
     for place, token in enumerate(stops):
         slots.stop_ids[row, place] = token
     slots.min_position[row] = min_position
+    if allowed is not None:
+        slots.token_mask[row] = torch.from_numpy(token_mask(allowed, 32 * slots.token_mask.shape[1]))
+    for place, word in enumerate(bad_words or []):
+        slots.bad_words[row, place, BAD_WORD_LENGTH - len(word) :] = torch.tensor(word)
     for name, value in values.items():
         getattr(slots, name)[row] = value
     asked = {
@@ -49,11 +57,13 @@ def set_row(
         **asked,  # type: ignore[arg-type]
         num_biases=len(biases),
         masks_stops=bool(stops) and min_position > 0,
+        is_masked=allowed is not None,
+        num_bad_words=len(bad_words or []),
     )
 
 
-def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, SamplingSlots, Tensor]:
-    """Logits, positions, slots and counts of rows with random wishes; some rows are plain greedy."""
+def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, SamplingSlots, Tensor, Tensor]:
+    """Logits, positions, slots, counts and recent tokens of rows with random wishes; some rows are plain greedy."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: float, high: float) -> float:
@@ -62,9 +72,11 @@ def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Sampl
     def integer(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=draw).item())
 
-    slots = neutral_slots(rows)
+    slots = neutral_slots(rows, vocab)
+    positions = torch.randint(0, 100, (rows,), dtype=torch.int32, generator=draw)
+    recent = torch.randint(0, 3, (rows, BAD_WORD_LENGTH), dtype=torch.int32, generator=draw)
     for row in range(rows):
-        wish = integer(0, 8)
+        wish = integer(0, 16)
         if wish == 0:
             continue
         set_row(
@@ -82,12 +94,22 @@ def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Sampl
             stops=(0, vocab - 2),
             min_position=50,
             num_logprobs=5 if wish & 4 else -1,
+            allowed=sorted({integer(0, vocab) for _ in range(vocab)}) if wish > 8 else None,
+            # of what was generated last, one token more; and others that do not match
+            bad_words=[[*past(recent[row], int(positions[row]) + 1, length), integer(0, vocab)] for length in range(4)]
+            + [[2, 2, 2, 2, 2, integer(0, vocab)]]
+            if wish & 8
+            else None,
         )
     logits = torch.randn(rows, vocab, generator=draw) * 3
-    positions = torch.randint(0, 100, (rows,), dtype=torch.int32, generator=draw)
     counts = torch.randint(-4, 4, (rows, vocab), dtype=torch.int32, generator=draw).clamp_(min=0)
     counts |= PROMPT_BIT * (torch.rand(rows, vocab, generator=draw) < 0.3).int()
-    return logits, positions, slots, counts
+    return logits, positions, slots, counts, recent
+
+
+def past(recent: Tensor, position: int, length: int) -> list[int]:
+    """Return what stands at the `length` places before a position."""
+    return [int(recent[place % BAD_WORD_LENGTH]) for place in range(position - length, position)]
 
 
 def make_hostile(slots: SamplingSlots, first_dead: int) -> None:
@@ -105,8 +127,8 @@ def logprob_outputs(rows: int) -> LogprobOutputs:
     return LogprobOutputs(
         torch.full((rows,), 7.0),
         torch.full((rows,), -7, dtype=torch.int32),
-        torch.full((rows, MAX_LOGPROBS), 7.0),
-        torch.full((rows, MAX_LOGPROBS), -7, dtype=torch.int32),
+        torch.full((rows, CAPACITY.max_logprobs), 7.0),
+        torch.full((rows, CAPACITY.max_logprobs), -7, dtype=torch.int32),
     )
 
 

@@ -2,18 +2,25 @@
 
 import pytest
 import torch
-from sampling_rows import logprob_outputs, make_hostile, neutral_slots, set_row
+from sampling_rows import CAPACITY, logprob_outputs, make_hostile, neutral_slots, set_row
 
 from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.sample import sample
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS, PROMPT_BIT, LogprobOutputs
+from graphdecode.kernels.sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    FLAG_BAD_WORDS,
+    PROMPT_BIT,
+    WITHOUT_NUMBERS,
+    LogprobOutputs,
+)
 
 advance_torch = versions("advance").torch
 native_advance = versions("advance").native
 
 NO_LOGPROBS = (None,) * len(LogprobOutputs._fields)
+MOST = CAPACITY.max_logprobs
 RING_LENGTH = 4
 RING_ROWS = 6
 VOCAB = 32
@@ -25,8 +32,8 @@ def new_state(rows: int, with_logprobs: bool = False) -> AdvanceState:
         rings = (
             torch.zeros(RING_LENGTH, RING_ROWS),
             torch.zeros(RING_LENGTH, RING_ROWS, dtype=torch.int32),
-            torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS),
-            torch.zeros(RING_LENGTH, RING_ROWS, MAX_LOGPROBS, dtype=torch.int32),
+            torch.zeros(RING_LENGTH, RING_ROWS, MOST),
+            torch.zeros(RING_LENGTH, RING_ROWS, MOST, dtype=torch.int32),
         )
     return AdvanceState(
         torch.arange(rows) + 100,
@@ -90,6 +97,24 @@ def test_a_row_finishes_by_stop_id_or_by_position_and_does_not_advance(step):
     assert state.ring_tokens[2].tolist() == [4, 5, 6, 7, -1, -1]
 
 
+def test_a_row_without_a_choice_ends_with_its_code_in_the_ring_and_is_never_fed(step):
+    state, slots = new_state(3), neutral_slots(3)
+    for row in range(3):
+        set_row(slots, row, frequency_penalty=0.5)
+    counts = state.token_counts.clone()
+    counts[[0, 2], [5, 7]] = 1
+    for later in range(2):
+        step(state, [5 + later, WITHOUT_NUMBERS, 7], slots)
+        assert state.tokens.tolist() == [5 + later, 101, 7]
+        assert state.pre_step_seqlens.tolist() == [1 + later, 10, 21 + later]
+        assert state.finished.tolist() == [0, 1, 0]
+        assert state.running.tolist() == [2]
+    assert state.ring_tokens[2].tolist() == [5, WITHOUT_NUMBERS, 7, -1, -1, -1]
+    assert state.ring_tokens[3].tolist() == [6, -1, 7, -1, -1, -1]
+    counts[0, 6], counts[2, 7] = 1, 2
+    assert torch.equal(state.token_counts, counts)
+
+
 def test_finished_rows_stay_as_they_are(step):
     state = new_state(3)
     state.finished[1] = 1
@@ -128,14 +153,55 @@ def test_logprobs_go_to_the_ring_for_rows_that_want_them(step):
     set_row(slots, 2, num_logprobs=3)
     state.finished[2] = 1
     outputs = logprob_outputs(3)
-    outputs.top_logprobs.copy_(torch.rand(3, MAX_LOGPROBS))
+    outputs.top_logprobs.copy_(torch.rand(3, MOST))
     step(state, [5, 6, 7], slots, logprobs=outputs)
     assert state.ring_logprob[2].tolist() == [0, 7, 0, 0, 0, 0]
     assert state.ring_rank[2].tolist() == [0, -7, 0, 0, 0, 0]
-    assert torch.equal(state.ring_top_logprobs[2, 1], outputs.top_logprobs[1])
-    assert torch.equal(state.ring_top_ids[2, 1], outputs.top_ids[1])
-    assert state.ring_top_logprobs.count_nonzero() == MAX_LOGPROBS
-    assert state.ring_top_ids.count_nonzero() == MAX_LOGPROBS
+    assert torch.equal(state.ring_top_logprobs[2, 1, :3], outputs.top_logprobs[1, :3])
+    assert torch.equal(state.ring_top_ids[2, 1, :3], outputs.top_ids[1, :3])
+    assert state.ring_top_logprobs.count_nonzero() == 3
+    assert state.ring_top_ids.count_nonzero() == 3
+
+
+def test_more_likely_tokens_than_are_copied_at_once_go_to_the_ring(step):
+    state = new_state(2)._replace(
+        ring_logprob=torch.zeros(RING_LENGTH, RING_ROWS),
+        ring_rank=torch.zeros(RING_LENGTH, RING_ROWS, dtype=torch.int32),
+        ring_top_logprobs=torch.zeros(RING_LENGTH, RING_ROWS, 75),
+        ring_top_ids=torch.zeros(RING_LENGTH, RING_ROWS, 75, dtype=torch.int32),
+    )
+    slots = neutral_slots(2)
+    set_row(slots, 0, num_logprobs=70)
+    outputs = LogprobOutputs(
+        torch.zeros(2), torch.ones(2, dtype=torch.int32), torch.rand(2, 75), torch.randint(1, 99, (2, 75)).int()
+    )
+    step(state, [5, 6], slots, logprobs=outputs)
+    assert torch.equal(state.ring_top_ids[2, 0, :70], outputs.top_ids[0, :70])
+    assert torch.equal(state.ring_top_logprobs[2, 0, :70], outputs.top_logprobs[0, :70])
+    assert state.ring_top_ids.count_nonzero() == 70
+
+
+def test_the_last_tokens_are_remembered_for_rows_with_bad_words(step):
+    recent = torch.full((4, BAD_WORD_LENGTH), -1, dtype=torch.int32)
+    state, slots = new_state(4)._replace(recent_tokens=recent), neutral_slots(4)
+    for row in (0, 2, 3):
+        set_row(slots, row, bad_words=[[1]])
+    state.finished[3] = 1
+    assert slots.sampling_flags[0] == FLAG_BAD_WORDS
+    for tokens in [[5, 6, 7, 8], [9, 10, 11, 12]]:  # at 1 and 2, and at 21 and 22
+        step(state, tokens, slots)
+    expected = torch.full((4, BAD_WORD_LENGTH), -1, dtype=torch.int32)
+    expected[0, 1:3], expected[2, 5:7] = torch.tensor([5, 9]), torch.tensor([7, 11])
+    assert torch.equal(state.recent_tokens, expected)
+
+
+def test_every_stop_id_that_there_is_room_for_ends_a_row(step):
+    for count in range(1, CAPACITY.max_stop_token_ids + 1):
+        state, slots = new_state(3), neutral_slots(3)
+        set_row(slots, 0, stops=tuple(range(20, 20 + count)))
+        set_row(slots, 2, stops=(7,))
+        step(state, [19 + count, 6, 3], slots)
+        assert state.finished.tolist() == [1, 0, 0]
 
 
 def test_dead_rows_with_hostile_slots_change_nothing(step):
@@ -182,7 +248,7 @@ def test_many_steps_need_no_host(device):
 @pytest.mark.parametrize("with_logprobs", [False, True])
 def test_the_operator_passes_opcheck(device, with_logprobs):
     state, slots = new_state(2, with_logprobs), neutral_slots(2)
-    outputs = logprob_outputs(2) if with_logprobs else (None, None, None)
+    outputs = logprob_outputs(2) if with_logprobs else NO_LOGPROBS
     live = torch.tensor([2], dtype=torch.int32)
     arguments = (*state, torch.tensor([5, 6]), live, *slots, *outputs)
     there = tuple(t if t is None else t.to(device) for t in arguments)

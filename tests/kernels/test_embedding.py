@@ -2,21 +2,29 @@ import pytest
 import torch
 
 from graphdecode.kernels.model.embedding import embedding, embedding_triton
+from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
+native_embedding = versions("embedding").native
 embedding_torch = versions("embedding").torch
 
 HOSTILE_IDS = [2**62, -(2**62), -1, 11]
 
 
-@pytest.fixture(params=["torch", "triton"])
+@pytest.fixture(params=["torch", "native", "triton"])
 def gather(request, device):
-    version, where = (embedding_torch, "cpu") if request.param == "torch" else (embedding_triton, device)
+    if request.param == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    where = device if request.param == "triton" else "cpu"
 
-    def run(tokens, weight, live):
+    def run(tokens, weight, live, scale=1.0):
         out = torch.full((len(tokens), weight.shape[1]), torch.nan, dtype=weight.dtype, device=where)
         live_tokens = torch.tensor([live], dtype=torch.int32, device=where)
-        version(out, torch.tensor(tokens, device=where), weight.to(where), live_tokens)
+        given = (out, torch.tensor(tokens, device=where), weight.to(where), live_tokens, scale)
+        if request.param == "native":
+            native_embedding(*given)()
+        else:
+            {"torch": embedding_torch, "triton": embedding_triton}[request.param](*given)
         return out.cpu()
 
     return run
@@ -30,6 +38,14 @@ def test_rows_are_gathered_exactly(gather, dtype, hidden):
     assert torch.equal(gather(tokens, weight, 4), weight[tokens])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_may_be_scaled(gather, dtype):
+    weight = torch.randn(11, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tokens, tolerance = [3, 0, 10, 3], torch.finfo(dtype).eps
+    given = gather(tokens, weight, 4, 11.3).double()
+    torch.testing.assert_close(given, 11.3 * weight[tokens].double(), rtol=tolerance, atol=0.0)
+
+
 @pytest.mark.parametrize("live", [0, 1, 2])
 def test_dead_tokens_read_row_0_whatever_they_hold(gather, live):
     """Law: padding is inert."""
@@ -40,6 +56,13 @@ def test_dead_tokens_read_row_0_whatever_they_hold(gather, live):
     assert torch.equal(out[live:], weight[0].expand(len(HOSTILE_IDS), -1))
 
 
+@pytest.mark.parametrize("live", [3, 5])
+def test_live_ids_that_no_row_has_read_row_0(gather, live):
+    weight = torch.randn(11, 20, generator=torch.Generator().manual_seed(3))
+    out = gather([7, *HOSTILE_IDS], weight, live)
+    assert torch.equal(out, weight[[7, 0, 0, 0, 0]])
+
+
 def test_weight_rows_may_be_strided(gather):
     weight = torch.randn(11, 40)[:, :20]
     assert torch.equal(gather([4, 9], weight, 2), weight[[4, 9]])
@@ -48,6 +71,6 @@ def test_weight_rows_may_be_strided(gather):
 def test_the_operator_passes_opcheck(device):
     arguments = (torch.zeros(3, 8), torch.tensor([1, 2, 3]), torch.randn(5, 8), torch.tensor([2], dtype=torch.int32))
     there = tuple(t.to(device) for t in arguments)
-    torch.library.opcheck(torch.ops.graphdecode.embedding.default, there)
+    torch.library.opcheck(torch.ops.graphdecode.embedding.default, (*there, 2.0))
     embedding(*there)
     assert torch.equal(there[0][1], there[2][2])

@@ -45,19 +45,25 @@ def close(actual, expected, dtype):
 @pytest.mark.parametrize("hidden", [1, 15, 16, 33, 768])
 def test_the_norm_is_the_formula(hidden, dtype, generator):
     x, residual = (torch.randn(2, 3, hidden + 2, generator=generator) * 3).to(dtype)
-    weight = torch.randn(hidden, generator=generator).to(dtype)
+    weight, post = torch.randn(2, hidden, generator=generator)
     x, residual = x[:, 1 : hidden + 1], residual[:, :hidden].contiguous()
     for given in (None, residual):
         source = (x if given is None else (residual.float() + x.float()).to(dtype)).double()
         expected = source / (source.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
         out = torch.full((3, hidden), torch.nan, dtype=dtype)
-        call = (
-            native_rms_norm(out, x, weight, EPS) if given is None else native_add_rms_norm(out, given, x, weight, EPS)
-        )
-        call()
-        close(out, expected, dtype)
-        if given is not None:
+        if given is None:
+            native_rms_norm(out, x, weight, EPS)()
+        else:
+            native_add_rms_norm(out, given, x, weight, EPS, None, 0.0, 1.0)()
             close(given, source, dtype)
+        close(out, expected, dtype)
+    for gain in (None, weight):
+        of_x = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt() * post.double()
+        source, out, given = residual.double() + 0.7 * of_x, torch.full_like(out, torch.nan), residual.clone()
+        native_add_rms_norm(out, given, x, gain, EPS, post, EPS, 0.7)()
+        close(given, source, dtype)
+        wide = given.double()
+        close(out, wide if gain is None else wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * gain, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -119,12 +125,13 @@ def test_a_products_row_depends_on_nothing_but_the_row(dtype, form, generator):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("dim", "half"), [(16, 8), (48, 24), (64, 16)])
-@pytest.mark.parametrize("with_norms", [False, True])
-def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype, generator):
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (48, 24), (64, 16), (16, 0)])
+@pytest.mark.parametrize("norms", ["none", "of each head", "of all heads"])
+def test_rotation_and_append_are_the_torch_version(dim, half, norms, dtype, generator):
     pages, page_size, rows, live = 9, 4, 3, 6
     qkv = torch.randn(8, (5 + 2 * 2) * dim, generator=generator).to(dtype)
-    norms = torch.randn(2, dim, generator=generator).to(dtype) if with_norms else (None, None)
+    heads = (5, 2) if norms == "of all heads" else (1, 1)
+    weights = [None if norms == "none" else torch.randn(count * dim, generator=generator) for count in heads]
     table = torch.randperm(pages - 1, generator=generator)[: rows * 2].view(rows, 2).int()
     row_of = torch.tensor([0, 0, 1, 2, 2, 2, 2**31 - 1, -5], dtype=torch.int32)
     positions = torch.tensor([2, 3, 7, 0, 1, 4, 2**31 - 1, -9], dtype=torch.int32)
@@ -134,7 +141,7 @@ def test_rotation_and_append_are_the_torch_version(dim, half, with_norms, dtype,
         q_out = torch.zeros(8, 5, dim, dtype=dtype)
         caches = torch.zeros(2, pages, page_size, 2, dim, dtype=dtype)
         alive = torch.tensor([live], dtype=torch.int32)
-        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *norms, EPS)
+        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *weights, EPS)
         results.append((q_out, caches))
     for actual, expected in zip(*results, strict=True):
         close(actual, expected, dtype)
@@ -169,9 +176,9 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     assert not results[1][-1].any()
 
 
-def sampled_by(version, logits, positions, slots, counts, live):
+def sampled_by(version, logits, positions, slots, counts, recent, live):
     sampled = torch.full((len(logits),), -7)
-    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts)
+    version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts, recent)
     return sampled.tolist()
 
 
@@ -189,7 +196,7 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
     slots = neutral_slots(6)
     slots.sampling_flags[1] = FLAG_LOGPROBS
     expected = logits[:5].float().numpy().argmax(axis=1).tolist()
-    got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, 5)
+    got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, None, 5)
     assert got == [*expected, DEAD_TOKEN]
 
 
@@ -198,8 +205,8 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
 def test_a_drawn_token_is_the_torch_versions(vocab, dtype):
     """At the border of two tokens the last bit of an exponential may decide: one row in a million."""
     for seed in range(6):
-        logits, positions, slots, counts = random_rows(12, vocab, seed)
-        given = (logits.to(dtype), positions, slots, counts, 11)
+        logits, positions, slots, *books = random_rows(12, vocab, seed)
+        given = (logits.to(dtype), positions, slots, *books, 11)
         assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given), f"seed {seed}"
 
 
@@ -213,7 +220,7 @@ def test_thresholds_are_found_in_any_range_of_values(spread, wish, generator):
     slots = neutral_slots(rows)
     for row in range(rows):
         set_row(slots, row, temperature=0.7, seed=row, **wish)
-    given = (logits, torch.arange(rows, dtype=torch.int32), slots, None, rows)
+    given = (logits, torch.arange(rows, dtype=torch.int32), slots, None, None, rows)
     assert sampled_by(run_native_sample, *given) == sampled_by(sample_torch, *given)
 
 
@@ -228,10 +235,10 @@ def test_a_draw_does_not_depend_on_company_or_threads(generator):
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = sampled_by(run_native_sample, logits, positions, slots, None, rows)
+        together = sampled_by(run_native_sample, logits, positions, slots, None, None, rows)
         torch.set_num_threads(1)
         one = SamplingSlots(*(slot[:1] for slot in slots))
-        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, 1)
+        alone = sampled_by(run_native_sample, logits[:1], positions[:1], one, None, None, 1)
     finally:
         torch.set_num_threads(threads)
     assert together == alone * rows
@@ -242,7 +249,7 @@ def test_dead_and_impossible_tokens_read_row_zero(dtype, generator):
     weight = torch.randn(5, 40, generator=generator).to(dtype)[:, :37]
     tokens = torch.tensor([4, 0, 5, -1, 3, 2**60])
     out = torch.full((6, 37), torch.nan, dtype=dtype)
-    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32))()
+    native_embedding(out, tokens, weight, torch.tensor([4], dtype=torch.int32), 1.0)()
     assert torch.equal(out, weight[[4, 0, 0, 0, 0, 0]])
 
 
@@ -298,7 +305,7 @@ def test_a_hostile_count_of_live_rows_reaches_no_row_that_is_not_there(generator
     logits, slots = torch.randn(rows, vocab, generator=generator), neutral_slots(rows)
     for live, expected in ((2**31 - 1, logits.argmax(1).tolist()), (-(2**31), [DEAD_TOKEN] * rows)):
         around = torch.full((rows + 2,), -7)
-        native_sample(around[1:-1], logits, slots.top_k, torch.tensor([live], dtype=torch.int32), *slots, None)()
+        native_sample(around[1:-1], logits, slots.top_k, torch.tensor([live], dtype=torch.int32), *slots, None, None)()
         assert around.tolist() == [-7, *expected, -7]
 
 
@@ -339,6 +346,6 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
 def test_a_tensor_of_another_type_than_the_kernel_reads_is_left_to_torch():
     logits, slots = torch.zeros(2, 16), neutral_slots(2)
     live = torch.tensor([2], dtype=torch.int32)
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live, *slots, None) is not None
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k.long(), live, *slots, None) is None
-    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live.long(), *slots, None) is None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live, *slots, None, None) is not None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k.long(), live, *slots, None, None) is None
+    assert native_sample(torch.zeros(2).long(), logits, slots.top_k, live.long(), *slots, None, None) is None

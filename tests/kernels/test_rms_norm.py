@@ -29,7 +29,7 @@ def inputs(rows, hidden, dtype, where):
     generator = torch.Generator().manual_seed(rows * 1000 + hidden)
     x, residual = torch.randn(2, rows, hidden, generator=generator) * 3
     weight = torch.randn(hidden, generator=generator)
-    return [t.to(dtype).to(where) for t in (x, residual, weight)]
+    return x.to(dtype).to(where), residual.to(dtype).to(where), weight.to(where)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -48,10 +48,26 @@ def test_the_residual_holds_the_sum_and_the_norm_is_of_it(version, dtype):
     x, residual, weight = inputs(3, 100, dtype, where)
     total = x.double() + residual.double()
     out = torch.full_like(x, torch.nan)
-    add_norm(out, residual, x, weight, EPS)
+    add_norm(out, residual, x, weight, EPS, None, 0.0, 1.0)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(residual.double(), total, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(out.double(), reference(residual, weight), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("is_normed", [False, True])
+@pytest.mark.parametrize("has_post", [False, True])
+def test_what_is_added_may_be_normed_and_scaled_and_the_sum_be_left_as_it_is(version, dtype, is_normed, has_post):
+    _, add_norm, where = version
+    x, residual, weight = inputs(3, 100, dtype, where)
+    post = weight.flip(0).contiguous() if has_post else None
+    total = residual.double() + 0.7 * (reference(x, post) if has_post else x.double())
+    out = torch.full_like(x, torch.nan)
+    add_norm(out, residual, x, weight if is_normed else None, EPS, post, EPS, 0.7)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(residual.double(), total, rtol=tolerance, atol=tolerance)
+    expected = reference(residual, weight) if is_normed else residual.double()
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_rows_of_the_input_may_be_strided(version):
@@ -84,7 +100,8 @@ def test_the_operators_pass_opcheck(device):
     x, residual, weight = inputs(2, 16, torch.float32, device)
     out = torch.zeros_like(x)
     torch.library.opcheck(torch.ops.graphdecode.rms_norm.default, (out, x, weight, EPS))
-    torch.library.opcheck(torch.ops.graphdecode.add_rms_norm.default, (out, residual, x, weight, EPS))
+    given = (out, residual, x, weight, EPS, weight.clone(), EPS, 0.5)
+    torch.library.opcheck(torch.ops.graphdecode.add_rms_norm.default, given)
     rms_norm(out, x, weight, EPS)
     torch.testing.assert_close(out.double(), reference(x, weight), rtol=1e-5, atol=1e-5)
     add_rms_norm(out, residual, x, weight, EPS)

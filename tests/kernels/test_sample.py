@@ -11,7 +11,14 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.philox import uniform_bits
 from graphdecode.kernels.sampling.sample import sample, sample_triton
-from graphdecode.kernels.sampling.sampling_slots import PROMPT_BIT, SamplingSlots
+from graphdecode.kernels.sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    PROMPT_BIT,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    SamplingSlots,
+)
 
 native_sample = versions("sample").native
 sample_torch = versions("sample").torch
@@ -25,15 +32,15 @@ def draw(request, device):
     if request.param == "native" and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
 
-    def run(logits, slots, positions=None, counts=None, live=None):
+    def run(logits, slots, positions=None, counts=None, recent=None, live=None):
         rows = logits.shape[0]
         positions = torch.zeros(rows, dtype=torch.int32) if positions is None else positions
         live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32)
         where = device if request.param == "triton" else "cpu"
-        given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots, counts)]
+        given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots, counts, recent)]
         sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
         if request.param == "triton":
-            sample_triton(sampled, *given[:3], SamplingSlots(*given[3:18]), given[18], block=BLOCK)
+            sample_triton(sampled, *given[:3], SamplingSlots(*given[3:-2]), *given[-2:], block=BLOCK)
         elif request.param == "torch" or logits.dtype == torch.float16:
             sample_torch(sampled, *given)
         else:
@@ -44,27 +51,67 @@ def draw(request, device):
 
 
 def test_greedy_takes_the_largest_and_the_lowest_id_on_ties(draw):
-    logits = torch.zeros(4, 50)
+    logits = torch.zeros(3, 50)
     logits[0, 31] = 2.0
     logits[1, [18, 7, 44]] = 3.0
     logits[2] = -torch.inf
-    logits[3] = -torch.inf
-    logits[3, 49] = -5.0
-    assert draw(logits, neutral_slots(4)).tolist() == [31, 7, 0, 49]
+    logits[2, 49] = -5.0
+    assert draw(logits, neutral_slots(3)).tolist() == [31, 7, 49]
+
+
+@pytest.mark.parametrize("vocab", [40, 48], ids=["part of a block", "whole blocks"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7], ids=["greedy", "drawn"])
+def test_a_row_without_a_choice_says_why_and_its_neighbours_are_as_before(draw, vocab, temperature):
+    logits = torch.randn(9, vocab, generator=torch.Generator().manual_seed(14))
+    slots = neutral_slots(9)
+    for row in range(9):
+        set_row(slots, row, temperature=temperature, seed=row, top_k=5 * (row % 2), top_p=(1.0, 0.8)[row % 2])
+    before = draw(logits, slots)
+    logits[1, 3], logits[2], logits[3, vocab - 1] = torch.nan, torch.nan, torch.inf
+    logits[4], logits[5, [0, 20]] = -torch.inf, torch.tensor([torch.inf, torch.nan])
+    logits[6], logits[6, vocab - 2] = -torch.inf, torch.nan
+    logits[7, before[7] - 1] = -torch.inf  # a mask is none of this
+    sampled = draw(logits, slots)
+    expected = [WITHOUT_NUMBERS] * 3 + [WITHOUT_FINITE] + [WITHOUT_NUMBERS] * 2
+    assert sampled[1:7].tolist() == expected
+    assert sampled[[0, 8]].tolist() == before[[0, 8]].tolist()
+    assert 0 <= sampled[7] < vocab
+
+
+@pytest.mark.parametrize("largest", [4e33, -4e33, 3.4e38])
+def test_logits_that_the_temperature_drives_out_of_range_have_no_choice(draw, largest):
+    logits = torch.full((3, 40), -3.4e38)
+    logits[:, 7] = largest
+    slots = neutral_slots(3)
+    for row, temperature in enumerate((1e-5, 1.5, 0.0)):
+        set_row(slots, row, temperature=temperature, seed=row)
+    assert draw(logits, slots).tolist() == [TOO_COLD, 7, 7]
+
+
+def test_what_bias_and_penalties_drive_out_of_range_has_no_choice(draw):
+    logits = torch.zeros(3, 40)
+    logits[:, 5] = 3e38
+    slots = neutral_slots(3)
+    set_row(slots, 0, biases={5: 3e38})
+    set_row(slots, 1, repetition_penalty=0.5)
+    set_row(slots, 2, stops=(5,), min_position=9)
+    counts = torch.full((3, 40), PROMPT_BIT, dtype=torch.int32)
+    assert draw(logits, slots, counts=counts).tolist() == [WITHOUT_NUMBERS, WITHOUT_NUMBERS, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_triton_and_torch_choose_the_same_tokens(seed, dtype, device):
     rows, vocab = 8, 45
-    logits, positions, slots, counts = random_rows(rows, vocab, seed)
+    logits, positions, slots, *books = random_rows(rows, vocab, seed)
     logits, live = logits.to(dtype), torch.tensor([rows - 1], dtype=torch.int32)
-    given = (logits, positions, live, *slots, counts)
+    given = (logits, positions, live, *slots, *books)
     by_torch = torch.zeros(rows, dtype=torch.int64)
     sample_torch(by_torch, *given)
     by_triton = torch.zeros(rows, dtype=torch.int64, device=device)
-    logits, positions, live, *slots, counts = (tensor.to(device) for tensor in given)
-    sample_triton(by_triton, logits, positions, live, SamplingSlots(*slots), counts, block=BLOCK)
+    logits, positions, live, *slots = (tensor.to(device) for tensor in given[:-2])
+    books = [book.to(device) for book in books]
+    sample_triton(by_triton, logits, positions, live, SamplingSlots(*slots), *books, block=BLOCK)
     assert by_torch.tolist() == by_triton.tolist(), f"seed {seed}"
     assert by_torch[-1] == 1
 
@@ -90,36 +137,37 @@ def test_a_draw_inverts_the_cumulative_distribution_at_the_philox_number(draw):
 def test_the_same_seed_position_and_logits_give_the_same_token_in_every_row_bucket_and_company(draw):
     """Law: a sampled token depends on (seed, position, logits) and nothing else."""
     vocab = 45
-    mine, my_positions, my_slots, my_counts = random_rows(5, vocab, 11)
+    mine, my_positions, my_slots, *my_books = random_rows(5, vocab, 11)
     alone = [
         draw(
             mine[r : r + 1],
             SamplingSlots(*(slot[r : r + 1] for slot in my_slots)),
             my_positions[r : r + 1],
-            my_counts[r : r + 1],
+            *(book[r : r + 1] for book in my_books),
         ).item()
         for r in range(5)
     ]
     for bucket, offset in ((5, 0), (6, 1), (8, 3)):
-        logits, positions, slots, counts = random_rows(bucket, vocab, 100 + bucket)
+        logits, positions, slots, *books = random_rows(bucket, vocab, 100 + bucket)
         place = [(r + offset) % bucket for r in range(5)]
         for target, source in zip(
-            (logits, positions, counts, *slots), (mine, my_positions, my_counts, *my_slots), strict=True
+            (logits, positions, *books, *slots), (mine, my_positions, *my_books, *my_slots), strict=True
         ):
             target[place] = source
-        sampled = draw(logits, slots, positions, counts)
+        sampled = draw(logits, slots, positions, *books)
         assert sampled[place].tolist() == alone, f"bucket {bucket}, offset {offset}"
 
 
 def test_dead_rows_with_hostile_slots_change_nothing(draw):
     """Law: padding is inert."""
-    logits, positions, slots, counts = random_rows(6, 45, 5)
-    calm = draw(logits, slots, positions, counts, live=4)
+    logits, positions, slots, *books = random_rows(6, 45, 5)
+    calm = draw(logits, slots, positions, *books, live=4)
     make_hostile(slots, 4)
     logits[4:] = torch.nan
     positions[4:] = 2**31 - 1
-    counts[4:] = -1
-    hostile = draw(logits, slots, positions, counts, live=4)
+    for book in books:
+        book[4:] = -1
+    hostile = draw(logits, slots, positions, *books, live=4)
     assert hostile.tolist() == calm.tolist()
     assert hostile[4:].tolist() == [1, 1]
 
@@ -317,9 +365,51 @@ def test_a_large_vocabulary_takes_the_same_path_as_a_sort():
     assert sampled.tolist() == expected
 
 
+@pytest.mark.parametrize("vocab", [40, 64, 33])
+def test_what_is_not_allowed_is_never_chosen(draw, vocab):
+    rows = 12
+    generator = torch.Generator().manual_seed(21)
+    logits = torch.randn(rows, vocab, generator=generator) * 3
+    slots, masked = neutral_slots(rows, vocab), logits.clone()
+    plain = neutral_slots(rows, vocab)
+    for row in range(rows):
+        allowed = torch.randperm(vocab, generator=generator)[: 1 + row].tolist()
+        wish = {"temperature": (0.0, 1.5)[row % 2], "seed": row, "top_k": (0, 3)[row % 3 == 1]}
+        set_row(slots, row, allowed=allowed, **wish)
+        set_row(plain, row, **wish)
+        masked[row] = -torch.inf
+        masked[row, allowed] = logits[row, allowed]
+    sampled = draw(logits, slots)
+    assert sampled.tolist() == draw(masked, plain).tolist()
+    assert all(masked[row, token] > -torch.inf for row, token in enumerate(sampled.tolist()))
+    nothing = neutral_slots(1, vocab)
+    set_row(nothing, 0, allowed=[7], stops=(7,), min_position=9)
+    assert draw(logits[:1], nothing).tolist() == [WITHOUT_FINITE]
+
+
+def test_a_bad_words_last_token_is_forbidden_behind_its_others_alone(draw):
+    logits = torch.zeros(7, 40)
+    logits[:, 30], logits[:, 31], logits[:, 32] = 3.0, 2.0, 1.0
+    slots = neutral_slots(7)
+    positions = torch.tensor([50, 50, 50, 50, 50, 31, 4], dtype=torch.int32)  # of the tokens that were fed
+    recent = torch.full((7, BAD_WORD_LENGTH), -1, dtype=torch.int32)
+    for row, position in enumerate(positions.tolist()):
+        for back, token in enumerate([9, 8, 7, *range(20, 32)] if row < 6 else [9, 8]):  # the last one first
+            recent[row, (position - back) % BAD_WORD_LENGTH] = token
+    set_row(slots, 0, bad_words=[[30]])
+    set_row(slots, 1, bad_words=[[8, 9, 30], [31]])
+    set_row(slots, 2, bad_words=[[9, 8, 30], [8, 30], [7, 9, 30]])  # these are not the last tokens
+    set_row(slots, 3, bad_words=[[*range(31, 19, -1), 7, 8, 9, 30]])  # of the greatest length
+    set_row(slots, 4, bad_words=[[39, *range(30, 19, -1), 7, 8, 9, 30]])
+    set_row(slots, 5, bad_words=[[5], [9, 9, 30], [9, 31], [32], [7, 8, 9, 30], [0]])  # as many as there may be
+    set_row(slots, 6, bad_words=[[7, 8, 9, 30], [8, 9, 31]])  # the answer has two tokens yet
+    assert draw(logits, slots, positions, recent=recent).tolist() == [31, 32, 30, 31, 30, 1, 30]
+    assert draw(logits, slots, positions, recent=None).tolist() == [30] * 7
+
+
 def test_the_operator_passes_opcheck(device):
-    logits, positions, slots, counts = random_rows(3, 20, 1)
+    logits, positions, slots, *books = random_rows(3, 20, 1)
     live = torch.tensor([3], dtype=torch.int32)
     sampled = torch.zeros(3, dtype=torch.int64)
-    arguments = (sampled, logits, positions, live, *slots, counts)
+    arguments = (sampled, logits, positions, live, *slots, *books)
     torch.library.opcheck(torch.ops.graphdecode.sample.default, tuple(t.to(device) for t in arguments))

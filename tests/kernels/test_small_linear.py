@@ -97,6 +97,28 @@ def test_rows_of_the_input_may_be_strided(kind, device):
     torch.testing.assert_close(out.double(), exact(x[:, 20:150], weight, bias), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("vocab", [151_936, 262_144])
+def test_a_grid_holds_any_vocabulary(rows, vocab, monkeypatch):
+    """A grid has up to 2^31 - 1 programs along its first axis, and 65,535 along the others."""
+    grids = []
+
+    class Noting:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *_arguments, **_options: None
+
+    for name in ("_dot_linear_kernel", "_gemv_linear_kernel"):
+        monkeypatch.setattr(module, name, Noting())
+    x, weight = (torch.empty(count, 2048, dtype=torch.bfloat16, device="meta") for count in (rows, vocab))
+    chosen = candidates(vocab, 2048, 2, rows, 132)
+    for one in chosen:
+        fields = (one.kind, one.block_n, one.block_k, one.splits, one.num_warps, one.num_stages, one.pdl)
+        small_linear_triton(x.new_empty(rows, vocab), x, weight, None, None, None, *fields)
+    assert len(grids) == len(chosen) > 3
+    assert all(first < 2**31 and max(others, default=1) <= 65_535 for first, *others in grids), grids
+
+
 def test_products_share_their_counters(device):
     counters = torch.zeros(64, dtype=torch.int32, device=device)
     for rows, out_features, in_features in ((1, 64, 256), (16, 50, 130), (33, 64, 130)):

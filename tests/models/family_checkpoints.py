@@ -8,12 +8,26 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -51,6 +65,21 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 EXPERTS = {"num_experts": 9, "num_experts_per_tok": 4, "moe_intermediate_size": 40}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
+
+
+def longrope(original: int, pairs: int) -> dict[str, Any]:
+    """LongRoPE of a model that was first trained for `original` tokens: the short factors are for no more than that."""
+    factors = {"short_factor": [1.0 + 0.1 * i for i in range(pairs)], "long_factor": [1.0 + i for i in range(pairs)]}
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    return {"rope_parameters": scaling, "original_max_position_embeddings": original}
+
+
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama-2": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 4}),
     "llama-3": (LlamaConfig, LlamaForCausalLM, {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
@@ -79,10 +108,8 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
     "qwen2.5-yarn-tied": (Qwen2Config, Qwen2ForCausalLM, {"rope_parameters": YARN, "tie_word_embeddings": True}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
-    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
     "qwen3-tied": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 16, "tie_word_embeddings": True}),
-    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "num_experts_per_tok": 2}),
-    "mixtral-window": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 3, "sliding_window": 20}),
+    "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 5, "sliding_window": 20}),
     "qwen2-moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
@@ -91,6 +118,44 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         | {"sliding_window": 12},
     ),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gpt-oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 20, "swiglu_limit": 1.5}
+        | {"rope_parameters": YARN | {"truncate": False}},
+    ),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM, {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 20}),
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {"head_dim": 256, "sliding_window": 20, "rope_parameters": TWO_ROPES, "layer_types": GEMMA3_LAYERS},
+    ),
+    "gemma3-cap": (Gemma3TextConfig, Gemma3ForCausalLM, {"head_dim": 16, "final_logit_softcapping": 8.0}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, {"sliding_window": 20}),
+    "phi3-longrope-short": (Phi3Config, Phi3ForCausalLM, longrope(256, 8)),
+    "phi4-longrope-long": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, **longrope(8, 6)},
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {}),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {"sliding_window": 20, "rope_parameters": OLMO3_ROPES, "num_hidden_layers": 4},
+    ),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM, {"no_rope_layers": [1, 0, 1]}),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.1,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 3.0,
+            "mlp_bias": True,
+        },
+    ),
 }
 
 
@@ -100,8 +165,9 @@ def save_checkpoint(name: str, folder: Path, **options: Any) -> Path:
     torch.manual_seed(sum(map(ord, name)))
     model = model_class(config_class(**(SMALL | changes)))
     for parameter_name, parameter in model.named_parameters():
-        if parameter_name.endswith(("bias", "norm.weight")):
-            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+        if parameter_name.endswith(("bias", "norm.weight", "sinks")):
+            is_gain = "norm" in parameter_name and "gemma" not in name  # Gemma's is its distance from 1
+            torch.nn.init.normal_(parameter, float(is_gain), 0.2)
     model.save_pretrained(folder, **options)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(resolve_model_path("demo") / file, folder / file)

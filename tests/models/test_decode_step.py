@@ -12,6 +12,8 @@ from torch import Tensor
 from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.models import load_model
+from graphdecode.models.experts import SparseMlp
+from graphdecode.models.family import family_of
 
 ROWS = 6
 BUCKETS = (1, 2, 4, 6)
@@ -69,7 +71,20 @@ def test_the_bytes_of_a_step_are_those_of_its_products_and_norms(driven: DrivenD
     declared = {id(tensor) for tensor in model.constants}
     linears = [linear for block in model.blocks for linear in block.linears.values()]
     norms = [value for block in model.blocks for name, value in block.parts() if name == "weight"]
-    assert len(linears) == 4 * model.num_layers + 1
-    assert len(norms) == (4 if "Qwen3" in model.config.architecture else 2) * model.num_layers + 1
-    assert declared >= {id(tensor) for linear in linears for tensor in linear.tensors} | {id(norm) for norm in norms}
-    assert model.weight_bytes == sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms)
+    experts = [block.mlp.experts for block in model.layers if isinstance(block.mlp, SparseMlp)]
+    assert bool(experts) == (model.config.experts is not None)
+    assert experts or len(linears) == 4 * model.num_layers + 1
+    places = family_of(model.config.architecture).weights(model.config).values()
+    assert len(norms) == sum("norm" in parts[0].name for parts in places)
+    of_experts = [tensor for block in experts for tensor in block.tensors]
+    read = [*(tensor for linear in linears for tensor in linear.tensors), *norms, *of_experts]
+    assert declared >= {id(tensor) for tensor in read}
+    always = sum(linear.nbytes for linear in linears) + sum(norm.nbytes for norm in norms)
+    assert model.weight_bytes == always + sum(tensor.nbytes for tensor in of_experts)
+    for rows in (1, 2, 100):
+        taken = sum(
+            tensor.nbytes * min(rows * block.slots, block.count) // block.count
+            for block in experts
+            for tensor in block.tensors
+        )
+        assert model.read_bytes(rows) == pytest.approx(always + taken, abs=10 * len(experts))

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ SETTINGS = {
     "max_position_embeddings": 64,
     "dtype": "bfloat16",
 }
+WITH_EXPERTS = {"architectures": ["MixtralForCausalLM"], "intermediate_size": 704, "num_local_experts": 4}
 MIB = 2**20
 EVICTION_BYTES = 64 * MIB  # what the choice of paths overwrites to find weights as cold as they will be
 # the process's peak while the model is loaded, over what it had before: a first product brings oneDNN's own code
@@ -48,20 +50,37 @@ print(memory("VmHWM") - before, memory("VmRSS") - before, sum(t.numel() * t.elem
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wide")
-    (folder / "config.json").write_text(json.dumps(SETTINGS))
-    config = config_of(SETTINGS)
+def saved(folder: Path, settings: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps(settings))
+    config = config_of(settings)
     tensors = parts(family_of(config.architecture).weights(config))
     ones = {part.name: torch.ones(part.shape, dtype=torch.bfloat16) for part in tensors}
     save_file(ones, folder / "model.safetensors")
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("wide"), SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def folder_with_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("experts"), SETTINGS | WITH_EXPERTS)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 @pytest.mark.parametrize(("dtype", "path"), [("bfloat16", "plain"), ("float32", "packed")])
 def test_loading_takes_the_memory_of_the_model_and_of_one_product(folder: Path, dtype: str, path: str) -> None:
+    assert_no_second_copy(folder, dtype, path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_experts_are_loaded_one_after_another(folder_with_experts: Path) -> None:
+    assert_no_second_copy(folder_with_experts, "bfloat16", "plain")
+
+
+def assert_no_second_copy(folder: Path, dtype: str, path: str) -> None:
     ran = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder), dtype, path], capture_output=True, text=True, check=True
     )

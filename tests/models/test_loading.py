@@ -28,6 +28,22 @@ def test_shards_are_read_like_a_single_file(checkpoint: Callable[[str], Path], t
     assert answer(tmp_path) == answer(checkpoint("qwen3"))
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(
+    checkpoint: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    save_checkpoint(name, tmp_path, save_original_format=False)
+    single, stacked = (load_file(folder / "model.safetensors") for folder in (checkpoint(name), tmp_path))
+    assert len(stacked) < len(single)
+    given, expected = (load_model(folder, device="cpu").constants for folder in (tmp_path, checkpoint(name)))
+    assert all(map(torch.equal, given, expected))
+
+
+def test_weights_of_few_bits_are_refused_for_experts(checkpoint: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="quantize='int8' cannot be had for a model with experts"):
+        load_model(checkpoint("mixtral"), device="cpu", quantize="int8")
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
@@ -133,7 +149,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not .* LlamaForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported.* is a LlamaForCausalLM"),
         ({"hidden_act": "relu"}, "hidden_act 'relu' is not supported; supported are silu"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "'dynamic' is not .* default, linear"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),

@@ -1,15 +1,44 @@
 """A configuration means what it means to transformers: defaults, biases, windows; what makes no sense is refused."""
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+)
+from transformers.models.gemma2.modeling_gemma2 import Gemma2ForCausalLM
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
+from transformers.models.granite.modeling_granite import GraniteForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM
+from transformers.models.olmo3.modeling_olmo3 import Olmo3ForCausalLM
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+from transformers.models.smollm3.modeling_smollm3 import SmolLM3ForCausalLM
 
+from graphdecode.linear.weight_form import Stored
 from graphdecode.models import UnsupportedModelError, config_of
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts
@@ -19,7 +48,19 @@ CLASSES = {
     "MistralForCausalLM": (MistralConfig, MistralForCausalLM),
     "Qwen2ForCausalLM": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3ForCausalLM": (Qwen3Config, Qwen3ForCausalLM),
+    "MixtralForCausalLM": (MixtralConfig, MixtralForCausalLM),
+    "Qwen2MoeForCausalLM": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "Qwen3MoeForCausalLM": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "GptOssForCausalLM": (GptOssConfig, GptOssForCausalLM),
+    "Gemma2ForCausalLM": (Gemma2Config, Gemma2ForCausalLM),
+    "Gemma3ForCausalLM": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "Phi3ForCausalLM": (Phi3Config, Phi3ForCausalLM),
+    "Olmo2ForCausalLM": (Olmo2Config, Olmo2ForCausalLM),
+    "Olmo3ForCausalLM": (Olmo3Config, Olmo3ForCausalLM),
+    "SmolLM3ForCausalLM": (SmolLM3Config, SmolLM3ForCausalLM),
+    "GraniteForCausalLM": (GraniteConfig, GraniteForCausalLM),
 }
+_ACTIVATIONS = {"silu": ("silu", "swiglu_clamped"), "gelu_pytorch_tanh": ("gelu_tanh",)}
 NEEDED = {
     "vocab_size": 100,
     "hidden_size": 4096,
@@ -36,10 +77,11 @@ def test_a_model_has_the_tensors_that_it_has_in_transformers(architecture: str, 
     settings = {**NEEDED, **changes}
     config_class, model_class = CLASSES[architecture]
     with torch.device("meta"):
-        model = model_class(config_class.from_dict(dict(settings)))
+        model = model_class(config_class.from_dict({**settings, "pad_token_id": None}))
     tensors = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     config = config_of({"architectures": [architecture], **settings})
-    assert {part.name: part.shape for part in parts(family_of(architecture).weights(config))} == tensors
+    stored = {name: Stored(shape, "F32") for name, shape in tensors.items()}
+    assert {part.name: part.shape for part in parts(family_of(architecture).weights_in(config, stored))} == tensors
 
 
 @pytest.mark.parametrize("architecture", CLASSES)
@@ -49,8 +91,22 @@ def test_what_a_configuration_leaves_out_is_what_transformers_takes(architecture
     assert ours.num_key_value_heads == theirs.num_key_value_heads
     assert ours.max_position_embeddings == theirs.max_position_embeddings
     assert ours.rms_norm_eps == theirs.rms_norm_eps
-    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
-    assert ours.windows == (-1 if getattr(theirs, "sliding_window", None) is None else theirs.sliding_window - 1,) * 4
+    assert ours.activation in _ACTIVATIONS[getattr(theirs, "hidden_activation", None) or theirs.hidden_act]
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    window = (getattr(theirs, "sliding_window", None) or 0) - 1
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    assert ours.windows == tuple(window if kind == "sliding_attention" else -1 for kind in kinds)
+    for layer, kind in enumerate(kinds):
+        has_rope = getattr(theirs, "no_rope_layers", [1] * 4)[layer]
+        rope = ours.layer_ropes[layer] if ours.layer_ropes else ours.rope
+        theta = theirs.rope_parameters.get(kind, theirs.rope_parameters)["rope_theta"]
+        assert (None if rope is None else rope.theta) == (theta if has_rope else None)
+    if ours.experts is not None:
+        assert ours.experts.count == theirs.num_experts
+        assert ours.experts.slots == theirs.num_experts_per_tok
+        assert ours.experts.renormalise == getattr(theirs, "norm_topk_prob", True)
+        assert ours.experts.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+        assert ours.experts.shared_intermediate_size == getattr(theirs, "shared_expert_intermediate_size", 0)
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
@@ -74,6 +130,60 @@ def test_qwen_windows_only_the_layers_that_transformers_windows(architecture: st
     theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
     windowed = [kind == "sliding_attention" and theirs.sliding_window is not None for kind in theirs.layer_types]
     assert ours.windows == tuple(theirs.sliding_window - 1 if windows else -1 for windows in windowed)
+
+
+def test_some_layers_may_have_no_experts() -> None:
+    changes = {"decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    config = config_of({"architectures": ["Qwen3MoeForCausalLM"], **NEEDED, **changes})
+    assert config.experts is not None
+    assert config.experts.layers == (False, False, False, True)
+
+
+@pytest.mark.parametrize("changes", [{}, {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 10.0}])
+@pytest.mark.parametrize("architecture", ["Gemma2ForCausalLM", "Gemma3ForCausalLM"])
+def test_gemma_scales_and_caps_what_transformers_does(architecture: str, changes: dict[str, Any]) -> None:
+    ours = config_of({"architectures": [architecture], **NEEDED, **changes, "query_pre_attn_scalar": 144})
+    theirs = CLASSES[architecture][0].from_dict({**NEEDED, **changes})
+    assert (ours.sm_scale, ours.embedding_scale) == (144**-0.5, 4096**0.5)
+    assert ours.head_dim == theirs.head_dim
+    assert ours.attention_soft_cap == (theirs.attn_logit_softcapping or 0.0)
+    assert ours.logits_soft_cap == (theirs.final_logit_softcapping or 0.0)
+
+
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "Olmo3ForCausalLM"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 3e5, "rope_local_base_freq": 2e4},
+        {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 7e5}}},
+        {"rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 7e5}}},
+    ],
+)
+def test_two_kinds_of_layers_have_the_ropes_that_transformers_gives_them(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    ours = config_of({"architectures": [architecture], **NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
+    theirs = CLASSES[architecture][0].from_dict({**NEEDED, **copy.deepcopy(changes), "layer_types": kinds})
+    for kind, rope in zip(kinds, ours.layer_ropes, strict=True):
+        expected = theirs.rope_parameters[kind]
+        assert rope is not None
+        given = (rope.rope_type, rope.theta, rope.factor)
+        assert given == (expected["rope_type"], expected["rope_theta"], expected.get("factor", 1.0))
+
+
+def test_granites_multipliers_are_scales() -> None:
+    names = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
+    config = config_of(
+        {"architectures": ["GraniteForCausalLM"], **NEEDED, **dict(zip(names, (12.0, 0.5, 0.25, 8.0), strict=True))}
+    )
+    assert (config.embedding_scale, config.sm_scale, config.residual_scale, config.logits_scale) == (
+        12.0,
+        0.5,
+        0.25,
+        0.125,
+    )
 
 
 @pytest.mark.parametrize(("window", "expected"), [(None, -1), (1, 0), (4096, 4095)])
@@ -113,6 +223,20 @@ def test_an_answer_may_end_in_several_ways(eos: object, expected: tuple[int, ...
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id or a list of them, got '</s>'"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\) is not supported"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window must be an integer >= 1"),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            "num_experts_per_tok 9 is more than the 8",
+        ),
+        ({"architectures": ["Qwen2MoeForCausalLM"], "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers"),
+        (
+            {"architectures": ["GptOssForCausalLM"], "swiglu_limit": "7"},
+            "swiglu_alpha and swiglu_limit must be numbers",
+        ),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_act": "silu", "hidden_activation": "relu"}, "'relu' is not"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be"),
+        ({"architectures": ["GraniteForCausalLM"], "logits_scaling": 0}, "logits_scaling must be a number > 0, got 0"),
+        ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]}, "no_rope_layers must be 4 zeros and one"),
         (
             {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "layer_types": ["full_attention"]},
             "layer_types must name 4 layers",

@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from graphdecode.models.rope import RopeConfig, UnsupportedRopeError, cos_sin_table, inverse_frequencies
 
@@ -52,6 +53,10 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
+SHORT = [1.0 + 0.1 * i for i in range(6)]
+LONG = [1.0 + 2.5 * i for i in range(6)]
+
+
 def theirs(settings: dict[str, Any], head_dim: int) -> LlamaRotaryEmbedding:
     config = LlamaConfig.from_dict({"head_dim": head_dim, "max_position_embeddings": MAX_POSITIONS} | settings)
     return LlamaRotaryEmbedding(config)
@@ -85,6 +90,32 @@ def test_the_table_is_that_of_transformers_at_both_ends_of_a_long_context(name: 
     torch.testing.assert_close(table[positions], torch.stack([half(cos), half(sin)], 1), rtol=0, atol=1e-6)
 
 
+def longrope(original: int, **changes: Any) -> dict[str, Any]:
+    scaling = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": SHORT, "long_factor": LONG, **changes}
+    return {"rope_parameters": scaling, "original_max_position_embeddings": original}
+
+
+@pytest.mark.parametrize("changes", [{}, {"factor": 3.0}, {"attention_factor": 1.19}, {"partial_rotary_factor": 0.75}])
+def test_longrope_is_that_of_transformers_on_both_sides_of_the_original_context(changes: dict[str, Any]) -> None:
+    """transformers looks at the sequence; here it is what a sequence can have, so that no step differs from another."""
+    head_dim = 16 if "partial_rotary_factor" in changes else 12
+    settings = longrope(128, **changes)
+    rope = RopeConfig.from_dict(copied(settings), MAX_POSITIONS, may_be_partial=True)
+    config = Phi3Config(hidden_size=head_dim, num_attention_heads=1, max_position_embeddings=MAX_POSITIONS, **settings)
+    for positions in (100, 128, 129, 4096):
+        reference = Phi3RotaryEmbedding(config)
+        cos, sin = reference(torch.zeros(1), torch.arange(positions)[None])
+        assert torch.equal(inverse_frequencies(rope, head_dim, positions), reference.inv_freq)
+        assert rope.attention_factor == reference.attention_scaling
+        table = cos_sin_table(rope, head_dim, positions, torch.device("cpu"))
+        theirs = torch.stack([cos[0, :, :6], sin[0, :, :6]], 1)
+        torch.testing.assert_close(table, theirs, rtol=0, atol=1e-6)
+
+
+def test_a_layer_without_rope_has_a_table_of_no_channels() -> None:
+    assert cos_sin_table(None, 64, 100, torch.device("cpu")).shape == (100, 2, 0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -100,6 +131,8 @@ def test_the_table_is_that_of_transformers_at_both_ends_of_a_long_context(name: 
         ({"rope_theta": 0}, "rope_theta to be a number > 0, got 0"),
         ({"rope_parameters": {"full_attention": YARN}}, "one object with numbers for all layers"),
         ({"rope_parameters": "yarn"}, "one object with numbers for all layers, got 'yarn'"),
+        (longrope(128, long_factor=None), "'longrope' needs long_factor to be a list of numbers > 0, got None"),
+        (longrope(128, short_factor=[1.0, "2"]), "'longrope' needs short_factor to be a number > 0, got '2'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ],
 )

@@ -103,5 +103,6 @@ except ModelSourceError as error:
 """
     environment = {**os.environ, "HF_HOME": str(tmp_path), **setting}
     ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
-    assert "'nobody/no-model' is no folder, and it could not be fetched from the hub: is there a network?" in ran.stdout
+    assert "'nobody/no-model' is no folder, in no folder of GRAPHDECODE_MODELS" in ran.stdout
+    assert "and it could not be fetched from the hub: is there a network?" in ran.stdout
     assert ran.stdout.count("\n") == 1

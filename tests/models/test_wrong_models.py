@@ -32,13 +32,6 @@ def refusal(model: str | Path) -> str:
     return str(caught.value)
 
 
-def test_a_gguf_file_is_named_and_what_to_do_about_it(tmp_path: Path) -> None:
-    file = tmp_path / "small.gguf"
-    file.write_bytes(b"GGUF\x03\x00\x00\x00")
-    for model in (file, tmp_path):
-        assert "small.gguf is a GGUF file, which cannot be read: convert it to a folder" in refusal(model)
-
-
 def test_a_file_of_weights_is_answered_by_the_folder_to_give(folder: Path) -> None:
     assert f"give {str(folder)!r}, the one that holds it" in refusal(folder / "model.safetensors")
 

@@ -35,7 +35,9 @@ def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
     assert llm.cache.pool.used == 0
     assert result["requests"] == 12
     tokens = sum(arrival.answer_tokens for arrival in arrivals)
-    assert sum(int(size) * steps for size, steps in result["batch_sizes"].items()) == tokens
+    fed = sum(int(size) * steps for size, steps in result["batch_sizes"].items())
+    # a launch that is under way when a row ends has the row still
+    assert tokens <= fed <= tokens + len(arrivals) * llm.engine.lookahead
     assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds"])
     assert result["offered_per_second"] == pytest.approx(1000)
     for kind in ("ttft_ms", "tpot_ms", "itl_ms", "queue_ms"):

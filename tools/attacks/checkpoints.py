@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
 from graphdecode import LLM, GraphdecodeError, SamplingParams
-from graphdecode.models import check_model, load_model, resolve_model_path
+from graphdecode.models import check_model, describe_model, load_model, resolve_model_path
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
 from graphdecode.text.intake import Intake
@@ -93,6 +93,8 @@ class ConfigAttack:
             settings[name] = hostile_value(rng)
         content = json.dumps(settings).encode() if rng.random() < 0.4 else mutated_json(rng, settings)
         (model / "config.json").write_bytes(content)
+        if describe_model(model).max_position_embeddings < len(_PROMPT):
+            return  # an engine refuses such a prompt
         ours = _our_logits(model)
         if ours.shape == self._logits.shape and torch.equal(ours, self._logits):
             return  # what was changed is not read
@@ -177,7 +179,7 @@ class SafetensorsAttack:
             length = (
                 len(header)
                 if kind < 3
-                else rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, len(header) + rng.randrange(-9, 9)])
+                else rng.choice([0, 1, 2**31, 2**63, 2**64 - 1, max(len(header) + rng.randrange(-9, 9), 0)])
             )
             file.write_bytes(length.to_bytes(8, "little") + header + self._tensors)
         check_model(model)

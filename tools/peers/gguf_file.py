@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from graphdecode.linear.weight_form import read_fused
-from graphdecode.models import describe_model
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import Llama
+from graphdecode.models.transformers_backend import AdoptedConfig
 
 _LAYER_TENSORS = {
     "self_attn.q_proj": "attn_q",
@@ -30,9 +30,9 @@ _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTL
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
-def why_not_gguf(config: ModelConfig) -> str:
+def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
     """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
-    if config.architecture != Llama.architecture:
+    if not isinstance(config, ModelConfig) or config.architecture != Llama.architecture:
         return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
     if config.rope.rope_type != "default":
         return f"only the default rope is written as GGUF here, this is {config.rope.rope_type}"
@@ -60,7 +60,7 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     """
     import gguf
 
-    config = describe_model(folder)
+    config = Checkpoint(folder).config()
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_vocab_size(config.vocab_size)

@@ -1,10 +1,19 @@
 """The steps that the engine can run, and what they are told of their rows."""
 
 from graphdecode.engine.steps.decode import DecodeStep
-from graphdecode.engine.steps.row_inputs import RowInputs, RowSampling, StepLogprobs, StepTokens
+from graphdecode.engine.steps.row_inputs import (
+    ENDED_BEFORE,
+    NO_CHOICE,
+    RowInputs,
+    RowSampling,
+    StepLogprobs,
+    StepTokens,
+)
 from graphdecode.engine.steps.step import Step, StepSetting
 
 __all__ = [
+    "ENDED_BEFORE",
+    "NO_CHOICE",
     "DecodeStep",
     "RowInputs",
     "RowSampling",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,11 +19,13 @@ from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.model.skip_steps import skip_steps
 from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
-    MAX_LOGPROBS,
+    BAD_WORD_LENGTH,
+    FLAG_BAD_WORDS,
     PROMPT_BIT,
-    SAMPLING_SLOTS,
     LogprobOutputs,
     SamplingSlots,
+    SlotSpec,
+    sampling_slots,
 )
 
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
@@ -45,10 +48,14 @@ class DecodeStep:
         self._is_cuda = model.device.type == "cuda"
         self._is_looped = config.steps_per_launch > 1
         self._attention = decode_attention_of(setting, rows, batch_invariant=setting.batch_invariant)
-        self._rings = Rings.allocate(setting.ring_length, rows, model.device)
+        self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
+        self._logprobs = min(config.max_logprobs, model.config.vocab_size)
+        self._rings = Rings.allocate(setting.ring_length, rows, self._logprobs, model.device)
         # on a GPU each launch ends with a copy of the rings into pinned memory: the host only ever reads its own
         self.host_rings = (
-            Rings.allocate(setting.ring_length, rows, "cpu", pin_memory=True) if self._is_cuda else self._rings
+            Rings.allocate(setting.ring_length, rows, self._logprobs, "cpu", pin_memory=True)
+            if self._is_cuda
+            else self._rings
         )
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
@@ -66,17 +73,18 @@ class DecodeStep:
             Slot("token_counts", ("batch", vocab_size), torch.int32),
             Slot("sampled_logprob", ("batch",), torch.float32),
             Slot("sampled_rank", ("batch",), torch.int32),
-            Slot("top_logprobs", ("batch", MAX_LOGPROBS), torch.float32),
-            Slot("top_ids", ("batch", MAX_LOGPROBS), torch.int32),
+            Slot("top_logprobs", ("batch", self._logprobs), torch.float32),
+            Slot("top_ids", ("batch", self._logprobs), torch.int32),
+            Slot("recent_tokens", ("batch", BAD_WORD_LENGTH), torch.int32, pad=-1, staged=_block_of(FLAG_BAD_WORDS)),
             Slot("step_index", (1,), torch.int64),
             Slot("running", (1,), torch.int32),
             Slot("loop_limit", (1,), torch.int32),
             Slot("loop_count", (1,), torch.int32),
         ]
-        for spec in SAMPLING_SLOTS:
-            shape: tuple[int | str, ...] = ("batch", spec.width) if spec.width else ("batch",)
-            slots.append(Slot(spec.name, shape, spec.dtype, pad=spec.neutral, staged=_ROWS))
-        return slots
+        return slots + [
+            Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
+            for spec in self._specs
+        ]
 
     def _adopt_tensors(self) -> None:
         for layer, (keys, values) in enumerate(self._caches):
@@ -96,7 +104,8 @@ class DecodeStep:
         logits = self._model.decode(batch, self._caches, self._attention)
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
-        sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, batch.token_counts, logprobs)
+        past = (batch.token_counts, batch.recent_tokens)
+        sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, *past, logprobs)
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         advance(state, batch.sampled, batch.live_rows, slots, logprobs)
         if not self._is_looped:
@@ -117,21 +126,34 @@ class DecodeStep:
         for row, inputs in enumerate(rows):
             staged["tokens"][row] = inputs.token_ids[-1]
             staged["pre_step_seqlens"][row] = len(inputs.token_ids) - 1
-            for spec in SAMPLING_SLOTS:
-                value = getattr(inputs.sampling, spec.name)
-                if spec.width:
-                    staged[spec.name][row] = spec.neutral
-                    staged[spec.name][row, : len(value)] = value
-                else:
-                    staged[spec.name][row] = value
+            for spec in self._specs:
+                if not spec.flag:
+                    _fill(staged[spec.name], row, getattr(inputs.sampling, spec.name), spec)
         count = len(rows)
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
         self.buffers.upload(_ROWS, count)
+        for flag in dict.fromkeys(spec.flag for spec in self._specs if spec.flag):
+            self._stage_flagged(flag, rows)
         for row, inputs in enumerate(rows):
             if inputs.sampling.uses_penalties:
                 self._count_tokens(row, inputs)
         self.stage_pages([inputs.pages for inputs in rows])
+
+    def _stage_flagged(self, flag: int, rows: Sequence[RowInputs]) -> None:
+        """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
+        flagged = [(row, inputs) for row, inputs in enumerate(rows) if inputs.sampling.sampling_flags & flag]
+        if not flagged:
+            return
+        block = _block_of(flag)
+        staged = self.buffers.staging(block)
+        for row, inputs in flagged:
+            for spec in self._specs:
+                if spec.flag == flag:
+                    _fill(staged[spec.name], row, getattr(inputs.sampling, spec.name), spec)
+            if flag == FLAG_BAD_WORDS:
+                _fill_recent(staged["recent_tokens"][row], inputs)
+        self.buffers.upload(block, len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
         generated = inputs.token_ids[inputs.prompt_length :]
@@ -151,18 +173,42 @@ class DecodeStep:
         """Go on counting steps from here."""
         self.buffers.step_index.fill_(step_index)
 
-    def read(self, steps: range, num_rows: int, *, logprobs: bool) -> list[StepTokens]:
+    def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
         read: list[StepTokens] = []
         for step in steps:
             place = step % self.host_rings.tokens.shape[0]
             tokens = self.host_rings.tokens[place, :num_rows].tolist()
-            read.append(StepTokens(tokens, self._read_logprobs(place, num_rows) if logprobs else None))
+            found = None if logprobs is None else self._read_logprobs(place, num_rows, logprobs)
+            read.append(StepTokens(tokens, found))
         return read
 
-    def _read_logprobs(self, place: int, num_rows: int) -> StepLogprobs:
-        rings = (self.host_rings.logprob, self.host_rings.rank, self.host_rings.top_logprobs, self.host_rings.top_ids)
-        return StepLogprobs(*(ring[place, :num_rows].tolist() for ring in rings))
+    def _read_logprobs(self, place: int, num_rows: int, most: int) -> StepLogprobs:
+        rings = self.host_rings
+        own = (ring[place, :num_rows].tolist() for ring in (rings.logprob, rings.rank))
+        tops = (ring[place, :num_rows, :most].tolist() for ring in (rings.top_logprobs, rings.top_ids))
+        return StepLogprobs(*own, *tops)
+
+
+def _block_of(flag: int) -> str:
+    """Return the staging block of the slots that are read of rows with a flag alone; it moves when such rows do."""
+    return f"flag_{flag}" if flag else _ROWS
+
+
+def _fill(staged: np.ndarray, row: int, value: Any, spec: SlotSpec) -> None:
+    if spec.sizes:
+        staged[row] = spec.neutral
+        staged[row, : len(value)] = value
+    else:
+        staged[row] = value
+
+
+def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
+    """Write the last generated tokens, each at the place of its position; see `advance`."""
+    staged[:] = -1
+    length = len(inputs.token_ids)
+    for position in range(max(inputs.prompt_length, length - BAD_WORD_LENGTH), length):
+        staged[position % BAD_WORD_LENGTH] = inputs.token_ids[position]
 
 
 def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.sampling.sampling_slots import MAX_LOGPROBS
-
-# 32-bit words of one row's step: a token, its log-probability and rank, the most likely ones
-_WORDS = 2 + 1 + 1 + 2 * MAX_LOGPROBS
+_TOKEN_WORDS = 2 + 1 + 1  # 32-bit words of one row's step: a token, its log-probability and rank
 
 
-STEP_BYTES = 4 * _WORDS
+def step_bytes(logprobs: int) -> int:
+    """Return the bytes of one row's step, with so many of the most likely tokens."""
+    return 4 * (_TOKEN_WORDS + 2 * logprobs)
 
 
 class Rings(NamedTuple):
@@ -24,8 +23,8 @@ class Rings(NamedTuple):
         tokens: int64 [length, rows]; -1 where a row had finished before.
         logprob: float32 [length, rows], of the sampled tokens.
         rank: int32 [length, rows], theirs among all tokens.
-        top_logprobs: float32 [length, rows, MAX_LOGPROBS], of the most likely ones.
-        top_ids: int32 [length, rows, MAX_LOGPROBS].
+        top_logprobs: float32 [length, rows, logprobs], of the most likely ones.
+        top_ids: int32 [length, rows, logprobs].
     """
 
     memory: Tensor
@@ -36,18 +35,22 @@ class Rings(NamedTuple):
     top_ids: Tensor
 
     @classmethod
-    def allocate(cls, length: int, rows: int, device: torch.device | str, *, pin_memory: bool = False) -> Rings:
+    def allocate(
+        cls, length: int, rows: int, logprobs: int, device: torch.device | str, *, pin_memory: bool = False
+    ) -> Rings:
         """Return rings of `length` steps.
 
         Args:
             length: steps that the rings hold.
             rows: of the largest batch.
+            logprobs: most likely tokens that are kept of each step.
             device: where.
             pin_memory: for a host's copy that a GPU writes.
         """
         entries = length * rows
-        memory = torch.zeros(entries * _WORDS, dtype=torch.int32, device=device, pin_memory=pin_memory)
-        tops = entries * MAX_LOGPROBS
+        tops = entries * logprobs
+        size = entries * _TOKEN_WORDS + 2 * tops
+        memory = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
         tokens, logprob, rank, top_logprobs, top_ids = memory.split([2 * entries, entries, entries, tops, tops])
         tokens.fill_(-1)
         return cls(
@@ -55,6 +58,6 @@ class Rings(NamedTuple):
             tokens.view(torch.int64).view(length, rows),
             logprob.view(torch.float32).view(length, rows),
             rank.view(length, rows),
-            top_logprobs.view(torch.float32).view(length, rows, MAX_LOGPROBS),
-            top_ids.view(length, rows, MAX_LOGPROBS),
+            top_logprobs.view(torch.float32).view(length, rows, logprobs),
+            top_ids.view(length, rows, logprobs),
         )

@@ -6,11 +6,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.kernels.sampling.sampling_slots import FLAG_PENALTIES, sampling_flags
+from graphdecode.kernels.sampling.sampling_slots import (
+    BAD_WORD_LENGTH,
+    FLAG_PENALTIES,
+    MASK_BITS,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    sampling_flags,
+)
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
+
+# What a step gives a row instead of a token.
+ENDED_BEFORE = -1
+NO_CHOICE = {  # the row ends here, and why
+    WITHOUT_NUMBERS: "a logit is NaN or +inf",
+    WITHOUT_FINITE: "every token is masked: all logits are -inf",
+    TOO_COLD: "the logits leave the range of float32 when they are divided by the temperature",
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +50,8 @@ class RowSampling:
         min_position: below it the stop ids are neither sampled nor obeyed.
         last_position: the row is finished by the token at this position.
         num_logprobs: most likely tokens to report; -1: not even the sampled one.
+        token_mask: int32 words, a bit set for each token that is allowed; None: all are.
+        bad_words: rows of BAD_WORD_LENGTH token ids, see `SamplingSlots`.
         sampling_flags: what of all this the kernels have to look at.
     """
 
@@ -49,6 +69,8 @@ class RowSampling:
     min_position: int = 0
     last_position: int = _NO_LIMIT
     num_logprobs: int = -1
+    token_mask: np.ndarray | None = field(default=None, compare=False, repr=False)
+    bad_words: tuple[tuple[int, ...], ...] = ()
     sampling_flags: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -60,12 +82,22 @@ class RowSampling:
             num_biases=len(self.bias_ids),
             masks_stops=bool(self.stop_ids) and self.min_position > 0,
             num_logprobs=self.num_logprobs,
+            is_masked=self.token_mask is not None,
+            num_bad_words=len(self.bad_words),
         )
         object.__setattr__(self, "sampling_flags", flags)
 
     @classmethod
     def of(
-        cls, params: SamplingParams, *, seed: int, stop_ids: tuple[int, ...], prompt_length: int, max_length: int
+        cls,
+        params: SamplingParams,
+        *,
+        seed: int,
+        stop_ids: tuple[int, ...],
+        prompt_length: int,
+        max_length: int,
+        vocab_size: int,
+        bad_words: Sequence[Sequence[int]] = (),
     ) -> RowSampling:
         """Return what a request's parameters mean for its row.
 
@@ -75,6 +107,8 @@ class RowSampling:
             stop_ids: the tokens that end it, the model's included.
             prompt_length: tokens of the prompt.
             max_length: tokens that prompt and answer may have together.
+            vocab_size: token ids are below it.
+            bad_words: sequences of tokens, of BAD_WORD_LENGTH at most.
         """
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
@@ -93,12 +127,26 @@ class RowSampling:
             min_position=min(prompt_length + params.min_tokens, max_length) if params.min_tokens else 0,
             last_position=max_length - 1,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
+            token_mask=None if params.allowed_token_ids is None else token_mask(params.allowed_token_ids, vocab_size),
+            bad_words=tuple((-1,) * (BAD_WORD_LENGTH - len(word)) + tuple(word) for word in bad_words),
         )
 
     @property
     def uses_penalties(self) -> bool:
         """Whether the counts of the row's tokens matter."""
         return bool(self.sampling_flags & FLAG_PENALTIES)
+
+
+def token_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
+    """Return the words of a token mask, int32 [ceil(vocab_size / 32)]: bit i of word w is set for token 32 w + i.
+
+    Args:
+        allowed: token ids.
+        vocab_size: they are below it.
+    """
+    bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=bool)
+    bits[np.asarray(allowed, dtype=np.int64)] = True
+    return np.packbits(bits, bitorder="little").view("<i4")
 
 
 @dataclass(frozen=True)
@@ -128,7 +176,7 @@ class StepLogprobs(NamedTuple):
 
 
 class StepTokens(NamedTuple):
-    """What one step gave its rows, in row order: tokens, -1 where a row had finished before."""
+    """What one step gave its rows, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE."""
 
     tokens: list[int]
     logprobs: StepLogprobs | None = None

@@ -12,7 +12,8 @@ from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
-from graphdecode.models import Decoder
+from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
+from graphdecode.models import Model
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class StepSetting:
         batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
     """
 
-    model: Decoder
+    model: Model
     caches: list[tuple[Tensor, Tensor]]
     page_size: int
     max_pages_per_row: int
@@ -40,6 +41,14 @@ class StepSetting:
     def trash_page(self) -> int:
         """The page that nobody owns: the last one."""
         return self.caches[0][0].shape[0] - 1
+
+    @property
+    def sampling_capacity(self) -> SamplingCapacity:
+        """How much one row may ask of sampling."""
+        config = self.config
+        return SamplingCapacity(
+            config.max_logprobs, config.max_stop_token_ids, config.max_logit_biases, config.max_bad_words
+        )
 
     @property
     def ring_length(self) -> int:
@@ -83,11 +92,11 @@ class Step(Protocol):
     def rewind(self, step_index: int) -> None:
         """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""
 
-    def read(self, steps: range, num_rows: int, *, logprobs: bool) -> list[StepTokens]:
+    def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return what some steps gave their rows; their launch has come to its end.
 
         Args:
             steps: their numbers since the beginning.
             num_rows: rows that were live.
-            logprobs: whether any row asked for log-probabilities.
+            logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
         """

@@ -1,8 +1,15 @@
 """The model families, one file each; a line here lets its models be loaded."""
 
+from graphdecode.models.families.gemma2 import Gemma2
+from graphdecode.models.families.gemma3 import Gemma3
+from graphdecode.models.families.gpt_oss import GptOss
+from graphdecode.models.families.granite import Granite
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
+from graphdecode.models.families.olmo2 import Olmo2
+from graphdecode.models.families.olmo3 import Olmo3
+from graphdecode.models.families.phi3 import Phi3
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.families.qwen2_moe import Qwen2Moe
 from graphdecode.models.families.qwen3 import Qwen3
@@ -10,7 +17,23 @@ from graphdecode.models.families.qwen3_moe import Qwen3Moe
 from graphdecode.models.families.smollm3 import SmolLM3
 from graphdecode.models.family import register_family
 
-__all__ = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "SmolLM3"]
+__all__ = [
+    "Gemma2",
+    "Gemma3",
+    "GptOss",
+    "Granite",
+    "Llama",
+    "Mistral",
+    "Mixtral",
+    "Olmo2",
+    "Olmo3",
+    "Phi3",
+    "Qwen2",
+    "Qwen2Moe",
+    "Qwen3",
+    "Qwen3Moe",
+    "SmolLM3",
+]
 
 register_family(Llama())
 register_family(Mistral())
@@ -19,4 +42,11 @@ register_family(Qwen2())
 register_family(Qwen2Moe())
 register_family(Qwen3())
 register_family(Qwen3Moe())
+register_family(GptOss())
+register_family(Gemma2())
+register_family(Gemma3())
+register_family(Phi3())
+register_family(Olmo2())
+register_family(Olmo3())
 register_family(SmolLM3())
+register_family(Granite())

@@ -80,6 +80,7 @@ class Llama(Family):
             attention=self.attention(config, weights, index),
             post_norm=weights.norm(f"{at}post_norm", eps),
             mlp=self.feed_forward(config, weights, index),
+            residual_scale=config.residual_scale,
         )
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:

@@ -22,6 +22,10 @@ class Qwen3(Qwen2):
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer; see `Llama.layer_weights`."""
-        shape = (config.head_dim,)
-        norms = {f"{at}{norm}": (Part(f"{name}self_attn.{norm}.weight", shape),) for norm in ("q_norm", "k_norm")}
-        return super().layer_weights(config, at, name) | norms
+        return super().layer_weights(config, at, name) | head_norms(config, at, name)
+
+
+def head_norms(config: ModelConfig, at: str, name: str) -> WeightMap:
+    """Return the places of the norms of a layer's queries and keys, of each head by itself."""
+    shape = (config.head_dim,)
+    return {f"{at}{norm}": (Part(f"{name}self_attn.{norm}.weight", shape),) for norm in ("q_norm", "k_norm")}

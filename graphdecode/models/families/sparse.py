@@ -82,7 +82,7 @@ class Sparse(Llama):
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
-        experts = _experts_of(config)
+        experts = experts_of(config)
         return Experts(
             gate_up=stacked(weights.experts(f"{at}experts.gate_up", experts.count), experts.count, is_gated=True),
             gate_up_bias=None,
@@ -97,7 +97,7 @@ class Sparse(Llama):
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
         """Return the places of one layer's router and experts; see `layer_weights`."""
-        experts, hidden = _experts_of(config), config.hidden_size
+        experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
         mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
         router: tuple[Part, ...] = (Part(f"{mlp}gate.weight", (experts.count, hidden)),)
@@ -122,7 +122,7 @@ class Sparse(Llama):
 
     def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         places = super().weights(config)
-        for index, is_sparse in enumerate(_experts_of(config).layers):
+        for index, is_sparse in enumerate(experts_of(config).layers):
             if is_sparse:
                 at = f"layers.{index}."
                 for dense in (f"{at}gate_up", f"{at}down"):
@@ -132,7 +132,8 @@ class Sparse(Llama):
         return places
 
 
-def _experts_of(config: ModelConfig) -> ExpertsConfig:
+def experts_of(config: ModelConfig) -> ExpertsConfig:
+    """Return the experts of a model that has some."""
     if config.experts is None:
         raise UnsupportedModelError(f"{config.architecture} has no experts")
     return config.experts

@@ -64,7 +64,7 @@ class Normalized(nn.Module):
             return F.layer_norm(x, x.shape[-1:], gain, self.layer_norm_bias, self.eps)
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
-        rms_norm(out, rows, gain, self.eps)
+        rms_norm(out, rows, gain.float(), self.eps)
         return out.view(x.shape)
 
 

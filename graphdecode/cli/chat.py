@@ -1,0 +1,142 @@
+"""`graphdecode chat`: talk with a model, in a session, in one line, or through a pipe."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphdecode.cli.capacity import check_length, fitted, limited
+from graphdecode.cli.options import (
+    STDERR,
+    ConfigOption,
+    DeviceOption,
+    DtypeOption,
+    ModelImplOption,
+    settings_of,
+    stdin_text,
+)
+from graphdecode.cli.sampling_options import (
+    FrequencyPenaltyOption,
+    MinPOption,
+    PresencePenaltyOption,
+    RepetitionPenaltyOption,
+    SeedOption,
+    StopOption,
+    TemperatureOption,
+    TopKOption,
+    TopPOption,
+    sampling_fields,
+)
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode.text import Conversation, RequestOutput, RunSummary
+
+
+def chat(
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[MESSAGE]", help="What to say; none: a session, or what is piped in.")
+    ] = None,
+    then: Annotated[list[str] | None, typer.Option(help="What to say after the answer; may be repeated.")] = None,
+    model: Annotated[
+        str, typer.Option(help="What `graphdecode models` lists, a checkpoint folder or file, or a repository id.")
+    ] = "smollm2",
+    system: Annotated[str | None, typer.Option(help="How the model is to behave; left out: its template's.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
+    ] = None,
+    config: ConfigOption = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
+    temperature: TemperatureOption = None,
+    top_k: TopKOption = None,
+    top_p: TopPOption = None,
+    min_p: MinPOption = None,
+    repetition_penalty: RepetitionPenaltyOption = None,
+    presence_penalty: PresencePenaltyOption = None,
+    frequency_penalty: FrequencyPenaltyOption = None,
+    seed: SeedOption = None,
+    stop: StopOption = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens of the conversation at most; left out: the configuration's.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    model_impl: ModelImplOption = None,
+) -> None:
+    """Talk with a model. Answers go to stdout as they come, all else to stderr.
+
+    Without a message: a session in the terminal, where /help tells more; a text that is piped in is one message.
+    """
+    began = time.perf_counter()
+    turns = [" ".join(words), *(then or [])] if words else list(then or [])
+    is_session = not turns and sys.stdin.isatty()
+    if not turns and not is_session:
+        turns = [stdin_text().strip()]
+    if any(not turn.strip() for turn in turns):
+        raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
+    settings = limited(
+        settings_of(config, device=device, dtype=dtype, seed=seed, quantize=quantize, model_impl=model_impl),
+        max_sequence_length=max_sequence_length,
+    )
+    from graphdecode import LLM, SamplingParams
+    from graphdecode.cli.chat_session import ChatSession, make_prompt_session
+    from graphdecode.models import check_model, resolve_model_path
+    from graphdecode.text import Conversation, RunSummary, load_tokenizer, render_chat
+
+    given = sampling_fields(
+        logit_bias=None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=settings.seed,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty, stop=stop, max_tokens=max_tokens,
+    )  # fmt: skip
+    SamplingParams(**given)  # what cannot be is said before a model is looked for
+    path = resolve_model_path(model)
+    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    trained_length = described.max_position_embeddings
+    check_length(max_sequence_length, trained_length)
+    tokenizer = load_tokenizer(path)
+    messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
+    render_chat(tokenizer, messages, chat_template=chat_template)  # no template: said before the weights are read
+    settings = fitted(settings, [1], None, answers=1, trained_length=trained_length)
+    with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
+        params = replace(llm.default_chat_params(), **given)
+        conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
+        if is_session:
+            _greet(model, conversation)
+            ChatSession(conversation, make_prompt_session()).run()
+        else:
+            _say(conversation, turns, RunSummary(llm, load_seconds=time.perf_counter() - began))
+
+
+def _greet(model: str, conversation: Conversation) -> None:
+    llm = conversation.llm
+    STDERR.print(
+        f"{model} in {str(llm.model.dtype).removeprefix('torch.')} on {llm.device.type}, ready after "
+        f"{llm.load_seconds:.2f} s, room for {llm.capacity.token_limit} tokens; /help lists commands, Ctrl-D leaves",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _say(conversation: Conversation, turns: list[str], summary: RunSummary) -> None:
+    """Print the answer to each turn, under what was said where there are several, and one line of figures."""
+    from graphdecode.cli.chat_session import answer
+
+    outputs: list[RequestOutput] = []
+    try:
+        for turn in turns:
+            if len(turns) > 1:
+                print(f">>> {turn}", flush=True)
+            answer(conversation, turn)
+            if conversation.last is not None:
+                outputs.append(conversation.last)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    STDERR.print(summary.line(outputs), highlight=False, soft_wrap=True)

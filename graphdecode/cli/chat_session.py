@@ -1,0 +1,174 @@
+"""The interactive session of `graphdecode chat`: lines of a terminal in, answers as they come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphdecode.cli.options import STDERR, print_error
+from graphdecode.errors import GraphdecodeError
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.key_binding import KeyPressEvent
+
+    from graphdecode.text import Conversation
+
+_COMMAND = re.compile(r"/(\w+)(?:\s+(.*))?", re.DOTALL)  # and not a path such as /etc/hosts
+_HELP = """\
+/system TEXT   how the model is to behave from now on; without TEXT: as its template has it
+/reset         forget what was said
+/save FILE     write the conversation to a new file: messages as JSON where its name ends in .json, else Markdown
+/help          this
+Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through what was typed before.
+Ctrl-C stops the answer; Ctrl-D leaves."""
+
+
+def make_prompt_session(**options: Any) -> PromptSession[str]:
+    """Return the line editor of a session, with its keys and the history of earlier sessions.
+
+    Args:
+        options: of prompt_toolkit's `PromptSession`, such as an input other than the terminal.
+    """
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _another_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    history: History
+    file = history_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
+            history = FileHistory(file)
+    except OSError as error:
+        STDERR.print(f"no history is kept: {error}", highlight=False, soft_wrap=True, markup=False)
+        history = InMemoryHistory()
+    return PromptSession(
+        "> ", history=history, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0, **options
+    )
+
+
+def history_file() -> Path:
+    """Return where the lines of earlier sessions are kept: under the user's folder for state."""
+    default = os.environ.get("LOCALAPPDATA", "~") if os.name == "nt" else "~/.local/state"
+    return Path(os.environ.get("XDG_STATE_HOME") or default).expanduser() / "graphdecode" / "chat_history"
+
+
+class ChatSession:
+    """Reads what a person types until they leave.
+
+    Args:
+        conversation: takes what is said.
+        prompt: reads it, such as `make_prompt_session` returns.
+    """
+
+    def __init__(self, conversation: Conversation, prompt: PromptSession[str]) -> None:
+        self._conversation = conversation
+        self._prompt = prompt
+        self._commands: dict[str, Callable[[str], None]] = {
+            "help": self._help,
+            "reset": self._reset,
+            "save": self._save,
+            "system": self._system,
+        }
+
+    def run(self) -> None:
+        """Read, answer, and read again; Ctrl-D ends it."""
+        while True:
+            try:
+                line = self._prompt.prompt().strip()
+            except KeyboardInterrupt:  # what was typed is gone, as in a shell
+                continue
+            except EOFError:
+                return
+            if line:
+                self._take(line)
+
+    def _take(self, line: str) -> None:
+        found = _COMMAND.fullmatch(line)
+        try:
+            if found is None:
+                answer(self._conversation, line)
+                tell_figures(self._conversation)
+            elif found[1] in self._commands:
+                self._commands[found[1]](found[2] or "")
+            else:
+                print_error(f"there is no command /{found[1]}; /help lists those that there are")
+        except KeyboardInterrupt:
+            print(flush=True)
+            _tell("stopped; what came of the answer stays in the conversation")
+        except (GraphdecodeError, OSError) as error:
+            print_error(" ".join(str(error).split()))
+
+    def _help(self, _: str) -> None:
+        _tell(_HELP)
+
+    def _reset(self, _: str) -> None:
+        self._conversation.reset()
+        _tell("what was said is forgotten")
+
+    def _system(self, text: str) -> None:
+        self._conversation.system = text or None
+        _tell("from now on: " + (text or "as the model's template has it"))
+
+    def _save(self, name: str) -> None:
+        if not name:
+            print_error("/save needs the name of a file")
+            return
+        file, messages = Path(name).expanduser(), self._conversation.all_messages()
+        with file.open("x", encoding="utf-8") as opened:  # never over what is there
+            if file.suffix == ".json":
+                json.dump(messages, opened, ensure_ascii=False, indent=1)
+            else:
+                opened.write("\n".join(f"## {each['role']}\n\n{each['content'].strip()}\n" for each in messages))
+        _tell(f"{len(messages)} messages are in {file}")
+
+
+def answer(conversation: Conversation, text: str) -> None:
+    """Say something in a conversation, and print the answer on standard output as it comes."""
+    forgotten = conversation.num_forgotten
+    with contextlib.closing(conversation.say(text)) as pieces:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    print(flush=True)
+    if conversation.num_forgotten != forgotten:
+        limit = conversation.llm.capacity.token_limit
+        _tell(
+            f"the conversation has outgrown {limit} tokens: the model is no longer given its oldest "
+            f"{conversation.num_forgotten} messages; /reset begins anew"
+        )
+
+
+def tell_figures(conversation: Conversation) -> None:
+    """Print the speed of the latest answer, and how much room is left, on standard error."""
+    request = conversation.last
+    metrics = None if request is None else request.metrics
+    if request is None or metrics is None or metrics.finished_time is None:
+        return
+    output = request.outputs[0]
+    tokens, prompt, limit = len(output.token_ids), len(request.prompt_token_ids), conversation.llm.capacity.token_limit
+    seconds = metrics.finished_time - metrics.arrival_time
+    first = metrics.time_to_first_token
+    parts = [f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"]
+    if first is not None:
+        parts.append(f"first token after {1000 * first:.0f} ms")
+    parts.append(f"{metrics.num_cached_tokens} of {prompt} prompt tokens from the cache")
+    parts.append(f"{prompt + tokens} of {limit} tokens of room")
+    if output.finish_reason == "length":
+        parts.append("the answer was cut there" if prompt + tokens >= limit else "the answer was cut by --max-tokens")
+    _tell("; ".join(parts))
+
+
+def _tell(message: str) -> None:
+    STDERR.print(message, style="dim", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,76 @@
+"""Gemma 2 (Gemma Team, 2024): norms before and behind each block, every other layer with a window, soft caps."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.blocks import Layer, SandwichLayer
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, layer_windows, number
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weights import Weights
+
+
+class Gemma2(Llama):
+    """Gemma 2. The weights of its norms are their distance from 1; its embedding is scaled by the root of its width."""
+
+    architecture = "Gemma2ForCausalLM"
+    norm_offset = 1.0
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json."""
+        if settings.get("use_bidirectional_attention"):
+            raise UnsupportedModelError("use_bidirectional_attention is not supported; a token sees those before it")
+        given = self.defaults | settings
+        return super().config(given | {"hidden_act": given["hidden_activation"]})
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return that attention's products may have biases."""
+        attention = flag(settings, "attention_bias", False)
+        return {"qkv_bias": attention, "o_bias": attention}
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """Return the window of each layer: that of the first, the third and so on."""
+        return layer_windows(settings, [layer % 2 == 0 for layer in range(layers)])
+
+    def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+        """Return scales and caps; a cap that is null is none."""
+        return {
+            "sm_scale": number(settings, "query_pre_attn_scalar") ** -0.5,
+            "attention_soft_cap": number(settings, "attn_logit_softcapping", 0.0),
+            "logits_soft_cap": number(settings, "final_logit_softcapping", 0.0),
+            "embedding_scale": fields["hidden_size"] ** 0.5,
+        }
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; see `Llama.layer_weights`."""
+        places = super().layer_weights(config, at, name)
+        shape = (config.hidden_size,)
+        return places | {
+            f"{at}after_attention": (Part(f"{name}post_attention_layernorm.weight", shape),),
+            f"{at}post_norm": (Part(f"{name}pre_feedforward_layernorm.weight", shape),),
+            f"{at}after_mlp": (Part(f"{name}post_feedforward_layernorm.weight", shape),),
+        }
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer, its weights read."""
+        at, eps = f"layers.{index}.", config.rms_norm_eps
+        return SandwichLayer(
+            before_attention=weights.norm(f"{at}input_norm", eps),
+            attention=self.attention(config, weights, index),
+            after_attention=weights.norm(f"{at}after_attention", eps),
+            before_mlp=weights.norm(f"{at}post_norm", eps),
+            mlp=self.feed_forward(config, weights, index),
+            after_mlp=weights.norm(f"{at}after_mlp", eps),
+        )

@@ -1,0 +1,51 @@
+"""OLMo 2 (Team OLMo, 2024): norms behind each block and none before; queries are normed over all heads, and keys."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.blocks import Layer, SandwichLayer
+from graphdecode.models.config import ModelConfig, flag
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weights import Weights
+
+
+class Olmo2(Llama):
+    """OLMo 2."""
+
+    architecture = "Olmo2ForCausalLM"
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+    }
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return that attention's products may have biases."""
+        attention = flag(settings, "attention_bias", False)
+        return {"qkv_bias": attention, "o_bias": attention}
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; see `Llama.layer_weights`."""
+        places = super().layer_weights(config, at, name)
+        del places[f"{at}input_norm"], places[f"{at}post_norm"]
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        return places | {
+            f"{at}q_norm": (Part(f"{name}self_attn.q_norm.weight", (q,)),),
+            f"{at}k_norm": (Part(f"{name}self_attn.k_norm.weight", (kv,)),),
+            f"{at}after_attention": (Part(f"{name}post_attention_layernorm.weight", (config.hidden_size,)),),
+            f"{at}after_mlp": (Part(f"{name}post_feedforward_layernorm.weight", (config.hidden_size,)),),
+        }
+
+    def layer(self, config: ModelConfig, weights: Weights, index: int) -> Layer:
+        """Return one layer, its weights read."""
+        at, eps = f"layers.{index}.", config.rms_norm_eps
+        return SandwichLayer(
+            before_attention=None,
+            attention=self.attention(config, weights, index),
+            after_attention=weights.norm(f"{at}after_attention", eps),
+            before_mlp=None,
+            mlp=self.feed_forward(config, weights, index),
+            after_mlp=weights.norm(f"{at}after_mlp", eps),
+        )

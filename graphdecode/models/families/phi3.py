@@ -1,0 +1,48 @@
+"""Phi-3 (Abdin et al., 2024) and Phi-4-mini: fused products, LongRoPE, heads of which a part turns."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from graphdecode.models.config import ModelConfig, layer_windows
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.weight_map import WeightMap, product
+
+
+class Phi3(Llama):
+    """Phi-3 and Phi-4, the small ones; all layers see a window where there is one."""
+
+    architecture = "Phi3ForCausalLM"
+    has_partial_rotary = True
+    defaults: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json; `su` and `yarn` are what LongRoPE was called in the first of them."""
+        for name in ("rope_scaling", "rope_parameters"):
+            scaling = settings.get(name)
+            if isinstance(scaling, dict) and (scaling.get("rope_type") or scaling.get("type")) in ("su", "yarn"):
+                settings = settings | {name: scaling | {"rope_type": "longrope"}}
+        return super().config(settings)
+
+    def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """Return that no product has a bias, whatever the fields of a config.json say."""
+        return {}
+
+    def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
+        """Return the window of all layers."""
+        return layer_windows(settings, [True] * layers)
+
+    def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
+        """Return the places of one layer; see `Llama.layer_weights`."""
+        hidden, ff = config.hidden_size, config.intermediate_size
+        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        # a shard is rows of queries, of keys and of values, which are no one part of a fused tensor: each has it whole
+        return super().layer_weights(config, at, name) | {
+            **product(f"{at}qkv", {f"{name}self_attn.qkv_proj": q + 2 * kv}, hidden, split=None),
+            **product(f"{at}gate_up", {f"{name}mlp.gate_up_proj": 2 * ff}, hidden, split=None),
+        }

@@ -1,0 +1,240 @@
+"""What GGUF calls an architecture, its fields and its tensors, in the words of a config.json and of safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.gguf import architecture_fields as more
+from graphdecode.models.gguf.container import GgufTensor
+from graphdecode.models.gguf.metadata import Metadata
+from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
+from graphdecode.models.gguf.tensor_view import StackedExperts, TensorView, View
+from graphdecode.models.gguf.vocabulary import stop_token_ids
+
+_EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROTATED = ("attn_q", "attn_k")
+_ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture of GGUF.
+
+    Attributes:
+        name: as the names of classes in transformers begin, such as "Llama".
+        layer: GGUF's names of a layer's tensors -> those of transformers; `{expert}` stands for each of a stack.
+        neighbours: the two halves of a rotary pair are neighbours among the rows of q and k.
+        bare: those that end in nothing, or in "_bias", and of which experts are stacked as `StackedExperts` has them.
+        norm_shift: what is added to the norms' stored gains.
+        more: returns what a config.json has beside what all have.
+    """
+
+    name: str
+    layer: Mapping[str, str]
+    neighbours: bool = False
+    bare: tuple[str, ...] = ()
+    norm_shift: float = 0.0
+    more: Callable[[Metadata], Settings] = field(default=lambda metadata: {})
+
+    def settings(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Settings:
+        """Return the fields of the config.json that such a model has.
+
+        Args:
+            fields: the metadata of the file.
+            stored: its tensors.
+
+        Raises:
+            UnsupportedModelError: a field is missing or is of no use.
+        """
+        metadata = Metadata(fields)
+        layers, hidden = metadata.count("block_count"), metadata.count("embedding_length")
+        heads = metadata.count("attention.head_count")
+        head_dim = metadata.count("attention.key_length", hidden // heads)
+        if metadata.count("attention.value_length", head_dim) != head_dim:
+            raise UnsupportedModelError(
+                f"{metadata.architecture}.attention.value_length must be {head_dim} like the keys'"
+            )
+        _check_counts(metadata, stored)
+        return {
+            "architectures": [f"{self.name}ForCausalLM"],
+            "vocab_size": stored["token_embd.weight"].shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": metadata.count("feed_forward_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": metadata.count("attention.head_count_kv", heads),
+            "head_dim": head_dim,
+            "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": metadata.count("context_length"),
+            "tie_word_embeddings": "output.weight" not in stored,
+            "attention_bias": "blk.0.attn_q.bias" in stored,
+            "mlp_bias": "blk.0.ffn_up.bias" in stored,
+            "eos_token_id": stop_token_ids(fields),
+            "dtype": _dtype(stored),
+            **rope_settings(metadata, stored, head_dim),
+            **self.more(metadata),
+        }
+
+    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
+        """Yield the tensors as transformers has them, with its names; one that it has no name for has its own."""
+        metadata = Metadata(fields)
+        for name, tensor in stored.items():
+            place, _, kind = name.rpartition(".")
+            layer, _, part = place.removeprefix("blk.").partition(".")
+            if not (place.startswith("blk.") and layer.isdecimal()):
+                if place in _EDGES:
+                    yield f"{_EDGES[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
+                elif name not in ROPE_TENSORS:
+                    yield name, TensorView(tensor, tensor.shape)
+            elif part in self.layer:
+                whole = f"model.layers.{layer}.{self.layer[part]}"
+                yield from self._of_layer(metadata, stored, (layer, part, kind), whole)
+            else:
+                yield name, TensorView(tensor, tensor.shape)
+
+    def _of_layer(
+        self, metadata: Metadata, stored: Mapping[str, GgufTensor], place: tuple[str, str, str], name: str
+    ) -> Iterator[tuple[str, View]]:
+        layer, part, kind = place
+        tensor = stored[f"blk.{layer}.{part}.{kind}"]
+        if part in _ONE_ROW:
+            yield f"{name}.{kind}", TensorView(tensor, (1, tensor.shape[-1]))
+        elif part in self.bare:
+            if part == "ffn_gate_exps":
+                return  # goes with the other half
+            gate = stored.get(f"blk.{layer}.ffn_gate_exps.{kind}") if part == "ffn_up_exps" else None
+            parts = (tensor,) if gate is None else (gate, tensor)
+            whole = name if kind == "weight" else f"{name}_bias"
+            yield whole, TensorView(tensor, tensor.shape) if part == "attn_sinks" else StackedExperts(parts)
+        elif "{expert}" in name:
+            rows = tensor.shape[1]
+            for expert in range(tensor.shape[0]):
+                own = TensorView(tensor, tensor.shape[1:], first_row=expert * rows)
+                yield f"{name}.{kind}".format(expert=expert), own
+        else:
+            head_rows = _head_rows(metadata, tensor, part) if self.neighbours and part in _ROTATED else 0
+            yield f"{name}.{kind}", TensorView(tensor, tensor.shape, head_dim=head_rows, shift=self._shift(part))
+
+    def _shift(self, part: str) -> float:
+        return self.norm_shift if part.endswith("norm") else 0.0
+
+
+def _head_rows(metadata: Metadata, tensor: GgufTensor, part: str) -> int:
+    heads = metadata.count("attention.head_count")
+    if part == "attn_k":
+        heads = metadata.count("attention.head_count_kv", heads)
+    return tensor.shape[0] // heads
+
+
+def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
+    """Refuse counts that the tensors belie, before anything is made for so many.
+
+    Raises:
+        UnsupportedModelError: they do, or there is no embedding.
+    """
+    if "token_embd.weight" not in stored:
+        raise UnsupportedModelError("the tensor token_embd.weight is missing")
+    held = len({name.split(".")[1] for name in stored if name.startswith("blk.")})
+    stacks = {tensor.shape[0] for name, tensor in stored.items() if name.endswith("_exps.weight")}
+    for name, found in (("block_count", {held}), ("expert_count", stacks)):
+        stated = metadata.count(name) if metadata.number(name, 0) or found == {held} else 0
+        if stated and found != {stated}:
+            there = " and ".join(map(str, sorted(found))) or "none"
+            raise UnsupportedModelError(f"{metadata.architecture}.{name} is {stated}, and the tensors are of {there}")
+
+
+def _dtype(stored: Mapping[str, GgufTensor]) -> str:
+    """Return what to compute in where nobody says: float32 for a file of nothing else, else what holds any range."""
+    kinds = {tensor.block.name for tensor in stored.values() if len(tensor.shape) > 1}
+    return {frozenset({"F32"}): "float32", frozenset({"F16"}): "float16"}.get(frozenset(kinds), "bfloat16")
+
+
+_ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+_QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_NORMS_BEFORE = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+_NORMS_AFTER = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_NORMS_AROUND = _NORMS_AFTER | {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_DENSE = _ATTENTION | _NORMS_BEFORE | _MLP
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL_EXPERTS = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}
+_STACKED_EXPERTS = {
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+_FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
+_FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+
+_ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture("Llama", _DENSE, neighbours=True),
+    "mixtral": Architecture(
+        "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=more.mixtral
+    ),
+    "qwen2": Architecture("Qwen2", _DENSE),
+    "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=more.qwen2_moe),
+    "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
+    "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=more.qwen3_moe),
+    "gemma": Architecture("Gemma", _DENSE, norm_shift=-1.0, more=more.gemma),
+    "gemma2": Architecture("Gemma2", _ATTENTION | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma2),
+    "gemma3": Architecture("Gemma3", _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma3),
+    "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=more.phi3),
+    "olmo2": Architecture("Olmo2", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP),
+    "olmo3": Architecture("Olmo3", _ATTENTION | _QK_NORMS | _NORMS_AFTER | _MLP, more=more.olmo3),
+    "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=more.smollm3),
+    "gpt-oss": Architecture(
+        "GptOss",
+        _ATTENTION
+        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+        | _STACKED_EXPERTS,
+        bare=("attn_sinks", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        more=more.gpt_oss,
+    ),
+    "granite": Architecture("Granite", _DENSE, neighbours=True, more=more.granite),
+}
+
+
+def architecture_of(fields: Mapping[str, Any]) -> Architecture:
+    """Return the architecture of a file, whose metadata are given.
+
+    Raises:
+        UnsupportedModelError: it is not known; the message lists those that are.
+    """
+    name = fields.get("general.architecture")
+    if name == "llama" and fields.get("llama.expert_count"):
+        name = "mixtral"
+    if name == "olmo2" and fields.get("olmo2.attention.sliding_window"):
+        name = "olmo3"
+    found = _ARCHITECTURES.get(name) if isinstance(name, str) else None
+    if found is None:
+        known = ", ".join(_ARCHITECTURES)
+        raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")
+    return found

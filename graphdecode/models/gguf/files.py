@@ -1,0 +1,41 @@
+"""Which files of a folder are a model in GGUF: one file, or the shards that one name stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+SUFFIX = ".gguf"
+_SHARD = re.compile(r"(?P<model>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+_NO_MODEL = "mmproj"  # how the names begin of files that hold what turns pictures into tokens
+
+
+def models_among(names: Iterable[str]) -> list[str]:
+    """Return the names of GGUF files, of those that are shards of one model the first alone."""
+    found = []
+    for name in sorted(name for name in names if name.endswith(SUFFIX) and not name.startswith(_NO_MODEL)):
+        shard = _SHARD.fullmatch(name)
+        if shard is None or int(shard["number"]) == 1:
+            found.append(name)
+    return found
+
+
+def of_quantization(names: Iterable[str], wanted: str) -> list[str]:
+    """Return those names of models that say a quantization, such as "Q4_K_M"."""
+    return [name for name in names if wanted.lower() in re.split(r"[-.]", name.lower())]
+
+
+def shards_of(name: str) -> list[str]:
+    """Return the names of all shards of a model, given that of one; of a model in one file, that file."""
+    shard = _SHARD.fullmatch(name)
+    if shard is None:
+        return [name]
+    count = int(shard["count"])
+    return [f"{shard['model']}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+
+
+def models_in(folder: Path) -> list[str]:
+    """Return the models in GGUF that a folder holds; none where it holds safetensors, which are a model with them."""
+    names = [path.name for path in folder.iterdir()]
+    return [] if any(".safetensors" in name for name in names) else models_among(names)

@@ -1,0 +1,110 @@
+"""The rotary embedding that the metadata and the tensors of a GGUF file describe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphdecode.models.config import UnsupportedModelError
+from graphdecode.models.gguf.container import GgufTensor
+from graphdecode.models.gguf.dequantize import dequantize
+from graphdecode.models.gguf.metadata import Metadata
+from graphdecode.models.rope import RopeConfig, inverse_frequencies
+
+_FACTORS, _LONG, _SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))
+ROPE_TENSORS = (_FACTORS, _LONG, _SHORT)
+_LLAMA3_CONTEXT = 8192
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
+_LOCAL = ("gemma3", "olmo2")  # whose layers with a window have a rope of their own
+
+
+def rope_settings(metadata: Metadata, stored: Mapping[str, GgufTensor], head_dim: int) -> dict[str, Any]:
+    """Return `rope_parameters` as a config.json has them.
+
+    Raises:
+        UnsupportedModelError: the way of scaling is not known, or a field that it needs is missing.
+    """
+    theta = float(metadata.number("rope.freq_base", 10000.0))
+    rotated = metadata.count("rope.dimension_count", head_dim)
+    rope = {"rope_theta": theta, **_scaling(metadata, stored, theta, rotated)}
+    if rotated != head_dim:
+        rope["partial_rotary_factor"] = rotated / head_dim
+    if metadata.architecture in _LOCAL and metadata.number("attention.sliding_window", 0):
+        default = 10000.0 if metadata.architecture == "gemma3" else theta
+        local = {"rope_theta": float(metadata.number("rope.freq_base_swa", default)), "rope_type": "default"}
+        return {"rope_parameters": {"full_attention": rope, "sliding_attention": local}}
+    return {"rope_parameters": rope}
+
+
+def _scaling(metadata: Metadata, stored: Mapping[str, GgufTensor], theta: float, rotated: int) -> dict[str, Any]:
+    kind = metadata.text("rope.scaling.type", "none")
+    if _LONG in stored and _SHORT in stored:
+        return _longrope(metadata, _values(stored[_SHORT]), _values(stored[_LONG]))
+    if _FACTORS in stored:
+        return _of_factors(metadata, _values(stored[_FACTORS]), theta, rotated)
+    if kind == "none":
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": metadata.number("rope.scaling.factor")}
+    if kind == "yarn":
+        return _yarn(metadata)
+    raise UnsupportedModelError(
+        f"{metadata.architecture}.rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn, and "
+        f"longrope with the tensors {_LONG} and {_SHORT}"
+    )
+
+
+def _yarn(metadata: Metadata) -> dict[str, Any]:
+    found = {
+        "rope_type": "yarn",
+        "factor": metadata.number("rope.scaling.factor"),
+        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length"),
+    }
+    if metadata.architecture == "gpt-oss":
+        found["truncate"] = False
+    names = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attn_factor": "attention_factor"}
+    for theirs, ours in names.items():
+        if metadata.has(f"rope.scaling.yarn_{theirs}"):
+            found[ours] = metadata.number(f"rope.scaling.yarn_{theirs}")
+    return found
+
+
+def _longrope(metadata: Metadata, short: np.ndarray, long: np.ndarray) -> dict[str, Any]:
+    trained = metadata.count("context_length")
+    found = {
+        "rope_type": "longrope",
+        "short_factor": short.tolist(),
+        "long_factor": long.tolist(),
+        "original_max_position_embeddings": metadata.count("rope.scaling.original_context_length", trained),
+    }
+    if metadata.has("rope.scaling.attn_factor"):
+        found["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+    return found
+
+
+def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: int) -> dict[str, Any]:
+    """Return the rope whose frequencies are divided by factors.
+
+    A file has them in place of the four numbers that Llama 3.1 defines them by. Where they are the factors of those
+    numbers as all its models have them, it is that rope again; else one that has factors.
+    """
+    llama3 = {"rope_type": "llama3", "factor": float(factors.max()), **_LLAMA3}
+    if 2 * len(factors) != rotated:
+        raise UnsupportedModelError(f"{_FACTORS} has {len(factors)} factors; {rotated} channels are rotated in pairs")
+    rope = RopeConfig.from_dict({"rope_parameters": {**llama3, "rope_theta": theta}}, _LLAMA3_CONTEXT)
+    ours = inverse_frequencies(RopeConfig(theta=theta), rotated) / inverse_frequencies(rope, rotated)
+    if torch.allclose(ours, torch.from_numpy(factors), rtol=1e-5):
+        return llama3
+    trained = metadata.count("context_length")
+    same = {"short_factor": factors.tolist(), "long_factor": factors.tolist()}
+    return {
+        "rope_type": "longrope", **same, "attention_factor": 1.0, "original_max_position_embeddings": trained
+    }  # fmt: skip
+
+
+def _values(tensor: GgufTensor) -> np.ndarray:
+    count = tensor.shape[-1]
+    return dequantize(tensor.read(0, count)[None], tensor.block)[0].float().numpy()

@@ -1,0 +1,86 @@
+"""A model in GGUF as a source of weights: in one file, or in shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from graphdecode.linear.weight_form import Shard, Stored
+from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.family import config_of
+from graphdecode.models.gguf.architectures import Architecture, architecture_of
+from graphdecode.models.gguf.container import GgufFile, GgufTensor
+from graphdecode.models.gguf.files import SUFFIX, shards_of
+from graphdecode.models.gguf.tensor_view import View
+from graphdecode.models.rope import UnsupportedRopeError
+from graphdecode.models.source import resolve_model_path
+from graphdecode.models.weight_map import CheckpointError
+
+
+class Gguf:
+    """A `.gguf` file, by its path, the folder that holds no other, or as a repository of the hub.
+
+    Args:
+        model: see `resolve_model_path`.
+
+    Raises:
+        ModelSourceError: there is no such file.
+        CheckpointError: it is damaged, or a shard is missing.
+    """
+
+    def __init__(self, model: str | Path) -> None:
+        self._file = resolve_model_path(model)
+        self.name = str(self._file)
+        files = [GgufFile(self._file.with_name(name)) for name in shards_of(self._file.name)]
+        self._metadata = files[0].fields
+        self._stored: dict[str, GgufTensor] = {}
+        for file in files:
+            twice = self._stored.keys() & file.tensors.keys()
+            if twice:
+                raise CheckpointError(f"{file.path}: the tensor {min(twice)} is in another shard, too")
+            self._stored |= file.tensors
+
+    @classmethod
+    def opens(cls, model: str | Path) -> bool:
+        """Whether a model's name leads to a GGUF file."""
+        return resolve_model_path(model).suffix == SUFFIX
+
+    def config(self) -> ModelConfig:
+        """Return what the metadata say, which a config.json would say in other words.
+
+        Raises:
+            UnsupportedModelError: a field is missing or wrong, or describes no model that is supported.
+        """
+        try:
+            return config_of(self.settings)
+        except (UnsupportedModelError, UnsupportedRopeError) as error:
+            raise UnsupportedModelError(f"{self._file}: {error}") from error
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of the config.json that such a model has."""
+        return self._architecture.settings(self._metadata, self._stored)
+
+    @property
+    def tensors(self) -> Mapping[str, Stored]:
+        """All that the files hold, under the names of transformers; what has none, under its own."""
+        return {name: Stored(view.shape, view.block_type) for name, view in self._views.items()}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
+        self._views[name].read(out, shard)
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        try:
+            return architecture_of(self._metadata)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self._file}: {error}") from error
+
+    @cached_property
+    def _views(self) -> Mapping[str, View]:
+        return dict(self._architecture.views(self._metadata, self._stored))

@@ -1,0 +1,119 @@
+"""A tensor as transformers has it, in terms of a file's: which rows, in which order."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from graphdecode.linear.weight_form import Shard
+from graphdecode.models.gguf.container import GgufTensor
+from graphdecode.models.gguf.dequantize import dequantize
+
+_VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
+
+
+class View(Protocol):
+    """What transformers has under one name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As transformers has it."""
+
+    @property
+    def block_type(self) -> str:
+        """What the values are stored as."""
+
+    def read(self, out: Tensor, shard: Shard | None) -> None:
+        """Write the values, or a part of them, into `out`, converted to its dtype, a few at a time."""
+
+
+@dataclass(frozen=True)
+class TensorView:
+    """Rows of a stored tensor.
+
+    Attributes:
+        stored: where they are.
+        shape: as transformers has it.
+        first_row: of the stored ones.
+        head_dim: 0, or the channels of each head whose rotary pairs (i, i + head_dim / 2) are stored as neighbours.
+        shift: added to each value.
+    """
+
+    stored: GgufTensor
+    shape: tuple[int, ...]
+    first_row: int = 0
+    head_dim: int = 0
+    shift: float = 0.0
+
+    @property
+    def block_type(self) -> str:
+        """What the values are stored as."""
+        return self.stored.block.name
+
+    def read(self, out: Tensor, shard: Shard | None) -> None:
+        """Write the values, or a part of them, into `out`, converted to its dtype, a few rows at a time."""
+        # a vector is a column of rows of one value, unless it is stored in blocks
+        leading = self.shape if len(self.shape) == 1 and self.stored.block.values == 1 else self.shape[:-1]
+        row_length = math.prod(self.shape[len(leading) :])
+        slices = () if shard is None else shard.slices(self.shape)
+        rows = np.arange(math.prod(leading)).reshape(leading)[slices[: len(leading)]].ravel()
+        columns = slices[len(leading)] if len(slices) > len(leading) else slice(None)
+        target, step = out.view(len(rows), -1), max(1, _VALUES_AT_ONCE // row_length)
+        for begin in range(0, len(rows), step):
+            values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)[:, columns]
+            target[begin : begin + step].copy_(values.add(self.shift) if self.shift else values)
+
+    def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
+        if self.head_dim:
+            head, row = np.divmod(rows, self.head_dim)
+            half, pair = np.divmod(row, self.head_dim // 2)
+            rows = head * self.head_dim + 2 * pair + half
+        return self.first_row + rows
+
+    def _read_rows(self, rows: np.ndarray, row_length: int) -> Tensor:
+        """Return stored rows, by their numbers, which lie close together."""
+        low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
+        found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
+        return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]
+
+
+@dataclass(frozen=True)
+class StackedExperts:
+    """The experts' weights or biases in one tensor, outputs last; those of two products alternate.
+
+    Attributes:
+        parts: of each product [experts, outputs, inputs], or biases [experts, outputs].
+    """
+
+    parts: tuple[GgufTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[experts, inputs, outputs of all parts] or [experts, outputs of all parts]."""
+        experts, outputs, *inputs = self.parts[0].shape
+        return (experts, *inputs, outputs * len(self.parts))
+
+    @property
+    def block_type(self) -> str:
+        """What the values are stored as."""
+        return self.parts[0].block.name
+
+    def read(self, out: Tensor, shard: Shard | None) -> None:
+        """Write the values, or a part of them, into `out`, converted to its dtype, one expert at a time."""
+        kept, *within = (slice(None),) if shard is None else shard.slices(self.shape)
+        for place, expert in enumerate(range(self.shape[0])[kept]):
+            rows = torch.stack([self._expert(part, expert) for part in self.parts], dim=1).flatten(0, 1)
+            out[place].copy_((rows.T if len(self.shape) > 2 else rows[:, 0])[tuple(within)])
+
+    def _expert(self, part: GgufTensor, expert: int) -> Tensor:
+        outputs = part.shape[1]
+        count = math.prod(part.shape[1:])
+        stored = part.read(expert * count, count)
+        return dequantize(stored.reshape(outputs, -1) if len(part.shape) > 2 else stored[None], part.block).view(
+            outputs, -1
+        )

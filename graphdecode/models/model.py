@@ -1,0 +1,139 @@
+"""What the engine asks of a model, whoever wrote it: our own decoders, and modules of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
+from graphdecode.buffers import Batch
+
+LayerCache = tuple[Tensor, Tensor]
+
+
+class ModelShape(Protocol):
+    """What follows from a model's configuration alone."""
+
+    @property
+    def architecture(self) -> str:
+        """Hugging Face's name of it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Logits of a token."""
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers, each with a cache of its own."""
+
+    @property
+    def num_attention_heads(self) -> int:
+        """Query heads."""
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Key and value heads."""
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Tokens that a sequence may have."""
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the checkpoint."""
+
+
+class Model(Protocol):
+    """A decoder over a paged cache, written so that a step of it can be captured.
+
+    Attributes:
+        dtype: of weights, activations and cache.
+        device: where it runs.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def config(self) -> ModelShape:
+        """Its sizes."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, each with a cache of its own."""
+
+    @property
+    def constants(self) -> list[Tensor]:
+        """Every tensor that a step only reads, each once."""
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Tensors that a step leaves as it found them, and writes in between."""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one decode step reads, whatever the batch."""
+
+    def read_bytes(self, rows: int) -> int:
+        """Bytes of weights that one decode step of so many rows reads at most."""
+
+    def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
+        """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
+
+    def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+        """Feed each row's token, append its keys and values, and return the logits [b, vocab].
+
+        Args:
+            batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
+                page_table int32 [b, pages], live_rows int32 [1].
+            caches: keys and values of each layer.
+            attention: its workspaces are planned here, once for all layers.
+        """
+
+    def prefill(
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        page_table: Tensor,
+        caches: list[LayerCache],
+        attention: TokenByTokenAttention | None = None,
+    ) -> Any:
+        """Append the keys and values of many tokens.
+
+        Args:
+            token_ids: int64 [t], the rows' tokens one after another.
+            rows: int32 [t], the row of each token.
+            positions: int32 [t].
+            live: int32 [1], t.
+            cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
+            cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
+            page_table: int32 [b, pages].
+            caches: keys and values of each layer.
+            attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
+
+        Returns:
+            What `logits` takes.
+        """
+
+    def logits(self, passed: Any, begin: int, end: int) -> Tensor:
+        """Return the logits [end - begin, vocab] of some tokens of a prefill, which are those of one row.
+
+        Args:
+            passed: what `prefill` returned; no other pass came after it.
+            begin: first token.
+            end: behind the last one.
+        """

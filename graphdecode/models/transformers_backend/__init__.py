@@ -1,0 +1,7 @@
+"""Causal decoders that have no family here: transformers' own modules over our cache, attention and graphs."""
+
+from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
+from graphdecode.models.transformers_backend.folder import AdoptedFolder
+from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
+
+__all__ = ["AdoptedConfig", "AdoptedFolder", "ModuleDecoder"]

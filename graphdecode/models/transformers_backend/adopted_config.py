@@ -1,0 +1,50 @@
+"""What a model that transformers runs looks like, as the engine has to know it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from graphdecode.models.config import UnsupportedModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdoptedConfig:
+    """Sizes of a model that transformers runs; see `ModelShape`.
+
+    Attributes:
+        num_parameters: numbers in all its tensors, each counted once.
+    """
+
+    architecture: str
+    vocab_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+    num_parameters: int
+
+    def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
+        """Refuse a layer whose attention the cache has no place for.
+
+        Args:
+            heads: of its queries.
+            kv_heads: of its keys and values.
+            q_dim: channels of a query's head.
+            k_dim: of a key's.
+            v_dim: of a value's.
+
+        Raises:
+            UnsupportedModelError: they are others than these.
+        """
+        dim = self.head_dim
+        if (heads, kv_heads, q_dim, k_dim, v_dim) != (self.num_attention_heads, self.num_key_value_heads, *[dim] * 3):
+            raise UnsupportedModelError(
+                f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, "
+                f"{k_dim} (keys) and {v_dim} (values) channels; all layers must have {self.num_attention_heads} and "
+                f"{self.num_key_value_heads} heads of {dim} channels"
+            )

@@ -1,0 +1,239 @@
+"""A checkpoint folder that transformers reads: described without its weights, and loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from graphdecode.attention import AttentionOptions
+from graphdecode.errors import shown
+from graphdecode.linear.weight_form import FormOptions, TensorSource
+from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
+from graphdecode.models.family import FAMILIES
+from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
+from graphdecode.models.transformers_backend.interface import NAME, answer, register
+from graphdecode.models.transformers_backend.linears import replace_linears
+from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
+from graphdecode.models.weight_map import CheckpointError
+
+_PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # of transformers' kinds, those that keep keys and values alone
+
+
+class _Calls:
+    """Answers a module's attention with nothing, and keeps what it asked for; see `Attends`.
+
+    Attributes:
+        shapes: layer -> query heads, key heads, channels of queries, keys and values.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int, int, int]] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Keep the shapes."""
+        if layer in self.shapes:
+            raise UnsupportedModelError(f"layer {layer} attends twice in a step, and has one cache")
+        self.shapes[layer] = (q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        return q.new_empty((*q.shape[:2], v.shape[2]))
+
+
+class AdoptedFolder:
+    """A model that transformers runs and has no family here.
+
+    Args:
+        folder: holds config.json and safetensors.
+        trust_remote_code: run the Python code that comes with it, where it has some.
+    """
+
+    def __init__(self, folder: Path, *, trust_remote_code: bool) -> None:
+        self._folder = folder
+        self._file = folder / "config.json"
+        self._given = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+
+    @cached_property
+    def config(self) -> AdoptedConfig:
+        """What the model looks like; made from its module without any weights.
+
+        Raises:
+            UnsupportedModelError: transformers has no such causal decoder, or one that cannot run over a paged cache.
+        """
+        settings = self._settings()
+        try:
+            module = self._module_without_weights(settings)
+            calls = _calls_of(module)
+            self._check_layers(module, settings, calls)
+            return _config_of(module, settings.get_text_config(decoder=True), calls)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{self._file}: {error}") from error
+
+    def check_files(self, source: TensorSource) -> None:
+        """Look for the weights, and read none of them; what is missing from them is seen when they are loaded.
+
+        Raises:
+            CheckpointError: they do not suffice for the model, whatever their names, or cannot be read.
+        """
+        held = sum(math.prod(stored.shape) for stored in source.tensors.values())
+        if held < self.config.num_parameters:
+            raise CheckpointError(
+                f"{self._folder} does not fit its config.json; its files hold {held} numbers, and "
+                f"{self.config.architecture} has {self.config.num_parameters}"
+            )
+
+    def load(self, options: FormOptions, *, progress: bool) -> ModuleDecoder:
+        """Read the weights, of safetensors alone, and give its products the forms that are read fastest here.
+
+        Raises:
+            UnsupportedModelError: see `config`.
+            CheckpointError: tensors are missing, of wrong shapes or unreadable.
+        """
+        from transformers import AutoModelForCausalLM
+
+        config = self.config
+        register()
+        try:
+            with _progress(progress):
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    self._folder,
+                    dtype=options.dtype,
+                    attn_implementation=NAME,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    **self._given,
+                )
+        except Exception as error:  # whatever transformers, or a model's own code, may raise
+            raise CheckpointError(f"{self._folder} cannot be loaded by transformers: {_line(error)}") from error
+        module, found = loaded
+        missing = sorted(found["missing_keys"])
+        if missing:
+            raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {', '.join(missing)}")
+        module = module.to(options.device).eval().requires_grad_(False)
+        return ModuleDecoder(config, module, replace_linears(module, options))
+
+    def _settings(self) -> Any:
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(self._folder, **self._given)
+        except Exception as error:  # see `load`
+            why = _line(error)
+            if "auto_map" in read_json(self._file) and not self._given["trust_remote_code"]:
+                why = "it comes with Python code of its own, which is run with trust_remote_code=True alone"
+            raise UnsupportedModelError(f"{self._file}: transformers cannot read it either: {why}") from error
+
+    def _module_without_weights(self, settings: Any) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        name = _architecture(settings)
+        if getattr(settings, "quantization_config", None):
+            raise UnsupportedModelError(f"{name} has a quantization_config; transformers runs plain weights here alone")
+        if settings.is_encoder_decoder:
+            raise UnsupportedModelError(f"{name} is an encoder and a decoder; only causal decoders are run")
+        register()
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(
+                    settings, attn_implementation=NAME, trust_remote_code=self._given["trust_remote_code"]
+                ).eval()
+        except KeyError as error:
+            raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
+        except Exception as error:  # see `load`
+            raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
+
+    def _check_layers(self, module: Any, settings: Any, calls: _Calls | None) -> None:
+        text, name = settings.get_text_config(decoder=True), _architecture(settings)
+        if type(module).__name__ != name:
+            raise UnsupportedModelError(
+                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), and what transformers makes "
+                f"of this configuration is a {type(module).__name__}"
+            )
+        other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
+        if module._is_stateful or other:
+            kinds = f": layers of {', '.join(other)}" if other else ""
+            raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
+        if calls is not None and sorted(calls.shapes) != list(range(text.num_hidden_layers)):
+            raise UnsupportedModelError(_no_interface(name))
+        if any(
+            "position_ids" not in inspect.signature(part.forward).parameters for part in (module, module.base_model)
+        ):
+            raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
+
+
+def _calls_of(module: nn.Module) -> _Calls | None:
+    """Return what attention is asked for in a step over no data; None where the step has to see data."""
+    calls = _Calls()
+    answer(module, calls)
+    token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), torch.device("meta"):
+            module(input_ids=token, position_ids=token, use_cache=False)
+    except UnsupportedModelError:
+        raise
+    except (RuntimeError, NotImplementedError):  # it reads on the host, or runs what exists for real tensors alone
+        return None
+    return calls
+
+
+def _config_of(module: nn.Module, text: Any, calls: _Calls | None) -> AdoptedConfig:
+    """Return the sizes: those that attention asks for, and without a step what the configuration calls them."""
+    fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
+    heads = count(fields, "num_attention_heads")
+    kv_heads = count(fields, "num_key_value_heads", heads)
+    head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
+    if calls is not None:
+        heads, kv_heads, head_dim, *_ = calls.shapes[0]
+    dtype = getattr(text, "dtype", None) or torch.float32
+    eos = text.eos_token_id
+    config = AdoptedConfig(
+        architecture=_architecture(text) if text.architectures else type(module).__name__,
+        vocab_size=count(fields, "vocab_size"),
+        num_hidden_layers=count(fields, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=count(fields, "max_position_embeddings"),
+        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
+        dtype=dtype if dtype in DTYPES.values() else torch.float32,
+        num_parameters=sum(parameter.numel() for parameter in module.parameters()),
+    )
+    for shape in () if calls is None else calls.shapes.values():
+        config.check_heads(*shape)
+    return config
+
+
+def _architecture(settings: Any) -> str:
+    names = getattr(settings, "architectures", None)
+    return names[0] if names else type(settings).__name__
+
+
+def _no_interface(name: str) -> str:
+    return (
+        f"{name} cannot be run over a paged cache: not every layer of transformers' module calls attention through its "
+        "AttentionInterface"
+    )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+@contextlib.contextmanager
+def _progress(shown: bool) -> Iterator[None]:
+    """Let transformers show its bars, or keep them to itself."""
+    from transformers.utils import logging
+
+    was_shown = logging.is_progress_bar_enabled()
+    if not shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_shown:
+            logging.enable_progress_bar()

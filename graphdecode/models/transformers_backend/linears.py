@@ -1,0 +1,58 @@
+"""Products of a module in our weight forms: what reads a weight fastest is known here better than to the module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from graphdecode.linear.forms import linear_of
+from graphdecode.linear.weight_form import FormOptions, WeightForm
+
+
+class FormLinear(nn.Module):
+    """A linear layer whose weight has one of our forms.
+
+    Args:
+        form: of the weight.
+    """
+
+    def __init__(self, form: WeightForm) -> None:
+        super().__init__()
+        self.form = form
+        self.in_features = form.in_features
+        self.out_features = form.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product for `x` [..., in_features], [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        out = rows.new_empty((rows.shape[0], self.out_features))
+        self.form.apply(out, rows)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """Return the weight [out_features, in_features] of a plain linear layer; None of any other module."""
+    from transformers.pytorch_utils import Conv1D  # GPT-2's: a product whose weight lies the other way round
+
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    return module.weight.detach().t() if type(module) is Conv1D else None
+
+
+def replace_linears(model: nn.Module, options: FormOptions) -> list[tuple[str, WeightForm]]:
+    """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
+
+    Returns:
+        Name within its layer, such as `q_proj`, and form of each.
+    """
+    forms = []
+    for path, module in list(model.named_modules()):
+        weight = weight_of(module)
+        if weight is None:
+            continue
+        above, _, name = path.rpartition(".")
+        bias = None if module.bias is None else module.bias.detach()
+        form = linear_of(weight.contiguous(), bias, options)
+        setattr(model.get_submodule(above), name, FormLinear(form))
+        forms.append((name, form))
+        del module, weight
+    return forms

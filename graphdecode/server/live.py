@@ -1,0 +1,28 @@
+"""`GET /live`: what the page shows of the machine; nothing of anybody's text is in it."""
+
+from __future__ import annotations
+
+import time
+from statistics import median
+from typing import Any
+
+from graphdecode.server.service import Service
+
+
+def live(service: Service) -> dict[str, Any]:
+    """Return counts since the start, and medians over what came last; times are in seconds."""
+    metrics = service.metrics
+    vitals, ready = metrics.vitals, metrics.ready
+    told = {
+        "time": time.monotonic(),
+        "model": service.model_name,
+        "has_chat_template": bool(service.tokenizer.chat_template),
+        "buckets": [] if ready is None else ready.buckets,
+        "floor_seconds": None if ready is None else ready.floor_seconds,
+        "step_seconds": median(metrics.last_steps) if metrics.last_steps else None,
+        "first_token_seconds": median(metrics.last_first_tokens) if metrics.last_first_tokens else None,
+        "generated_tokens": metrics.generated_tokens,
+        "restarts": service.client.restarts,
+    }
+    names = ("running", "waiting", "used_pages", "total_pages", "preemptions", "bucket_steps", "batch_sizes")
+    return told | {name: getattr(vitals, name) if vitals else ({} if name in names[-2:] else 0) for name in names}

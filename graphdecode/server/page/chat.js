@@ -1,0 +1,281 @@
+"use strict";
+// The chat: conversations live in this browser alone.
+
+const byId = (id) => document.getElementById(id);
+const STORE = "graphdecode.conversations";
+const CONTROLS = ["temperature", "top_p", "top_k", "max_tokens", "seed", "system"];
+
+const state = { conversations: [], current: 0, running: null, model: null, hasTemplate: true };
+
+function load() {
+  try {
+    state.conversations = JSON.parse(localStorage.getItem(STORE)) || [];
+  } catch {
+    state.conversations = [];
+  }
+  if (!state.conversations.length) state.conversations.push(blank());
+  byId("key").value = sessionStorage.getItem("graphdecode.key") || "";
+}
+
+function save() {
+  const plain = state.conversations.map((c) => ({ title: c.title, turns: c.turns.map(({ role, content }) => ({ role, content })) }));
+  try {
+    localStorage.setItem(STORE, JSON.stringify(plain));
+  } catch {
+    complain("This browser keeps no more conversations: delete some.");
+  }
+}
+
+const blank = () => ({ title: "", turns: [] });
+const conversation = () => state.conversations[state.current];
+
+function complain(message) {
+  byId("error").textContent = message;
+  byId("error").hidden = !message;
+}
+
+function headers() {
+  const key = byId("key").value;
+  sessionStorage.setItem("graphdecode.key", key);
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+function showList() {
+  const list = byId("list");
+  list.replaceChildren(...state.conversations.map((each, index) => {
+    const item = document.createElement("li");
+    const open = document.createElement("button");
+    open.type = "button";
+    open.textContent = each.title || "New conversation";
+    open.setAttribute("aria-current", String(index === state.current));
+    open.onclick = () => select(index);
+    const remove = document.createElement("button");
+    remove.type = "button";
+    remove.textContent = "×";
+    remove.setAttribute("aria-label", `Delete ${each.title || "conversation"}`);
+    remove.onclick = () => forget(index);
+    item.append(open, remove);
+    return item;
+  }));
+}
+
+function select(index) {
+  stop();
+  state.current = index;
+  complain("");
+  show();
+  byId("text").focus();
+}
+
+function forget(index) {
+  stop();
+  state.conversations.splice(index, 1);
+  if (!state.conversations.length) state.conversations.push(blank());
+  state.current = Math.min(state.current, state.conversations.length - 1);
+  save();
+  show();
+}
+
+function show() {
+  showList();
+  byId("turns").replaceChildren(...conversation().turns.map((turn) => shownTurn(turn).section));
+  scrollDown(true);
+}
+
+function shownTurn(turn) {
+  const section = document.createElement("section");
+  section.className = `turn ${turn.role}`;
+  const who = document.createElement("h4");
+  who.textContent = turn.role === "user" ? "You" : state.model || "Model";
+  const text = document.createElement("p");
+  if (turn.tokens) turn.tokens.forEach((token) => text.append(shownToken(token)));
+  else text.textContent = turn.content;
+  section.append(who, text);
+  return { section, text };
+}
+
+function shownToken({ text, odds }) {
+  const span = document.createElement("span");
+  span.textContent = text;
+  if (odds && odds.length) {
+    span.className = "token";
+    span.odds = odds;
+  }
+  return span;
+}
+
+function scrollDown(always) {
+  const turns = byId("turns");
+  if (always || turns.scrollHeight - turns.scrollTop - turns.clientHeight < 160) turns.scrollTop = turns.scrollHeight;
+}
+
+function settings() {
+  const asked = { model: state.model, stream: true, stream_options: { include_usage: true } };
+  for (const name of ["temperature", "top_p", "top_k", "max_tokens", "seed"]) {
+    const value = byId(name).valueAsNumber;
+    if (!Number.isNaN(value)) asked[name] = value;
+  }
+  return asked;
+}
+
+function request() {
+  const turns = conversation().turns.map(({ role, content }) => ({ role, content }));
+  if (!state.hasTemplate) {
+    return ["v1/completions", { ...settings(), prompt: turns[turns.length - 1].content, logprobs: 5 }];
+  }
+  const system = byId("system").value.trim();
+  const messages = system ? [{ role: "system", content: system }, ...turns] : turns;
+  return ["v1/chat/completions", { ...settings(), messages, logprobs: true, top_logprobs: 5 }];
+}
+
+// One choice of either endpoint as tokens with their likeliest alternatives.
+function tokensOf(choice) {
+  const text = choice.delta ? choice.delta.content || "" : choice.text || "";
+  const chat = choice.logprobs && choice.logprobs.content;
+  if (chat && chat.map((t) => t.token).join("") === text) {
+    return chat.map((t) => ({ text: t.token, odds: t.top_logprobs.map((o) => [o.token, o.logprob]) }));
+  }
+  const plain = choice.logprobs && choice.logprobs.tokens;
+  if (plain && plain.join("") === text) {
+    return plain.map((token, i) => ({ text: token, odds: Object.entries(choice.logprobs.top_logprobs[i] || {}) }));
+  }
+  const odds = chat && chat.length ? chat[0].top_logprobs.map((o) => [o.token, o.logprob]) : null;
+  return text ? [{ text, odds }] : [];
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.replace(/^data: /, "");
+      if (data === "[DONE]") return;
+      yield JSON.parse(data);
+    }
+  }
+}
+
+async function ask(text) {
+  const current = conversation();
+  current.title = current.title || text.slice(0, 60);
+  current.turns.push({ role: "user", content: text });
+  save();
+  show();
+  const [path, body] = request();
+  const turn = { role: "assistant", content: "", tokens: [] };
+  const shown = shownTurn(turn);
+  byId("turns").append(shown.section);
+  state.running = new AbortController();
+  byId("send").disabled = true;
+  byId("stop").disabled = false;
+  complain("");
+  const began = performance.now();
+  let first = 0;
+  try {
+    const response = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: state.running.signal });
+    if (!response.ok) throw new Error(await reason(response));
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      for (const token of event.choices.flatMap(tokensOf)) {
+        first = first || performance.now();
+        turn.tokens.push(token);
+        turn.content += token.text;
+        shown.text.append(shownToken(token));
+      }
+      if (event.usage) tellSpeed(event.usage.completion_tokens, first - began, performance.now() - first);
+      scrollDown(false);
+    }
+  } catch (error) {
+    if (error.name !== "AbortError") complain(error.message);
+  } finally {
+    state.running = null;
+    byId("send").disabled = false;
+    byId("stop").disabled = true;
+    if (turn.content) current.turns.push(turn);
+    else shown.section.remove();
+    save();
+    byId("text").focus();
+  }
+}
+
+async function reason(response) {
+  try {
+    const { error } = await response.json();
+    return response.status === 401 ? `${error.message} (set it under Settings)` : error.message;
+  } catch {
+    return `The server answered ${response.status}.`;
+  }
+}
+
+function tellSpeed(tokens, firstMs, restMs) {
+  const speed = tokens > 1 ? `, ${((tokens - 1) / (restMs / 1000)).toFixed(1)} tokens/s` : "";
+  byId("speed").textContent = `${tokens} tokens, first after ${Math.round(firstMs)} ms${speed}`;
+}
+
+function stop() {
+  if (state.running) state.running.abort();
+}
+
+function showOdds(event) {
+  document.getElementById("odds")?.remove();
+  const odds = event.target.odds;
+  if (!odds) return;
+  const box = document.createElement("div");
+  box.id = "odds";
+  const likeliest = [...odds].sort((a, b) => b[1] - a[1]);
+  box.textContent = likeliest.map(([token, logprob]) => `${(100 * Math.exp(logprob)).toFixed(1).padStart(5)} %  ${JSON.stringify(token)}`).join("\n");
+  document.body.append(box);
+  const at = event.target.getBoundingClientRect();
+  box.style.left = `${Math.min(at.left, innerWidth - box.offsetWidth - 8)}px`;
+  box.style.top = `${at.bottom + box.offsetHeight < innerHeight ? at.bottom : at.top - box.offsetHeight}px`;
+}
+
+byId("ask").onsubmit = (event) => {
+  event.preventDefault();
+  const text = byId("text").value.trim();
+  if (!text || state.running) return;
+  byId("text").value = "";
+  ask(text);
+};
+byId("text").onkeydown = (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    byId("ask").requestSubmit();
+  }
+};
+document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+byId("stop").onclick = stop;
+byId("new").onclick = () => select(state.conversations.push(blank()) - 1);
+byId("turns").addEventListener("pointerover", showOdds);
+byId("turns").addEventListener("pointerout", () => document.getElementById("odds")?.remove());
+for (const [button, panel] of [["toggle-list", "conversations"], ["toggle-machine", "machine"]]) {
+  byId(button).onclick = () => {
+    const shown = getComputedStyle(byId(panel)).display !== "none";
+    byId(panel).classList.toggle("open", !shown);
+    byId(panel).classList.toggle("closed", shown);
+    byId(button).setAttribute("aria-expanded", String(!shown));
+  };
+}
+for (const name of CONTROLS) {
+  const kept = localStorage.getItem(`graphdecode.${name}`);
+  if (kept !== null) byId(name).value = kept;
+  byId(name).addEventListener("change", () => localStorage.setItem(`graphdecode.${name}`, byId(name).value));
+}
+
+async function begin() {
+  load();
+  try {
+    const live = await (await fetch("live")).json();
+    state.model = live.model;
+    state.hasTemplate = live.has_chat_template;
+    byId("model").textContent = live.model + (live.has_chat_template ? "" : " (no chat template: each message is a prompt)");
+  } catch {
+    complain("The server does not answer.");
+  }
+  show();
+}
+begin();

@@ -1,0 +1,37 @@
+"""Soft cap of logits: `cap * tanh(logits / cap)` in place (Gemma 2, 2024, section 2; first Bello et al., 2016)."""
+
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..native.signature import Written
+
+_BLOCK = 2048
+
+
+# One program caps one tile of one row: it reads and writes tile * itemsize bytes.
+@triton.jit
+def _cap_logits_kernel(logits, width, cap, BLOCK: tl.constexpr):
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = logits + tl.program_id(0).to(tl.int64) * width + columns
+    values = tl.load(at, mask=columns < width, other=0.0).to(tl.float32)
+    shrink = tl.exp(tl.abs(values) * (-2.0 / cap))  # tanh(|x|) = (1 - e^-2|x|) / (1 + e^-2|x|)
+    values = tl.where(values < 0.0, -cap, cap) * (1.0 - shrink) / (1.0 + shrink)
+    tl.store(at, values.to(logits.dtype.element_ty), mask=columns < width)
+
+
+def cap_logits_triton(logits: Tensor, cap: float) -> None:
+    """Launch the kernel; see `cap_logits`."""
+    rows, width = logits.shape
+    _cap_logits_kernel[(rows, triton.cdiv(width, _BLOCK))](logits, width, cap, BLOCK=_BLOCK, num_warps=4)
+
+
+@operator(triton_version=cap_logits_triton, is_compiled=True)
+def cap_logits(logits: Written[Tensor], cap: float) -> None:
+    """Cap logits in place.
+
+    Args:
+        logits: [rows, vocab], contiguous.
+        cap: > 0; all come to lie between -cap and cap.
+    """
+    logits.copy_(logits.float().div_(cap).tanh_().mul_(cap))

@@ -1,0 +1,200 @@
+"""Small random checkpoints written as GGUF, by the names that the gguf library has for transformers' tensors."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [1.0 + 0.5 * i for i in range(8)]}
+WINDOWED = {"sliding_window": 12, "head_dim": 32, "num_hidden_layers": 7, "tie_word_embeddings": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def rope(rope_type: str, **fields: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 10000.0} | fields}
+
+
+# name: GGUF's architecture, transformers' class without "ForCausalLM", what its config has beside SMALL
+ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("llama", "Llama", {}),
+    "llama-tied-biases": ("llama", "Llama", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("llama", "Llama", rope("linear", factor=3.0) | {"head_dim": 24}),
+    "llama-3.1": ("llama", "Llama", rope("llama3", rope_theta=5e5, factor=8.0, **LLAMA3)),
+    "mixtral": ("llama", "Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", "Qwen2", {}),
+    "qwen2-yarn": ("qwen2", "Qwen2", {"rope_parameters": YARN}),
+    "qwen2moe": ("qwen2moe", "Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}),
+    "qwen3": ("qwen3", "Qwen3", {"head_dim": 32}),
+    "qwen3moe": ("qwen3moe", "Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    "gemma": ("gemma", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),
+    "gemma2": ("gemma2", "Gemma2", WINDOWED | {"query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3", "Gemma3", WINDOWED | {"query_pre_attn_scalar": 32}),
+    "phi3": ("phi3", "Phi3", {"sliding_window": None}),
+    "phi3-long": (
+        "phi3",
+        "Phi3",
+        rope("longrope", original_max_position_embeddings=64, **LONG) | {"original_max_position_embeddings": 64},
+    ),
+    "olmo2": ("olmo2", "Olmo2", {}),
+    "olmo3": ("olmo2", "Olmo3", WINDOWED | {"head_dim": 16, "tie_word_embeddings": False}),
+    "smollm3": ("smollm3", "SmolLM3", {"num_hidden_layers": 5}),
+    "granite": (
+        "granite",
+        "Granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 4.0},
+    ),
+    "gpt-oss": (
+        "gpt-oss",
+        "GptOss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 12, "head_dim": 32}
+        | {"rope_parameters": YARN | {"truncate": False, "beta_fast": 32.0, "beta_slow": 1.0}},
+    ),
+}
+_NEIGHBOURS = ("Llama", "Mixtral", "SmolLM3", "Granite")
+_NUMBERS = {  # transformers' name -> how the writer calls it
+    "max_position_embeddings": "context_length",
+    "hidden_size": "embedding_length",
+    "num_hidden_layers": "block_count",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "head_count",
+    "num_key_value_heads": "head_count_kv",
+    "rms_norm_eps": "layer_norm_rms_eps",
+    "vocab_size": "vocab_size",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "sliding_window": "sliding_window",
+    "attention_multiplier": "attention_scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+}
+
+
+def random_model(name: str) -> Any:
+    """Return an architecture's random model of transformers, in float32."""
+    _, kind, changes = ARCHITECTURES[name]
+    family = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    torch.manual_seed(sum(map(ord, name)))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    for parameter_name, parameter in model.named_parameters():
+        if parameter_name.endswith(("bias", "norm.weight", "sinks", "_bias")):
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in parameter_name else 0.0, 0.2)
+    return model
+
+
+def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None) -> Path:
+    """Write a model of transformers as GGUF, in float32.
+
+    Args:
+        model: of transformers.
+        name: of its architecture.
+        path: of the file.
+        edit: adds to the metadata.
+    """
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[name][0])
+    _write_numbers(writer, model.config, ARCHITECTURES[name][0])
+    edit(writer)
+    for tensor_name, tensor in _tensors(model, *ARCHITECTURES[name][:2]):
+        writer.add_tensor(tensor_name, np.ascontiguousarray(tensor.numpy()))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _write_numbers(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
+    for theirs, ours in _NUMBERS.items():
+        value = getattr(config, theirs, None)
+        if value is not None:
+            getattr(writer, f"add_{ours}")(value)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        writer.add_key_length(head_dim)
+        writer.add_value_length(head_dim)
+    if architecture == "olmo2" and getattr(config, "layer_types", None):
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    ropes = config.rope_parameters
+    parameters = ropes.get("full_attention", ropes)
+    writer.add_rope_freq_base(parameters["rope_theta"])
+    writer.add_rope_dimension_count(int(head_dim * parameters.get("partial_rotary_factor", 1.0)))
+    if parameters["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(parameters["rope_type"]))
+        writer.add_rope_scaling_factor(parameters["factor"])
+    if parameters["rope_type"] in ("yarn", "longrope"):
+        writer.add_rope_scaling_orig_ctx_len(parameters["original_max_position_embeddings"])
+
+
+def _tensors(model: Any, architecture: str, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as llama.cpp's conversion leaves them: permuted, shifted, stacked, split."""
+    config = model.config
+    names = gguf.get_tensor_name_map(
+        next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == architecture), config.num_hidden_layers
+    )
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for own_name, own in _split(name, tensor, outputs_last=kind == "GptOss"):
+            converted = own
+            if kind in _NEIGHBOURS and own_name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+                heads = config.num_attention_heads if "q_proj" in own_name else config.num_key_value_heads
+                converted = own.view(heads, 2, -1, *own.shape[1:]).transpose(1, 2).reshape(own.shape)
+            if kind.startswith("Gemma") and own_name.endswith("norm.weight"):
+                converted = own + 1
+            if own_name.endswith("shared_expert_gate.weight"):
+                converted = own[0]
+            theirs = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
+            assert theirs is not None, own_name
+            yield theirs, converted
+    parameters = config.rope_parameters
+    if parameters.get("rope_type") == "longrope":
+        for long_or_short in ("long", "short"):
+            yield f"rope_factors_{long_or_short}.weight", torch.tensor(parameters[f"{long_or_short}_factor"])
+    if parameters.get("rope_type") == "llama3":
+        plain = 1.0 / parameters["rope_theta"] ** (torch.arange(0, 16, 2) / 16)
+        yield "rope_freqs.weight", plain / model.model.rotary_emb.inv_freq
+
+
+def _split(name: str, tensor: Tensor, *, outputs_last: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield a fused tensor of experts as the products that it holds, outputs before inputs."""
+    place, _, last = name.rpartition(".")
+    if "experts" not in place or last in ("weight", "bias"):
+        yield (f"{name}.weight" if last == "sinks" else name), tensor
+        return
+    product, _, bias = last.partition("_proj")
+    kind = "bias" if bias else "weight"
+    if outputs_last and not bias:
+        tensor = tensor.transpose(1, 2)
+    if product == "gate_up":  # gpt-oss deals gate and up out in turn
+        gate, up = (tensor[:, 0::2], tensor[:, 1::2]) if outputs_last else tensor.chunk(2, dim=1)
+        yield f"{place}.gate_proj.{kind}", gate
+        yield f"{place}.up_proj.{kind}", up
+    else:
+        yield f"{place}.down_proj.{kind}", tensor

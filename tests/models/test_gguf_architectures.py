@@ -1,0 +1,45 @@
+"""A GGUF file is the checkpoint that it was made from: transformers, given what we read, computes the same logits."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from gguf_checkpoints import ARCHITECTURES, random_model, write
+
+from graphdecode.models.gguf.source import Gguf
+
+
+def read_all(source: Gguf) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, stored in source.tensors.items():
+        found[name] = torch.full(stored.shape, torch.nan)
+        source.read(name, found[name])
+    return found
+
+
+def as_transformers_reads_it(source: Gguf, folder: Path, kind: str) -> Any:
+    """Return transformers' model of our configuration and tensors."""
+    from safetensors.torch import save_file
+
+    family = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    config = getattr(transformers, f"{family}Config")(**source.settings | {"pad_token_id": None})
+    save_file(read_all(source), folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    model, told = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_transformers_computes_the_same_from_what_is_read(tmp_path: Path, name: str) -> None:
+    model = random_model(name)
+    source = Gguf(write(model, name, tmp_path / "model.gguf"))
+    ours = as_transformers_reads_it(source, tmp_path, ARCHITECTURES[name][1])
+    tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,269 @@
+"""Architectures without a family here, run as transformers' own modules: its tokens, captured like any step."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
+    DeepseekV3Config,
+    LlamaConfig,
+    MambaConfig,
+    OlmoeConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from adopted_models import ADOPTED, TINY, save_random
+from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
+from graphdecode.errors import ArgumentError
+from graphdecode.graphs import check
+from graphdecode.models import (
+    CheckpointError,
+    Decoder,
+    UnsupportedModelError,
+    check_model,
+    describe_model,
+    load_model,
+    weight_bytes,
+)
+from graphdecode.models.transformers_backend import ModuleDecoder
+
+ROWS, BUCKETS = 3, (1, 3)
+NEW_TOKENS = 20
+SHARED = 16  # tokens with which two prompts begin
+PROMPT_LENGTHS = (1, 20, 17, 41, 30)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+
+
+@pytest.fixture(scope="module")
+def adopted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of an architecture's checkpoint, written at its first use."""
+    folders: dict[str, Path] = {}
+
+    def folder_of(name: str) -> Path:
+        if name not in folders:
+            folders[name] = save_random(ADOPTED[name](TINY), tmp_path_factory.mktemp(name))
+        return folders[name]
+
+    return folder_of
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(7)
+    given = [[rng.randrange(256) for _ in range(length)] for length in PROMPT_LENGTHS]
+    given[4][:SHARED] = given[3][:SHARED]
+    return given
+
+
+def answers_of_transformers(folder: Path) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    answers = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        made = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+        )
+        answers.append(made[0, len(prompt) :].tolist())
+    return answers
+
+
+def tokens_of(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(), params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("name", ADOPTED)
+def test_greedy_tokens_are_those_of_generate(adopted: Callable[[str], Path], name: str) -> None:
+    """In chunks of 32 tokens, with a prefix that is shared, and with too few pages for all rows at once."""
+    expected = answers_of_transformers(adopted(name))
+    assert len({token for answer in expected for token in answer}) > NEW_TOKENS, "it does not always say the same"
+    config = BucketConfig(max_batch_size=4, max_sequence_length=96, page_size=8, total_num_pages=12)
+    with LLM(adopted(name), config=config, dtype="float32", max_prefill_tokens=32) as llm:
+        assert isinstance(llm.model, ModuleDecoder)
+        assert tokens_of(llm) == expected
+        assert llm.num_preemptions > 0
+        assert llm.graphs.backend in ("recorded", "cuda")
+        again = llm.generate(prompts()[4], SamplingParams(max_tokens=1), use_tqdm=False)[0]
+        assert again.metrics.num_cached_tokens >= SHARED, "the prefix is found"
+
+
+@pytest.fixture(params=ADOPTED)
+def driven(request: pytest.FixtureRequest, adopted: Callable[[str], Path], device: str) -> DrivenDecoder:
+    """Rows of mixed lengths in the middle of their answers."""
+    model = load_model(adopted(request.param), device=device, dtype="float32", batch_sizes=BUCKETS)
+    driven = DrivenDecoder(model, ROWS, max_length=48)
+    driven.prefill([[(7 * i + row) % 256 for i in range(length)] for row, length in enumerate((3, 30, 8))], [0] * ROWS)
+    return driven
+
+
+def test_laws_2_4_and_5_hold_for_a_module_that_was_not_written_for_graphs(driven: DrivenDecoder) -> None:
+    assert check(driven.step, driven.buffers, constants=driven.model.constants) == []
+    graphs = GraphManager(driven.step, driven.buffers, BUCKETS, constants=driven.model.constants)
+    graphs.capture(progress=False)
+    for count in (2, ROWS):
+        seen = []
+        for poisoned, run in ((False, graphs.run_eager), (False, graphs.replay), (True, graphs.replay)):
+            driven.buffers.logits.fill_(torch.nan)
+            driven.stage([40, 41, 42][:count], [3, 30, 8][:count])
+            if poisoned:
+                driven.buffers.poison(count)
+            run(count)
+            caches = [cache[:-1].clone() for layer in driven.caches for cache in layer]
+            seen.append([driven.buffers.logits[:count].clone(), *caches])
+        assert seen[0][0].isfinite().all()
+        for other in seen[1:]:
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(seen[0], other, strict=True)
+            )
+    graphs.close()
+
+
+def test_a_step_reads_all_weights_but_the_tables(adopted: Callable[[str], Path]) -> None:
+    model = load_model(adopted("stablelm"), device="cpu", dtype="float32")
+    config = describe_model(adopted("stablelm"))
+    table = config.vocab_size * TINY.hidden_size * 4
+    # panels of a product are padded to whole panels
+    assert 0 <= model.weight_bytes - (weight_bytes(config, torch.float32) - table) < 0.2 * model.weight_bytes
+    assert {"q_proj 64x64", "gate_proj 96x64", "lm_head 259x64"} <= model.linear_choices(1).keys()
+
+
+def test_8_bit_weights_serve_a_module_too(adopted: Callable[[str], Path]) -> None:
+    plain, rounded = (load_model(adopted("opt"), device="cpu", quantize=form) for form in (None, "int8"))
+    assert rounded.weight_bytes < 0.5 * plain.weight_bytes
+
+
+def test_what_reads_on_the_host_is_refused_with_file_and_line_and_runs_eagerly(tmp_path: Path) -> None:
+    folder = save_random(LlamaConfig(**TINY.grouped(), rope_parameters=DYNAMIC), tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2, "model_impl": "transformers"}
+    with pytest.raises(CaptureError, match=r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*backend='eager'"):
+        LLM(folder, **settings)
+    with LLM(folder, backend="eager", **settings) as llm:
+        assert tokens_of(llm) == answers_of_transformers(folder)
+
+
+def test_a_familys_model_runs_either_way(tmp_path: Path) -> None:
+    folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path)
+    found = {}
+    for impl in ("auto", "transformers"):
+        with LLM(folder, dtype="float32", max_batch_size=4, model_impl=impl) as llm:
+            found[type(llm.model)] = tokens_of(llm)
+    assert found.keys() == {Decoder, ModuleDecoder}
+    assert found[Decoder] == found[ModuleDecoder]
+    described = [describe_model(folder, model_impl=impl) for impl in ("native", "transformers")]
+    for name in ("architecture", "vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings", "dtype"):
+        assert getattr(described[0], name) == getattr(described[1], name)
+    assert weight_bytes(described[0], torch.float32) == weight_bytes(described[1], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MambaConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1), "keeps another state than keys and values"),
+        (
+            BloomConfig(vocab_size=259, hidden_size=64, n_layer=1, n_head=4),
+            "calls attention through its AttentionInter",
+        ),
+        (DeepseekV3Config(**TINY.grouped()), "192 .keys. and 128 .values. channels"),
+        (BartConfig(vocab_size=259, d_model=64, encoder_layers=1, decoder_layers=1), "takes no position_ids"),
+    ],
+    ids=lambda given: type(given).__name__ if not isinstance(given, str) else "",
+)
+def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_path: Path, config: Any, why: str) -> None:
+    with torch.device("meta"):
+        architecture = type(AutoModelForCausalLM.from_config(config)).__name__
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{architecture} .*{why}"):
+        describe_model(tmp_path)
+
+
+def test_an_encoder_and_a_decoder_are_refused(tmp_path: Path) -> None:
+    T5Config(architectures=[T5ForConditionalGeneration.__name__]).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="is an encoder and a decoder"):
+        describe_model(tmp_path)
+
+
+def test_missing_weights_are_named_and_pickles_never_read(adopted: Callable[[str], Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in adopted("opt").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1.fc1" in name)
+    save_file(
+        {n: t for n, t in weights.items() if n != name} | {"more": weights[name].clone()},
+        tmp_path / "model.safetensors",
+    )
+    check_model(tmp_path)
+    with pytest.raises(CheckpointError, match=r"missing: .*layers\.1\.fc1"):
+        load_model(tmp_path, device="cpu")
+    save_file({n: t for n, t in weights.items() if n != name}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="numbers"):
+        check_model(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="is a pickle"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_code_of_a_checkpoint_runs_by_permission_alone(tmp_path: Path) -> None:
+    folder = save_random(LlamaConfig(**TINY.grouped()), tmp_path / "model")
+    ran = tmp_path / "ran"
+    (folder / "odd.py").write_text(
+        f"open({str(ran)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n"
+        "class OddModel(LlamaForCausalLM):\n    config_class = OddConfig\n"
+    )
+    config = LlamaConfig(**TINY.grouped()).to_dict() | {
+        "model_type": "odd",
+        "architectures": ["OddModel"],
+        "auto_map": {"AutoConfig": "odd.OddConfig", "AutoModelForCausalLM": "odd.OddModel"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="trust_remote_code"):
+        describe_model(folder)
+    assert not ran.exists()
+    with LLM(folder, dtype="float32", max_batch_size=4, trust_remote_code=True) as llm:
+        answers = tokens_of(llm)
+    assert ran.exists()
+    assert len(answers) == len(prompts())
+
+
+def test_who_runs_a_model_can_be_said(adopted: Callable[[str], Path]) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not supported; supported are"):
+        describe_model(adopted("gpt2"), model_impl="native")
+    with pytest.raises(ArgumentError, match="runs checkpoint folders"):
+        describe_model("shape:llama-100m", model_impl="transformers")
+    with pytest.raises(ArgumentError, match="model_impl must be one of auto, native, transformers"):
+        describe_model(adopted("gpt2"), model_impl="vllm")
+    with pytest.raises(ArgumentError, match="batch_invariant=True needs operators of ours alone"):
+        load_model(adopted("gpt2"), device="cpu", batch_invariant=True)
+
+
+def test_log_probabilities_of_prompts_are_those_of_the_module(adopted: Callable[[str], Path]) -> None:
+    prompt = prompts()[3]
+    model = AutoModelForCausalLM.from_pretrained(adopted("cohere"), dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+    with LLM(adopted("cohere"), dtype="float32", max_batch_size=2, max_prefill_tokens=16) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    for place, token in enumerate(prompt[1:]):
+        assert output.prompt_logprobs[place + 1][token].logprob == pytest.approx(
+            expected[place, token].item(), abs=1e-4
+        )
+
+
+def test_experts_that_a_module_groups_on_the_device_are_captured(tmp_path: Path) -> None:
+    folder = save_random(OlmoeConfig(**TINY.grouped(), num_experts=4, num_experts_per_tok=2), tmp_path)
+    with LLM(folder, dtype="float32", max_batch_size=4, model_impl="transformers") as llm:
+        assert tokens_of(llm) == answers_of_transformers(folder)

@@ -1,0 +1,101 @@
+"""A real server in a process of its own, for tests."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).parents[1]
+START_SECONDS = 120
+
+
+class Served:
+    """A server that is ready; what it says on standard error is kept."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._address = ""
+        threading.Thread(target=self._read, daemon=True).start()
+        if not self._ready.wait(START_SECONDS):
+            process.kill()
+            raise TimeoutError("".join(self.lines))
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            if found := re.match(r"serving \S+ on (\S+)", line):
+                self._address = found[1]
+                self._ready.set()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def engine_pid(self) -> int:
+        found = subprocess.run(
+            ["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True, check=True
+        )
+        return int(found.stdout.split()[0])
+
+    def client(self, **options: object) -> httpx.Client:
+        return httpx.Client(base_url=self.address, timeout=60, **options)  # type: ignore[arg-type]
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.address}/metrics").text
+        values = [line.rpartition(" ")[2] for line in text.splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
+        return sum(map(float, values))
+
+    def until_idle(self, seconds: float = 20) -> None:
+        """Wait until no request runs or waits, and no page is used."""
+        end = time.monotonic() + seconds
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        while any(self.metric(name) for name in names):
+            assert time.monotonic() < end, {name: self.metric(name) for name in names}
+            time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def serving(*options: str, model: str = "demo", environment: dict[str, str] | None = None) -> Iterator[Served]:
+    command = [
+        sys.executable,
+        "-m",
+        "graphdecode",
+        "serve",
+        "--model",
+        model,
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        *options,
+    ]
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=inherited | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (environment or {}),
+    )
+    try:
+        yield Served(process)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()

@@ -1,0 +1,197 @@
+"""A server's manners: who leaves frees his row, who comes too late or too much is told so, who is told to end ends."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from served import Served, serving
+
+LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    file = ("--max-batch-size", "2", "--max-sequence-length", "256")
+    with serving(*file, "--config", os.environ["SERVED_CONFIG"]) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", autouse=True)
+def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    path = tmp_path_factory.mktemp("server") / "server.toml"
+    path.write_text(
+        "[server]\nmax_waiting = 2\nmax_body_bytes = 20000\nidle_timeout_s = 1.0\nrequest_timeout_s = 30.0\n"
+        'cors_origins = ["http://page.example"]\n'
+    )
+    os.environ["SERVED_CONFIG"] = str(path)
+    yield
+    del os.environ["SERVED_CONFIG"]
+
+
+def answers(served: Served) -> str:
+    with served.client() as http:
+        return str(http.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]).strip()
+
+
+def begin(served: Served, body: dict[str, object]) -> socket.socket:
+    """Send a request, and return its connection once the first event has come."""
+    host, port = served.address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=30)
+    content = json.dumps(body | {"stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
+    connection.sendall(head + content)
+    assert b"200 OK" in connection.recv(4096)
+    return connection
+
+
+def test_who_leaves_frees_row_and_pages(served: Served) -> None:
+    for leave in (socket.socket.close, lambda connection: connection.shutdown(socket.SHUT_RDWR)):
+        connections = [begin(served, LONG | {"max_tokens": 200}) for _ in range(2)]
+        for connection in connections:
+            leave(connection)
+        served.until_idle()
+    with served.client() as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json=LONG | {"max_tokens": 200, "n": 2}, timeout=0.02)
+    served.until_idle()
+    assert answers(served) == "42"
+
+
+def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None:
+    with served.client() as http:
+        refused = http.post("/v1/completions", json=SHORT | {"n": 5})
+        assert refused.status_code == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert http.post("/v1/completions", json=SHORT | {"n": 4}).status_code == 200
+
+
+def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> None:
+    with served.client() as http:
+        assert http.post("/v1/completions", json=SHORT | {"prompt": "1" * 30_000}).status_code == 413
+    host, port = served.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        assert b"408" in connection.recv(4096)
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHo")  # and never ends its headers
+        connection.settimeout(5)
+        assert b"200" not in connection.recv(4096)  # the server hangs up
+    assert answers(served) == "42"
+
+
+def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much() -> None:
+    async def ask(http: httpx.AsyncClient, key: str, tokens: int) -> float:
+        body = LONG | {"max_tokens": tokens}
+        answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert answer.status_code == 200
+        return time.monotonic()
+
+    async def main(address: str) -> tuple[list[float], float]:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as http:
+            greedy = [asyncio.create_task(ask(http, "greedy", 1000)) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            modest = await ask(http, "modest", 20)
+            return await asyncio.gather(*greedy), modest
+
+    with serving("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest") as server:
+        greedy, modest = asyncio.run(main(server.address))
+    assert modest < sorted(greedy)[1]  # it waited for what ran, and for nothing that only waited
+
+
+def test_origins_are_let_in_by_name_alone(served: Served) -> None:
+    with served.client() as http:
+        for origin, allowed in (("http://page.example", "http://page.example"), ("http://other.example", None)):
+            asked = http.get("/v1/models", headers={"Origin": origin})
+            assert asked.headers.get("access-control-allow-origin") == allowed
+
+
+def test_connections_that_come_and_go_leave_nothing(served: Served) -> None:
+    host, port = served.address.removeprefix("http://").split(":")
+    pid = served.process.pid
+
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{pid}/fd"))
+
+    def resident() -> int:
+        with open(f"/proc/{pid}/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def storm(count: int) -> None:
+        draw = random.Random(count)
+        for _ in range(count):
+            with socket.create_connection((host, int(port)), timeout=10) as connection:
+                if draw.random() < 0.5:
+                    connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"[: draw.randrange(40)])
+
+    storm(300)
+    time.sleep(1.5)
+    before, memory = descriptors(), resident()
+    storm(1000)
+    end = time.monotonic() + 10
+    while descriptors() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert descriptors() <= before
+    assert resident() - memory < 8 << 20
+    assert answers(served) == "42"
+
+
+def test_a_killed_engine_is_an_error_and_not_silence_and_comes_back(served: Served) -> None:
+    async def ask(http: httpx.AsyncClient, stream: bool) -> str:
+        response = await http.post("/v1/completions", json=LONG | {"max_tokens": 250, "stream": stream})
+        return f"{response.status_code} {response.text}"
+
+    async def main() -> list[str]:
+        async with httpx.AsyncClient(base_url=served.address, timeout=30) as http:
+            tasks = [asyncio.create_task(ask(http, stream)) for stream in (True, False, True, False)]
+            await asyncio.sleep(0.03)
+            os.kill(served.engine_pid, signal.SIGKILL)
+            return await asyncio.gather(*tasks)
+
+    outcomes = asyncio.run(main())
+    for outcome in outcomes:
+        assert '"error"' in outcome or '"finish_reason":"length"' in outcome, outcome
+    end = time.monotonic() + 60
+    with served.client() as http:
+        while http.get("/health").status_code != 200:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        assert http.post("/v1/completions", json=SHORT).status_code == 200
+    assert served.metric("graphdecode:recaptures_total") == 1
+    assert answers(served) == "42"
+
+
+def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
+    with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
+        connection = begin(server, LONG | {"max_tokens": 1500})
+        server.process.send_signal(signal.SIGTERM)
+        with server.client() as http:
+            assert http.get("/health").status_code == 503
+            refused = http.post("/v1/completions", json=SHORT)
+            assert refused.status_code == 503
+            assert refused.headers["Retry-After"]
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+        assert b'"finish_reason":"length"' in received
+        assert b"[DONE]" in received
+        assert server.process.wait(20) == 0
+
+
+def test_told_twice_it_ends_at_once() -> None:
+    with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
+        connection = begin(server, LONG)
+        began = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(10)
+        assert time.monotonic() - began < 5
+        connection.close()

@@ -1,0 +1,267 @@
+"""OpenAI's own client drives a real server, and gets what `LLM` gives alone."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import openai
+import pytest
+from served import Served, serving
+
+from graphdecode import LLM, SamplingParams
+
+KEY = "secret"
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if tools %}<tool_call>{% endif %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving("--api-key", KEY, "--max-batch-size", "8", "--max-sequence-length", "256") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.address}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM("demo", device="cpu", max_batch_size=8, max_sequence_length=256) as llm:
+        yield llm
+
+
+def test_the_model_is_listed_under_the_name_that_was_asked_for(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "demo"
+    assert client.models.retrieve("demo").id == "demo"
+
+
+def test_a_completion_is_what_the_library_gives(client: openai.OpenAI, alone: LLM) -> None:
+    answer = client.completions.create(model="demo", prompt="417+385=", max_tokens=8, temperature=0)
+    assert answer.choices[0].text.strip() == "802"
+    assert answer.choices[0].finish_reason == "stop"
+    (output,) = alone.generate("417+385=", SamplingParams(temperature=0.0, max_tokens=8))
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == len(output.outputs[0].token_ids)
+    assert answer.usage.prompt_tokens == len(output.prompt_token_ids)
+
+
+def test_a_batch_of_texts_and_of_token_ids_keeps_its_order(client: openai.OpenAI, alone: LLM) -> None:
+    prompts = ["rev oceanic=", "12+30=", "sort zebra="]
+    expected = ["cinaeco", "42", "aberz"]
+    answer = client.completions.create(model="demo", prompt=prompts, max_tokens=16, temperature=0)
+    assert [choice.text.strip() for choice in answer.choices] == expected
+    ids = [alone.tokenizer.encode(prompt) for prompt in prompts]
+    answer = client.completions.create(model="demo", prompt=ids, max_tokens=16, temperature=0)
+    assert [choice.text.strip() for choice in answer.choices] == expected
+    answer = client.completions.create(model="demo", prompt=ids[1], max_tokens=16, temperature=0)
+    assert [choice.text.strip() for choice in answer.choices] == ["42"]
+
+
+def test_sampled_answers_are_those_of_the_library(client: openai.OpenAI, alone: LLM) -> None:
+    params = SamplingParams(
+        n=3,
+        temperature=1.3,
+        top_p=0.9,
+        top_k=40,
+        seed=11,
+        max_tokens=20,
+        ignore_eos=True,
+        stop="z",
+        logit_bias={100: 1.0},
+    )
+    (expected,) = alone.generate("rev oceanic=", params)
+    answer = client.completions.create(
+        model="demo", prompt="rev oceanic=", n=3, temperature=1.3, top_p=0.9, seed=11, max_tokens=20, stop=["z"],
+        logit_bias={"100": 1.0}, extra_body={"top_k": 40, "ignore_eos": True, "return_token_ids": True},
+    )  # fmt: skip
+    assert [choice.text for choice in answer.choices] == [output.text for output in expected.outputs]
+    assert [choice.token_ids for choice in answer.choices] == [output.token_ids for output in expected.outputs]
+
+
+def test_a_stream_says_the_same_piece_by_piece_and_ends_with_its_usage(client: openai.OpenAI) -> None:
+    pieces = list(
+        client.completions.create(
+            model="demo", prompt="rev oceanic=", max_tokens=16, temperature=0, n=2, stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    texts = ["", ""]
+    for piece in pieces:
+        for choice in piece.choices:
+            texts[choice.index] += choice.text
+    assert [text.strip() for text in texts] == ["cinaeco"] * 2
+    assert pieces[-1].choices == []
+    assert pieces[-1].usage is not None
+    assert pieces[-1].usage.total_tokens == pieces[-1].usage.prompt_tokens + pieces[-1].usage.completion_tokens
+    assert all(piece.usage is None for piece in pieces[:-1])
+    assert (
+        sorted(choice.finish_reason for piece in pieces for choice in piece.choices if choice.finish_reason)
+        == ["stop"] * 2
+    )
+
+
+def test_a_harness_scores_a_prompt_by_its_echo(client: openai.OpenAI, alone: LLM) -> None:
+    ids = alone.tokenizer.encode("417+385=802")
+    for max_tokens in (0, 1):
+        answer = client.completions.create(
+            model="demo", prompt=ids, max_tokens=max_tokens, temperature=0, echo=True, logprobs=1
+        )
+        logprobs = answer.choices[0].logprobs
+        assert logprobs is not None
+        assert logprobs.token_logprobs is not None
+        assert logprobs.top_logprobs is not None
+        assert len(logprobs.token_logprobs) == len(ids) + max_tokens
+        assert logprobs.token_logprobs[0] is None
+        assert logprobs.text_offset == [sum(map(len, logprobs.tokens[:i])) for i in range(len(logprobs.tokens))]
+        answered = slice(len(ids) - 3, len(ids))  # the sum, of which the model is sure
+        pairs = zip(logprobs.token_logprobs[answered], logprobs.top_logprobs[answered], strict=True)
+        assert all(value == max(top.values()) for value, top in pairs)
+        assert answer.choices[0].text.startswith("417+385=802")
+
+
+def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "417+385"}]}]
+    extra = {"chat_template": TEMPLATE}
+    answer = client.chat.completions.create(
+        model="demo", messages=messages, temperature=0, max_completion_tokens=8, logprobs=True, top_logprobs=2,
+        extra_body=extra,
+    )  # fmt: skip
+    choice = answer.choices[0]
+    assert (choice.message.role, (choice.message.content or "").strip()) == ("assistant", "802")
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert [len(token.top_logprobs) for token in choice.logprobs.content] == [2] * len(choice.logprobs.content)
+    assert choice.logprobs.content[0].bytes == list(choice.logprobs.content[0].token.encode())
+    pieces = list(
+        client.chat.completions.create(
+            model="demo", messages=messages, temperature=0, max_tokens=8, stream=True, extra_body=extra
+        )
+    )
+    assert pieces[0].choices[0].delta.role == "assistant"
+    assert "".join(piece.choices[0].delta.content or "" for piece in pieces).strip() == "802"
+    assert pieces[-1].choices[0].finish_reason == "stop"
+
+
+def test_a_chat_without_a_template_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="chat template"):
+        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": -5}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 100000}, "n"),
+        ({"logprobs": 10**6}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 4}, "best_of"),
+        ({"prompt": [1, 10**9]}, None),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": "1" * 300}, None),
+        ({"logit_bias": {"x": 1.0}}, "logit_bias"),
+        ({"extra_body": {"top_k": -7}}, "top_k"),
+        ({"extra_body": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
+    ],
+)
+def test_wrong_types_and_ranges_are_400_and_name_the_field(
+    client: openai.OpenAI, asked: dict[str, object], param: str | None
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": "demo", "prompt": "12+30=", "max_tokens": 4} | asked)  # type: ignore[call-overload]
+    assert caught.value.param == param
+    assert caught.value.message
+
+
+def test_an_unknown_model_is_404_and_a_wrong_key_401(served: Served, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="other", prompt="x")
+    stranger = openai.OpenAI(base_url=f"{served.address}/v1", api_key="wrong", max_retries=0)
+    with stranger, pytest.raises(openai.AuthenticationError):
+        stranger.models.list()
+    with served.client() as anybody:
+        assert anybody.get("/health").status_code == 200
+        assert anybody.get("/v1/models").status_code == 401
+
+
+def test_unknown_fields_are_ignored_and_named_once(served: Served, client: openai.OpenAI) -> None:
+    for _ in range(2):
+        answer = client.completions.create(
+            model="demo", prompt="12+30=", max_tokens=8, temperature=0, user="me", extra_body={"frobnicate": 1}
+        )
+        assert answer.choices[0].text.strip() == "42"
+    assert sum("frobnicate" in line for line in served.lines) == 1
+
+
+def test_texts_become_tokens_and_tokens_texts(served: Served, alone: LLM) -> None:
+    with served.client() as http:
+        ids = http.post("/tokenize", json={"prompt": "rev oceanic=", "return_token_strs": True}).json()
+        assert ids["tokens"] == alone.tokenizer.encode("rev oceanic=")
+        assert len(ids["token_strs"]) == ids["count"]
+        assert http.post("/detokenize", json={"tokens": ids["tokens"]}).json() == {"prompt": "rev oceanic="}
+        assert http.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+        chat = {"messages": [{"role": "user", "content": "12+30"}], "chat_template": TEMPLATE}
+        assert http.post("/tokenize", json=chat).json()["tokens"] == alone.tokenizer.encode("12+30=")
+        assert http.get("/tokenizer_info").json()["vocab_size"] == len(alone.tokenizer)
+        assert http.get("/version").json()["version"]
+
+
+def test_the_async_client_gets_the_answers_of_the_library_under_load(served: Served, alone: LLM) -> None:
+    prompts = [f"{a}+{b}=" for a in range(100, 110) for b in (7, 250)] + ["rev ocean=", "sort zebra="] * 6
+    params = [
+        SamplingParams(temperature=0.9, seed=i, max_tokens=3 + i % 9, ignore_eos=True, logprobs=1)
+        for i in range(len(prompts))
+    ]
+    expected = [output.outputs[0].text for output in alone.generate(prompts, params)]
+
+    async def ask(client: openai.AsyncOpenAI, i: int) -> str | None:
+        asked = {
+            "model": "demo", "prompt": prompts[i], "temperature": 0.9, "seed": i, "max_tokens": 3 + i % 9,
+            "extra_body": {"ignore_eos": True},
+        }  # fmt: skip
+        if i % 3 == 0:
+            return str((await client.completions.create(**asked)).choices[0].text)
+        text, pieces = "", await client.completions.create(**asked, stream=True)
+        async for piece in pieces:
+            text += "".join(choice.text for choice in piece.choices)
+            if i % 3 == 2 and i % 2:  # leaves half way
+                await pieces.close()
+                return None
+        return text
+
+    async def main() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{served.address}/v1", api_key=KEY, max_retries=0) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(len(prompts))))
+
+    answers = asyncio.run(main())
+    assert [(i, text) for i, text in enumerate(answers) if text is not None and text != expected[i]] == []
+    served.until_idle()
+
+
+def test_metrics_have_vllms_names(served: Served, client: openai.OpenAI) -> None:
+    before = served.metric("vllm:generation_tokens_total")
+    answer = client.completions.create(model="demo", prompt="12+30=", max_tokens=8, temperature=0)
+    assert answer.usage is not None
+    assert served.metric("vllm:generation_tokens_total") - before == answer.usage.completion_tokens
+    assert served.metric("vllm:time_to_first_token_seconds_count") >= 1
+    assert served.metric("graphdecode:bucket_replays_total") >= answer.usage.completion_tokens
+    assert served.metric("graphdecode:step_seconds_count") >= 1
+
+
+def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
+    with served.client(headers={"Authorization": f"Bearer {KEY}"}) as http:
+        for body in (b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, json.dumps({"prompt": None}).encode()):
+            refused = http.post("/v1/completions", content=body)
+            assert refused.status_code == 400, body[:20]
+            assert refused.json()["error"]["type"] == "invalid_request_error"
+        assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+        assert http.get("/v1/completions").status_code == 405

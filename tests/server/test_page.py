@@ -1,0 +1,162 @@
+"""The page at `/`, in a real browser."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served import Served, serving
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+PICTURES = os.environ.get("GRAPHDECODE_PICTURES")  # a folder for what the browser shows, to be looked at
+KEY = "secret"
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving("--api-key", KEY, "--max-batch-size", "4", "--max-sequence-length", "4096") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync"]
+    with playwright.sync_playwright() as started:
+        made = started.chromium.launch(executable_path=CHROMIUM, args=arguments)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(served: Served, browser: Any) -> Iterator[Any]:
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    opened = context.new_page()
+    opened.complaints = []
+    opened.on("console", lambda message: opened.complaints.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: opened.complaints.append(str(error)))
+    opened.goto(served.address)
+    opened.wait_for_function("() => document.getElementById('model').textContent.startsWith('demo')")
+    yield opened
+    context.close()
+
+
+def picture(page: Any, name: str) -> None:
+    if PICTURES:
+        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
+
+
+def ask(page: Any, text: str, *, key: str = KEY) -> None:
+    page.evaluate("() => document.getElementById('settings').open = true")
+    page.fill("#key", key)
+    page.fill("#temperature", "0")
+    page.fill("#text", text)
+    page.press("#text", "Enter")
+
+
+def answer_of(page: Any) -> str:
+    page.wait_for_function("() => !document.getElementById('send').disabled")
+    return str(page.inner_text(".turn.assistant:last-child p")).strip()
+
+
+def test_a_question_is_answered_and_each_token_tells_its_odds(page: Any) -> None:
+    ask(page, "417+385=")
+    assert answer_of(page) == "802"
+    assert "tokens/s" in page.inner_text("#speed")
+    page.hover(".turn.assistant .token >> nth=0")
+    assert "%" in page.inner_text("#odds")
+    picture(page, "answer")
+    assert page.complaints == []
+
+
+def test_conversations_are_kept_side_by_side_and_survive_a_reload(page: Any) -> None:
+    ask(page, "12+30=")
+    assert answer_of(page) == "42"
+    page.click("#new")
+    ask(page, "rev oceanic=")
+    assert answer_of(page) == "cinaeco"
+    page.reload()
+    page.wait_for_selector("#list li >> nth=1")
+    page.click("#list li:nth-child(2) button:first-child")
+    assert page.inner_text(".turn.assistant p").strip() == "cinaeco"
+    page.click("#list li:nth-child(1) button:first-child")
+    assert page.inner_text(".turn.assistant p").strip() == "42"
+    page.click("#list li:nth-child(1) button:last-child")
+    assert page.locator("#list li").count() == 1
+
+
+def test_stop_ends_an_answer_and_frees_its_row(served: Served, page: Any) -> None:
+    page.evaluate("() => document.getElementById('settings').open = true")
+    page.fill("#max_tokens", "4000")
+    page.fill("#temperature", "3")
+    page.fill("#key", KEY)
+    for stop in (lambda: page.click("#stop"), lambda: page.keyboard.press("Escape")):
+        page.fill("#text", "abc")
+        page.route("**/v1/**", lambda route: route.continue_(post_data=_without_end(route.request.post_data)))
+        page.press("#text", "Enter")
+        page.wait_for_selector(".turn.assistant .token")
+        stop()
+        page.wait_for_function("() => !document.getElementById('send').disabled")
+        served.until_idle()
+
+
+def _without_end(body: str) -> str:
+    return body[:-1] + ',"ignore_eos":true}'
+
+
+def test_a_wrong_key_is_said_and_nothing_is_lost(page: Any) -> None:
+    ask(page, "1+1=", key="wrong")
+    page.wait_for_selector("#error:not([hidden])")
+    assert "API key" in page.inner_text("#error")
+    assert page.inner_text(".turn.user p") == "1+1="
+
+
+def test_the_machine_is_shown_as_it_runs(page: Any) -> None:
+    ask(page, "sort zebra=")
+    assert answer_of(page) == "aberz"
+    page.wait_for_selector("#buckets .bar")
+    figures = page.inner_text("#figures")
+    assert "pages used" in figures
+    assert "floor" in figures
+    picture(page, "machine")
+
+
+def test_it_works_on_a_phone_and_by_keyboard(served: Served, browser: Any) -> None:
+    context = browser.new_context(viewport={"width": 390, "height": 844})
+    phone = context.new_page()
+    phone.goto(served.address)
+    phone.wait_for_function("() => document.getElementById('model').textContent.startsWith('demo')")
+    assert phone.evaluate("() => document.activeElement.id") == "text"
+    assert phone.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert not phone.is_visible("#machine")
+    phone.click("#toggle-machine")
+    assert phone.is_visible("#machine")
+    picture(phone, "phone-machine")
+    phone.click("#toggle-machine")
+    phone.keyboard.press("Tab")
+    ask(phone, "12+30=")
+    assert answer_of(phone) == "42"
+    picture(phone, "phone")
+    names = phone.evaluate(
+        "() => [...document.querySelectorAll('button,input,textarea')].filter(e => e.offsetParent).map(e =>"
+        " e.labels?.length || e.textContent.trim() || e.getAttribute('aria-label'))"
+    )
+    assert all(names)
+    context.close()
+
+
+def test_the_page_needs_nothing_from_elsewhere(served: Served) -> None:
+    page = httpx.get(served.address)
+    assert "default-src 'self'" in page.headers["content-security-policy"]
+    folder = Path(__file__).parents[2] / "graphdecode" / "server" / "page"
+    for file in folder.iterdir():
+        text = file.read_text()
+        assert "http://" not in text
+        assert "https://" not in text
+        assert httpx.get(f"{served.address}/page/{file.name}").text == text
+    assert httpx.get(f"{served.address}/page/../app.py").status_code == 404

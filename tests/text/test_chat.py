@@ -1,0 +1,171 @@
+"""Conversations through a chat template: the prompt is transformers', the answer ends with the turn."""
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphdecode import LLM, AsyncLLM, GraphdecodeError, SamplingParams
+from graphdecode.models import resolve_model_path
+from graphdecode.text import load_tokenizer, render_chat
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LAST = "{{ messages[-1].content }}"  # what the demo model can answer
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+TURNS = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Grüße 你好"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "12+30="},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return load_tokenizer(resolve_model_path("demo"))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM("demo", max_batch_size=4, max_sequence_length=256) as made:
+        yield made
+
+
+@pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}])
+def test_the_prompt_is_what_transformers_makes_of_the_messages(tokenizer: Any, options: dict) -> None:
+    chat = render_chat(tokenizer, TURNS, chat_template=TEMPLATE, **options)
+    how = {"chat_template": TEMPLATE, "add_generation_prompt": True, **options}
+    assert chat.text == tokenizer.apply_chat_template(TURNS, tokenize=False, **how)
+    assert chat.token_ids == tokenizer.apply_chat_template(TURNS, return_dict=False, **how)
+
+
+def test_the_last_message_can_be_gone_on_with(tokenizer: Any) -> None:
+    turns = [TURNS[1], {"role": "assistant", "content": "The answer is"}]
+    options = {"chat_template": TEMPLATE, "add_generation_prompt": False, "continue_final_message": True}
+    assert render_chat(tokenizer, turns, **options).text.endswith("[assistant]The answer is")
+    with pytest.raises(GraphdecodeError, match="set add_generation_prompt=False"):
+        render_chat(tokenizer, turns, chat_template=TEMPLATE, continue_final_message=True)
+
+
+def test_parts_of_text_are_joined_and_calls_of_tools_are_given_as_dicts(tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    template = (
+        "{{ messages[0].content }}|{{ messages[1].content }}|{{ messages[1].tool_calls[0].function.arguments.a + 1 }}"
+    )
+    assert render_chat(tokenizer, turns, chat_template=template).text == "one\ntwo||2"
+
+
+def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    template = "{{ tools[0].function.name }} {{ thinking }}"
+    options = {"tools": [tool], "chat_template_kwargs": {"thinking": False}}
+    assert render_chat(tokenizer, TURNS, chat_template=template, **options).text == "add False"
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ("hello", "a conversation is a list of messages"),
+        ([], "got an empty list"),
+        (["hello"], "got 'hello'"),
+        ([{"content": "a"}], r"messages\[0\] must have a `role`"),
+        ([TURNS[0], {"role": "user"}], r"messages\[1\] of the role 'user' has no `content`"),
+        ([{"role": "user", "content": 3}], r"messages\[0\].content must be a text or a list of parts, got 3"),
+        ([{"role": "user", "content": None}], r"messages\[0\].content must be a text"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            r"content\[0\] must be .* got a part of the type 'image_url'",
+        ),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\] must be"),
+        ([{"role": "user", "content": "\ud83d"}], "no valid text"),
+        ([TURNS[0], 7], r"messages\[1\] must be a dict"),
+        ([[TURNS[0]], TURNS[0]], "got {"),
+    ],
+)
+def test_malformed_messages_are_refused_by_their_place(llm: LLM, messages: Any, complaint: str) -> None:
+    with pytest.raises(GraphdecodeError, match=complaint):
+        llm.chat(messages, chat_template=TEMPLATE)
+
+
+def test_what_a_template_refuses_is_an_error_in_its_words(tokenizer: Any) -> None:
+    for template, words in (("{{ raise_exception('roles must alternate') }}", "roles must alternate"), ("{% if", "")):
+        with pytest.raises(GraphdecodeError, match=f"the chat template refuses this conversation: .*{words}"):
+            render_chat(tokenizer, TURNS, chat_template=template)
+
+
+def test_a_model_without_a_template_says_what_to_give(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(GraphdecodeError, match="no chat template.*--chat-template FILE"):
+        llm.chat(TURNS)
+    (tmp_path / "last.jinja").write_text(LAST)
+    assert llm.chat(TURNS, GREEDY, chat_template=tmp_path / "last.jinja")[0].outputs[0].text == "42"
+    with pytest.raises(GraphdecodeError, match=r"none\.jinja"):
+        llm.chat(TURNS, chat_template=tmp_path / "none.jinja")
+
+
+def test_several_conversations_are_answered_side_by_side_each_with_its_parameters(llm: LLM) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("12+30=", "rev abc=", "1+1=")]
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=1), GREEDY]
+    outputs = llm.chat(chats, params, chat_template=LAST)
+    assert [output.outputs[0].text for output in outputs] == ["42", "c", "2"]
+    assert [output.prompt for output in outputs] == ["12+30=", "rev abc=", "1+1="]
+    assert llm.chat(chats[0], chat_template=LAST)[0].outputs[0].finish_reason == "stop", "without parameters, too"
+
+
+@pytest.fixture
+def unaware(tmp_path: Path) -> Path:
+    """The demo as a checkpoint that calls another token its end of sequence than the one that ends its answers."""
+    folder = shutil.copytree(resolve_model_path("demo"), tmp_path / "model")
+    for name, changes in (
+        ("config.json", {"eos_token_id": 256}),
+        ("generation_config.json", {"eos_token_id": 256}),
+        ("tokenizer_config.json", {"split_special_tokens": False}),
+    ):
+        file = folder / name
+        stated = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(stated | changes))
+    return folder
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(unaware: Path) -> None:
+    template = "{{ messages[-1].content }}{% if messages[-1].role == 'assistant' %}<|eos|>\n{% endif %}"
+    with LLM(unaware, max_batch_size=1, max_sequence_length=64) as llm:
+        ended = llm.chat(TURNS, GREEDY, chat_template=template)[0].outputs[0]
+        assert (ended.text, ended.finish_reason, ended.stop_reason) == ("42", "stop", 257)
+        on = llm.chat(TURNS, GREEDY, chat_template=LAST)[0].outputs[0]
+        assert (on.finish_reason, on.token_ids[:3]) == ("length", ended.token_ids), (
+            "where the template ends with nothing"
+        )
+
+
+def test_the_end_of_a_turn_is_found_where_there_is_one(unaware: Path) -> None:
+    own = load_tokenizer(unaware)
+
+    def end_of(template: str) -> tuple[int, ...]:
+        return render_chat(own, TURNS, chat_template=template).end_of_turn_ids
+
+    assert end_of("{% for m in messages %}{{ m.content | trim }}<|eos|>\n{% endfor %}") == (257,)
+    assert end_of("{% for m in messages %}{{ m.content }}!{% endfor %}") == ()
+    assert end_of("{% if messages | length != 4 %}{{ raise_exception('four') }}{% endif %}x") == ()
+    ends = render_chat(own, TURNS, chat_template="{% for m in messages %}{{ m.content }}<|eos|>{% endfor %}")
+    assert ends.ending(SamplingParams(stop_token_ids=[7])).stop_token_ids == (7, 257)
+    assert ends.ending(SamplingParams(ignore_eos=True)).stop_token_ids is None
+
+
+def test_asyncio_gives_the_same_answers(llm: LLM) -> None:
+    async def answer() -> tuple[str | None, str, str | None]:
+        async with AsyncLLM("demo", max_batch_size=2, max_sequence_length=256) as asynchronous:
+            async for output in asynchronous.chat(TURNS, GREEDY, chat_template=LAST):
+                last = output
+            with pytest.raises(GraphdecodeError, match="no chat template"):
+                asynchronous.chat(TURNS)
+        return last.prompt, last.outputs[0].text, last.outputs[0].finish_reason
+
+    assert asyncio.run(answer()) == ("12+30=", "42", "stop")

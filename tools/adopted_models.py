@@ -1,0 +1,83 @@
+"""Random checkpoints of architectures that have no family in graphdecode, for its tests and for measuring."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
+    Glm4Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    OPTConfig,
+    PreTrainedConfig,
+    StableLmConfig,
+    Starcoder2Config,
+)
+
+from graphdecode.models import resolve_model_path
+
+
+class Sizes(NamedTuple):
+    """What all of them have, under whatever names."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+
+    def fields(self, **others: Any) -> dict[str, Any]:
+        """Return these and others under the usual names, without tokens that mean something."""
+        return self._asdict() | {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None} | others
+
+    def grouped(self, **others: Any) -> dict[str, Any]:
+        """Return the fields of a model whose query heads share keys two by two."""
+        return self.fields(num_key_value_heads=self.num_attention_heads // 2, **others)
+
+    def windowed(self, **others: Any) -> dict[str, Any]:
+        """Return the fields of a model whose layers see 20 tokens and all of them in turn."""
+        kinds = ("sliding_attention", "full_attention")
+        layer_types = [kinds[layer % 2] for layer in range(self.num_hidden_layers)]
+        return self.grouped(sliding_window=20, layer_types=layer_types, **others)
+
+
+TINY = Sizes(259, 64, 96, 2, 4, 256)
+SMALL = Sizes(8192, 384, 1536, 6, 6, 1024)  # about 20 million parameters
+ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
+    "stablelm": lambda sizes: StableLmConfig(**sizes.grouped(use_qkv_bias=True, qk_layernorm=True)),
+    "gpt-neox": lambda sizes: GPTNeoXConfig(**sizes.fields()),
+    "starcoder2": lambda sizes: Starcoder2Config(**sizes.grouped(sliding_window=20)),
+    "cohere": lambda sizes: CohereConfig(**sizes.grouped(use_qk_norm=True, logit_scale=0.5)),
+    "cohere2": lambda sizes: Cohere2Config(**sizes.windowed()),
+    "glm4": lambda sizes: Glm4Config(**sizes.grouped(head_dim=32)),
+    "exaone4": lambda sizes: Exaone4Config(**sizes.windowed()),
+    "opt": lambda sizes: OPTConfig(
+        **sizes.fields(ffn_dim=sizes.intermediate_size, word_embed_proj_dim=sizes.hidden_size // 2)
+    ),
+    "gpt2": lambda sizes: GPT2Config(**sizes.fields(n_inner=sizes.intermediate_size)),
+}
+
+
+def save_random(config: PreTrainedConfig, folder: Path) -> Path:
+    """Write a random checkpoint, with the demo's tokenizer beside it; its numbers are so large that answers vary."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    spread = 0.15 * (64 / config.hidden_size) ** 0.5
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter, parameter.mean().item(), 0.1)
+        else:
+            torch.nn.init.normal_(parameter, 0.0, spread)
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(resolve_model_path("demo") / name, folder / name)
+    return folder
