@@ -151,7 +151,8 @@ class AdoptedFolder:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if type(module).__name__ != name:
             raise UnsupportedModelError(
-                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), and what transformers makes "
+                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), "
+                "and what transformers makes "
                 f"of this configuration is a {type(module).__name__}"
             )
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
