@@ -106,6 +106,8 @@ class Endpoints:
             self._service.note_unknown(body.model_extra)
             try:
                 return await answer(self._service, body, request.headers.get("authorization", ""))
+            except HttpError:
+                raise
             except GraphdecodeError as error:
                 raise as_http_error(error, frozenset(kind.model_fields)) from error
 
