@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
+import httpx2 as httpx
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120

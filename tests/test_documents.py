@@ -20,6 +20,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.graphs.errors import HAZARDS
 from graphdecode.linear.forms import FORMS
 from graphdecode.models.family import FAMILIES
+from graphdecode.models.installable import installable
 from graphdecode.models.sources import SOURCES
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ README = ROOT / "README.md"
 DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"python", "bash", "toml", "console"}  # console: what takes long, or needs what is not everywhere
 OWN_TEST_COMMAND = "tools/test"  # what runs this
+NEEDS_SMOLLM2 = ("smollm2", "graphdecode chat", "tools/quickstart")
 SLOW = ("profile --model", "--measure")  # of a command: it measures
 MAX_README_LINES = 150
 MAX_WALK_FILES = 15
@@ -85,9 +87,16 @@ def registries() -> Iterator[None]:
     SOURCES[:] = sources
 
 
+def skip_without_smollm2(text: str) -> None:
+    if any(part in text for part in NEEDS_SMOLLM2) and installable("smollm2").installed_file() is None:
+        pytest.skip("needs smollm2: tools/quickstart, or graphdecode models install smollm2")
+
+
 @pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize("block", EXAMPLES, ids=lambda block: block.place)
 def test_examples_run(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if 'LLM("smollm2")  # or' not in block.text:
+        skip_without_smollm2(block.text)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     source = "\n" * block.lines_before + block.text  # so that a traceback names the document's line
@@ -132,6 +141,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
     ids=lambda value: value.name if isinstance(value, Path) else value,
 )
 def test_commands_run(document: Path, command: str, folder_of: Callable[[Path], Path]) -> None:
+    skip_without_smollm2(command)
     if command.startswith("tools/") and not (ROOT / ".venv").exists():
         pytest.skip("would install an environment: run it by hand, or with .ci/run")
     program, *arguments = shlex.split(command)

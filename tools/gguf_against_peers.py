@@ -64,13 +64,17 @@ json.dump([model.tokenize(line.encode(), add_bos=True, special=True) for line in
 """
 
 
+def real_lines() -> list[str]:
+    """Return all lines of the standard library's sources, which hold documentation, too."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(folder.glob("*.py")) + sorted((folder / "email").glob("*.py"))
+    return [line for file in files for line in file.read_text("utf-8").splitlines() if line]
+
+
 def lines(special: Sequence[str], seed: int = 5) -> list[str]:
     """Return lines of code, prose, digits, Unicode and spaces, some with special tokens between."""
     rng = random.Random(seed)
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(folder.glob("*.py")) + sorted((folder / "email").glob("*.py"))
-    real = [line for file in files for line in file.read_text("utf-8").splitlines() if line]
-    found = rng.sample(real, NUM_LINES // 2)
+    found = rng.sample(real_lines(), NUM_LINES // 2)
     ranges = ((0x20, 0x7E), (0xA0, 0x24F), (0x370, 0x52F), (0x590, 0x6FF), (0x900, 0xDFF), (0x1100, 0x11FF))
     ranges += ((0x2000, 0x2BFF), (0x3040, 0x30FF), (0x4E00, 0x4FFF), (0xAC00, 0xACFF), (0x1F300, 0x1F6FF))
 
@@ -96,15 +100,20 @@ def lines(special: Sequence[str], seed: int = 5) -> list[str]:
     return found
 
 
-def compare_ids(path: Path, python: str) -> bool:
-    """Print how many lines have llama.cpp's token ids, and the first that has not."""
-    tokenizer = load_tokenizer(path)
-    texts = lines(tokenizer.all_special_tokens)
+def llama_ids(path: Path, texts: Sequence[str], python: str) -> list[list[int]]:
+    """Return llama.cpp's token ids."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(texts, file)
         file.flush()
         ran = subprocess.run([python, "-c", LLAMA, str(path), file.name], stdout=subprocess.PIPE, check=True)
-    theirs = json.loads(ran.stdout)
+    return json.loads(ran.stdout)
+
+
+def compare_ids(path: Path, python: str) -> bool:
+    """Print how many lines have llama.cpp's token ids, and the first that has not."""
+    tokenizer = load_tokenizer(path)
+    texts = lines(tokenizer.all_special_tokens)
+    theirs = llama_ids(path, texts, python)
     ours = [list(tokenizer(text, verbose=False).input_ids) for text in texts]
     wrong = [index for index in range(len(texts)) if ours[index] != theirs[index]]
     print(f"token ids: {len(texts) - len(wrong)} of {len(texts)} lines are llama.cpp's ({sum(map(len, ours))} tokens)")

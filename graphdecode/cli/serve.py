@@ -82,6 +82,7 @@ def _run(model: str, settings: object, limits: object) -> None:
     assert isinstance(settings, EngineConfig)
     assert isinstance(limits, ServerConfig)
     logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("graphdecode.server").setLevel(logging.INFO)
     bound = bind(limits.host, limits.port)
     path = resolve_model_path(model)
     check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)

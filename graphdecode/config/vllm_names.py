@@ -103,7 +103,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "config_format": Unsupported("config.json is read as transformers writes it", (None, "auto", "hf")),
     "generation_config": Unsupported("LLM.get_default_sampling_params() reads the model folder's", (None, "auto")),
     "override_generation_config": Unsupported("give SamplingParams", (None, {})),
-    "chat_template": Unsupported("give what tokenizer.apply_chat_template(..., chat_template=...) makes as the prompt"),
+    "chat_template": Unsupported("give it to LLM.chat(messages, chat_template=...)"),
     "swap_space": Unsupported("a sequence that gives way is recomputed, not swapped out", (None, 0, 4)),
     "cpu_offload_gb": Unsupported("weights stay where they are computed with: quantize makes them smaller", (None, 0)),
     "kv_cache_dtype": Unsupported("the cache has the model's dtype", (None, "auto")),

@@ -96,7 +96,7 @@ def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, dev
 
 
 def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = False) -> Engine:
-    """Load a model and capture its graphs.
+    """Load a model, compile what prompts need, and capture the graphs.
 
     Args:
         model: as for `load_runner`.
@@ -107,6 +107,8 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
         ArgumentError: something cannot be used; the message says what and why.
     """
     engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
+    if engine.runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
+        engine.runner.warm_up()
     try:
         engine.graphs.capture(progress=progress)
     except CaptureError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Chunk, Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
+from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
 
 
 class _UnderWay(NamedTuple):
@@ -108,7 +110,8 @@ class EngineLoop:
             self.stats.prefilled_tokens += self._prefilled
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
-            self._tell(sequence, [], None)
+            unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
+            self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
     @staticmethod
     def _take_scores(chunk: Chunk, scored: StepLogprobs) -> None:

@@ -18,6 +18,8 @@ from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
 
 _CHUNKS = "chunks"  # the staging block
+_DUMMY_TOKEN = 1
+_ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Prefill:
         self._model = setting.model
         self._caches = setting.caches
         self._trash_page = setting.trash_page
+        self._page_size = setting.page_size
         rows = setting.config.max_batch_size
         self._buffers = StepBuffers(
             [
@@ -76,8 +79,16 @@ class Prefill:
         self._attention = None
         if setting.batch_invariant:
             # a CPU's attention has no workspace that grows with the rows
-            at_once = rows if self._model.device.type == "cuda" else max_tokens
+            at_once = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if self._model.device.type == "cuda" else max_tokens
             self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
+
+    def warm_up(self) -> None:
+        """Run passes of 1, 2, 4, ... tokens up to the largest, into the trash page: what they compile is ready then."""
+        longest = self._buffers.page_table.shape[1] * self._page_size
+        most = min(self.max_tokens, longest * self._buffers.max_batch_size)
+        for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
+            lengths = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
+            self.run([PromptChunk([_DUMMY_TOKEN] * length, 0, ()) for length in lengths])
 
     def run(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""

@@ -112,6 +112,11 @@ class Runner:
         return self._prefill.run(chunks)
 
     @_on_its_device
+    def warm_up(self) -> None:
+        """Compute a prompt that is nobody's, so that no kernel is compiled while the first ones are served."""
+        self._prefill.warm_up()
+
+    @_on_its_device
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell the device everything about its rows; for when the membership changed."""
         self.step.stage(rows)

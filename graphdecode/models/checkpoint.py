@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -14,6 +14,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
 from graphdecode.models.family import config_of
+from graphdecode.models.mxfp4 import joined, read_joined
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -88,7 +89,7 @@ class Checkpoint:
                         self._file_of[name] = file
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
-        return found
+        return joined(found)
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`.
@@ -96,8 +97,15 @@ class Checkpoint:
         What safetensors gives on a CPU is a view of the mapped file: kept, it would change with the file.
         """
         shape = self.tensors[name].shape
+        if name not in self._file_of:
+            read_joined(partial(self._part, str(out.device)), name, shape, out, shard)
+            return
         with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
+
+    def _part(self, device: str, name: str, part: tuple[slice, ...]) -> Tensor:
+        with safe_open(self._file_of[name], framework="pt", device=device) as reader:
+            return reader.get_slice(name)[part]
 
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())

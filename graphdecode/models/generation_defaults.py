@@ -6,6 +6,7 @@ from pathlib import Path
 
 from graphdecode.errors import shown
 from graphdecode.models.config import UnsupportedModelError, flag, read_json
+from graphdecode.models.installable import installed_as
 
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")  # what transformers looks at where do_sample is true
 _ALWAYS = ("repetition_penalty",)
@@ -15,11 +16,15 @@ GENERATION_FILE = "generation_config.json"
 def generation_defaults(folder: Path) -> dict[str, float]:
     """Return the sampling parameters that a checkpoint's folder states, as transformers understands them.
 
-    Where the file does not say `do_sample`, the answer is greedy: temperature 0. Nothing is stated without the file.
+    Where the file does not say `do_sample`, the answer is greedy: temperature 0. Nothing is stated without the file,
+    but for a model that `graphdecode models install` knows: its makers' recommendation.
 
     Raises:
         UnsupportedModelError: the file cannot be read, or states what is no number; ranges are not looked at.
     """
+    package = installed_as(folder)
+    if package is not None:
+        return dict(package.sampling)
     file = folder / GENERATION_FILE
     if not file.exists():
         return {}

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class InstallableModel:
         licence: of the model, by its SPDX identifier.
         megabytes: to download.
         summary: what it is.
+        sampling: how its makers want it to be sampled, for the file does not say it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class InstallableModel:
     licence: str
     megabytes: int
     summary: str
+    sampling: Mapping[str, float]
 
     def installed_file(self) -> Path | None:
         """Return where the model is installed for this Python; None: it is not."""
@@ -86,6 +89,7 @@ INSTALLABLE = [
         "Apache-2.0",
         93,
         "SmolLM2-135M-Instruct: a small model by Hugging Face that chats in English",
+        {"temperature": 0.2, "top_p": 0.9},
     ),
 ]
 
@@ -93,6 +97,11 @@ INSTALLABLE = [
 def installable(name: object) -> InstallableModel | None:
     """Return the model of that name; None: there is none."""
     return next((model for model in INSTALLABLE if model.name == name), None)
+
+
+def installed_as(path: Path) -> InstallableModel | None:
+    """Return the model whose file this is; None: it is another one's."""
+    return next((model for model in INSTALLABLE if model.file == path.name and model.installed_file() == path), None)
 
 
 def _stderr() -> int | None:

@@ -113,8 +113,8 @@ def load_model(
     """Load a decoder.
 
     Args:
-        model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"` with random
-            weights.
+        model: a checkpoint folder, a `.gguf` file, a repository id, `"demo"`, or a shape such as
+            `"shape:llama-3.1-8b"` with random weights.
         device: where the weights go.
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
@@ -146,7 +146,9 @@ def load_model(
     if by_transformers is not None:
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         by_transformers.check_files(source)
-        return by_transformers.load(options, progress=progress)
+        module = by_transformers.load(options, progress=progress)
+        _return_free_memory()
+        return module
     config = source.config()
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))

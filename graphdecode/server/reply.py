@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -21,6 +22,7 @@ from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.text.intake import Order
 
+log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -89,8 +91,16 @@ class Reply(Response, ABC):
             for task in (work, gone):
                 task.cancel()
             results = await asyncio.gather(work, gone, return_exceptions=True)
+        if self.service.limits.log_requests:
+            self._log()
         if isinstance(results[0], Exception):
             raise results[0]
+
+    def _log(self) -> None:
+        for cursor in self.cursors:
+            prompt, output = cursor.order.output, cursor.answer.output
+            asked = prompt.prompt_token_ids if prompt.prompt is None else prompt.prompt
+            log.info("%s %d: %r -> %r (%s)", self._head["id"], cursor.index, asked, output.text, output.finish_reason)
 
     async def _news(self) -> AsyncGenerator[None, None]:
         """Come back whenever there is news; tell the metrics of it."""

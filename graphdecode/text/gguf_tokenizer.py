@@ -10,11 +10,14 @@ import numpy as np
 
 from graphdecode.models import ModelSourceError
 from graphdecode.models.gguf.container import GgufFile
-from graphdecode.models.gguf.vocabulary import CONTROL, USER_DEFINED
+from graphdecode.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "\u2581"  # SentencePiece's mark for a space
+# of Phi-3, whose other tokens of that kind swallow the spaces behind them
+_KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def load_gguf_tokenizer(path: Path) -> Any:
@@ -24,42 +27,126 @@ def load_gguf_tokenizer(path: Path) -> Any:
         ModelSourceError: there is none, it is damaged, or of a kind that is not known.
         CheckpointError: the file is damaged.
     """
-    fields = GgufFile(path).fields
-    try:
-        return _wrapped(fields)
-    except ModelSourceError as error:
-        raise ModelSourceError(f"{path}: {error}") from error
+    vocabulary = _Vocabulary(path, GgufFile(path).fields)
+    kind = vocabulary.fields.get(f"{_PREFIX}model")
+    if kind == "gpt2":
+        pre = vocabulary.pre_tokenizer()
+        return _wrapped(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
+    if kind == "llama":
+        return _wrapped(vocabulary, _sentencepiece(vocabulary), adds_bos=True)
+    raise vocabulary.fault(f"model {kind!r:.80} is not supported; supported are gpt2 and llama")
 
 
-def _wrapped(fields: Mapping[str, Any]) -> Any:
-    from transformers import (
-        PreTrainedTokenizerFast,
-    )  # here, for it takes a second, and a model's weights need none of it
+class _Vocabulary:
+    """What a file says of its tokens; a field that is wrong is named with the file."""
 
-    kind = fields.get(f"{_PREFIX}model")
-    if kind != "gpt2":
-        raise ModelSourceError(f"{_PREFIX}model {kind!r:.80} is not supported; supported are gpt2")
-    tokens, kinds = _list(fields, "tokens", str), _list(fields, "token_type", int)
-    pre = _pre_tokenizer(fields)
-    tokenizer = _byte_level(tokens, _list(fields, "merges", str), pre)
-    _add_special(tokenizer, tokens, kinds)
-    named = {name: _token(fields, tokens, key) for name, key in _NAMED.items()}
+    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+        self._path = path
+        self.fields = fields
+        self.tokens: list[str] = self.array("tokens", str)
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if len(self.ids) < len(self.tokens):
+            twice = next(token for index, token in enumerate(self.tokens) if self.ids[token] != index)
+            raise self.fault(f"tokens has {twice!r:.80} twice")
+        self.kinds: list[int] = self.array("token_type", int)
+        if len(self.kinds) != len(self.tokens):
+            raise self.fault(f"token_type has {len(self.kinds)} entries, and there are {len(self.tokens)} tokens")
+
+    def array(self, name: str, *kinds: type) -> list[Any]:
+        """Return a list of texts or of numbers."""
+        value = self.fields.get(f"{_PREFIX}{name}")
+        found = value.tolist() if isinstance(value, np.ndarray) else value
+        if not isinstance(found, list) or not all(isinstance(each, kinds) for each in found):
+            raise self.fault(f"{name} must be a list of {kinds[-1].__name__}, got {value!r:.80}")
+        return found
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return yes or no."""
+        value = self.fields.get(f"{_PREFIX}{name}", default)
+        if not isinstance(value, bool):
+            raise self.fault(f"{name} must be bool, got {value!r:.80}")
+        return value
+
+    def token(self, name: str) -> str | None:
+        """Return the token of a use, such as "eos"; None: there is none."""
+        index = self.fields.get(f"{_PREFIX}{name}_token_id")
+        if index is None:
+            return None
+        if not isinstance(index, int) or not 0 <= index < len(self.tokens):
+            raise self.fault(f"{name}_token_id is {index!r:.80}; there are {len(self.tokens)} tokens")
+        return self.tokens[index]
+
+    def pre_tokenizer(self) -> PreTokenizer:
+        """Return how texts are cut."""
+        name = self.fields.get(f"{_PREFIX}pre")
+        found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise self.fault(f"pre {name!r:.80} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
+        return found
+
+    def template(self) -> str | None:
+        """Return the chat template; None: there is none."""
+        value = self.fields.get("tokenizer.chat_template")
+        return value if isinstance(value, str) else None
+
+    def fault(self, wrong: str) -> ModelSourceError:
+        """Return the error for a field, whose name begins what is wrong."""
+        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}; another tokenizer can be given by `tokenizer=`")
+
+
+class _Uncopied:
+    """A tokenizer whose deep copy is itself: the copy that transformers makes takes seconds for a large vocabulary."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._tokenizer
+
+
+def _wrapped(vocabulary: _Vocabulary, tokenizer: Any, *, adds_bos: bool) -> Any:
+    from transformers import PreTrainedTokenizerFast  # here, for it takes a second
+
+    _add_whole(vocabulary, tokenizer)
+    named = {name: vocabulary.token(use) for name, use in _NAMED.items()}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=_Uncopied(tokenizer),
         **{name: token for name, token in named.items() if token is not None},
-        add_bos_token=_flag(fields, "add_bos_token", pre.adds_bos),
-        add_eos_token=_flag(fields, "add_eos_token", False),
-        chat_template=fields.get("tokenizer.chat_template"),
+        add_bos_token=vocabulary.flag("add_bos_token", adds_bos),
+        add_eos_token=vocabulary.flag("add_eos_token", False),
+        chat_template=vocabulary.template(),
         clean_up_tokenization_spaces=False,
     )
 
 
-def _byte_level(tokens: list[str], merges: list[str], pre: PreTokenizer) -> Any:
+def _add_whole(vocabulary: _Vocabulary, tokenizer: Any) -> None:
+    """Let the tokens that are never made of parts be found before all else."""
+    from tokenizers import AddedToken
+
+    swallows = vocabulary.fields.get("general.architecture") == "phi3" and tokenizer.normalizer is not None
+    tokenizer.add_tokens(
+        [
+            AddedToken(
+                token,
+                special=kind == CONTROL,
+                normalized=False,
+                rstrip=swallows and kind == CONTROL and token not in _KEEPS_SPACES,
+            )
+            for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+            if kind in (CONTROL, USER_DEFINED)
+        ]
+    )
+
+
+def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
+    """Return BPE over bytes (GPT-2's), whose merges the file lists."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
-    model = models.BPE({token: index for index, token in enumerate(tokens)}, pairs, ignore_merges=pre.ignores_merges)
-    tokenizer = Tokenizer(model)
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.array("merges", str))]
+    wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
+    if wrong is not None:
+        raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")
+    tokenizer = Tokenizer(_bpe(models, vocabulary, merges, ignore_merges=pre.ignores_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
     cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
@@ -69,47 +156,37 @@ def _byte_level(tokens: list[str], merges: list[str], pre: PreTokenizer) -> Any:
     return tokenizer
 
 
-def _add_special(tokenizer: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Let tokens that no text should be split into be found before all else."""
-    from tokenizers import AddedToken
+def _sentencepiece(vocabulary: _Vocabulary) -> Any:
+    """Return BPE over characters (SentencePiece's), whose merges follow from the tokens' scores."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == CONTROL, normalized=False)
-            for token, kind in zip(tokens, kinds, strict=True)
-            if kind in (CONTROL, USER_DEFINED)
-        ]
-    )
-
-
-def _pre_tokenizer(fields: Mapping[str, Any]) -> PreTokenizer:
-    name = fields.get(f"{_PREFIX}pre")
-    found = PRE_TOKENIZERS.get(name) if isinstance(name, str) else None
-    if found is None:
-        known = ", ".join(PRE_TOKENIZERS)
-        raise ModelSourceError(f"{_PREFIX}pre {name!r:.80} is not supported; supported are {known}")
-    return found
+    spaced = vocabulary.flag("add_space_prefix", True)
+    unknown = vocabulary.token("unknown") or vocabulary.tokens[0]
+    merges = _merges(vocabulary)
+    tokenizer = Tokenizer(_bpe(models, vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token=unknown))
+    marked = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), marked] if spaced else [marked])
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if spaced else parts)
+    return tokenizer
 
 
-def _flag(fields: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = fields.get(f"{_PREFIX}{name}", default)
-    if not isinstance(value, bool):
-        raise ModelSourceError(f"{_PREFIX}{name} must be bool, got {value!r:.80}")
-    return value
+def _bpe(models: Any, vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Any:
+    try:
+        return models.BPE(vocabulary.ids, merges, **options)
+    except Exception as error:  # of what the library calls it that refuses a merge
+        raise vocabulary.fault(f"tokens and merges are no vocabulary of BPE: {error}") from error
 
 
-def _token(fields: Mapping[str, Any], tokens: list[str], name: str) -> str | None:
-    index = fields.get(f"{_PREFIX}{name}_token_id")
-    if index is None:
-        return None
-    if not isinstance(index, int) or not 0 <= index < len(tokens):
-        raise ModelSourceError(f"{_PREFIX}{name}_token_id is {index!r:.80}; there are {len(tokens)} tokens")
-    return tokens[index]
-
-
-def _list(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
-    value = fields.get(f"{_PREFIX}{name}")
-    found = value.tolist() if isinstance(value, np.ndarray) else value
-    if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
-        raise ModelSourceError(f"{_PREFIX}{name} must be a list of {kind.__name__}, got {value!r:.80}")
+def _merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """Return all ways to put a token together from two, those of the highest scores first."""
+    scores, ids = vocabulary.array("scores", int, float), vocabulary.ids
+    if len(scores) != len(vocabulary.tokens):
+        raise vocabulary.fault(f"scores has {len(scores)} entries, and there are {len(vocabulary.tokens)} tokens")
+    found: list[tuple[str, str]] = []
+    for index in sorted(range(len(scores)), key=lambda index: -scores[index]):
+        token = vocabulary.tokens[index]
+        if vocabulary.kinds[index] in (NORMAL, USER_DEFINED):
+            cuts = ((token[:place], token[place:]) for place in range(1, len(token)))
+            found += [(left, right) for left, right in cuts if left in ids and right in ids]
     return found

@@ -37,7 +37,7 @@ def plan_size(max_rows: int, max_items: int) -> int:
 
 # One program plans one row: it reads all lengths (4 bytes a row, in L2 but for the first), finds the split size that
 # all programs find, and writes its own row's entries. No program waits for another.
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _attention_plan_kernel(
     kv_lens,
     plan,

@@ -15,13 +15,14 @@ from ..native.signature import Float32, Int32, Written
 from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes, with_sinks
 from .attention_torch import LogitOptions, attend_row, row_entries
 
+_LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
 _QUERIES_AT_ONCE = 64  # times heads: rows of a program's tile, where its accumulator fits
 
 
 # One program takes BLOCK_M of one row's queries times the heads of one group: it reads the keys and values that they
 # see once, (HEAD_DIM + VALUE_DIM) * itemsize bytes each, and writes the outputs. Which row and which queries is found
 # in the cumulative lengths, so the grid needs nothing but the number of tokens; surplus programs exit.
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # one code for any number of prompts: nothing is compiled while they wait
 def _extend_attention_kernel(
     out,
     lse,
@@ -209,7 +210,7 @@ def extend_attention_triton(
         HEAD_DIM=head_dim,
         VALUE_DIM=v_cache.shape[-1],
         PAGE_SIZE=0 if page_table is None else page_size,
-        BLOCK_ROWS=triton.next_power_of_2(rows),
+        BLOCK_ROWS=max(triton.next_power_of_2(rows), _LEAST_BLOCK_ROWS),
         COMPUTE=compute,
         KV_BITS=kv_bits,
         HAS_LSE=lse is not None,

@@ -25,7 +25,7 @@ SPLITS_AT_ONCE = 8  # partials that one merging program holds
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M of its queries times group heads. It
 # reads the split's keys and values once, split * (HEAD_DIM + VALUE_DIM) * itemsize bytes, and writes the queries'
 # outputs: straight out where the row has one split, else fp32 partials with their log-sum-exps.
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _decode_attention_kernel(
     out,
     lse,
@@ -156,7 +156,8 @@ def _decode_attention_kernel(
         MODE,
     )
     if HAS_SINKS:
-        acc, total, top = with_sinks(acc, total, top, sinks, head, held & (split == 0))
+        is_first = split + tl.zeros([BLOCK_M], tl.int32) == 0
+        acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
     norm = tl.where(total > 0.0, total, 1.0)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)

@@ -41,9 +41,9 @@ def _add_parts(
     place = m.to(tl.int64)[:, None] * width + n[None, :]
     if SPLIT:
         plane = tl.cast(rows, tl.int64) * width
-        tl.store(partial + tl.program_id(1) * plane + place, acc, mask=kept, cache_modifier=".cg")
+        tl.store(partial + tl.program_id(2) * plane + place, acc, mask=kept, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
-        counter = counters + tl.program_id(0)
+        counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             total = tl.zeros_like(acc)
             for split in range(splits):
@@ -78,10 +78,9 @@ def _dot_linear_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    tiles = tl.cdiv(rows, BLOCK_M)
-    m = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) // tiles * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1) * part
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(2) * part
     end = tl.minimum(begin + part, depth)
     k = tl.arange(0, BLOCK_K)
     there = (m < rows)[:, None]
@@ -146,7 +145,7 @@ def _gemv_linear_kernel(
     PDL: tl.constexpr,
 ):
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    begin = tl.program_id(1) * part
+    begin = tl.program_id(2) * part
     end = tl.minimum(begin + part, depth)
     k = tl.arange(0, BLOCK_K)
     w_rows = weight + tl.minimum(n, width - 1).to(tl.int64)[:, None] * depth + k[None, :]
@@ -215,14 +214,14 @@ def small_linear_triton(
     if pdl:
         options["launch_pdl"] = True
     operands = (out, x, weight, bias, partial, counters)
-    blocks = triton.cdiv(width, block_n)  # of a vocabulary more than the 65,535 that only a grid's first axis exceeds
+    blocks = triton.cdiv(width, block_n)
     if kind == "dot":
-        _dot_linear_kernel[(triton.cdiv(rows, TILE_ROWS) * blocks, splits)](
+        _dot_linear_kernel[(triton.cdiv(rows, TILE_ROWS), blocks, splits)](
             *operands, rows, width, depth, x.stride(0), splits, part,
             BLOCK_M=TILE_ROWS, num_stages=num_stages, **sizes, **flags, **options,
         )  # fmt: skip
     else:
-        _gemv_linear_kernel[(blocks, splits)](
+        _gemv_linear_kernel[(blocks, 1, splits)](  # of narrow blocks a vocabulary has more than 65,535
             *operands, width, depth, x.stride(0), splits, part,
             ROWS=rows, STAGES=num_stages, **sizes, **flags, **options,
         )  # fmt: skip

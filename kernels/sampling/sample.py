@@ -49,18 +49,7 @@ from .sampling_slots import (
     LogprobOutputs,
     SamplingSlots,
 )
-from .token_filters import (
-    fraction_of,
-    fraction_of_total,
-    kept_total,
-    kept_weights,
-    min_p_weight,
-    ordered_key,
-    threshold_key,
-    top_k_threshold,
-    top_p_threshold,
-    weights,
-)
+from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, sample_row, threshold_key
 
 _BLOCK = 4096
 _CONSTANTS = {
@@ -330,33 +319,6 @@ def sample_triton(
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
         num_warps=16,
     )
-
-
-def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
-    """Return a token drawn from one row, or TOO_COLD.
-
-    Args:
-        logits: float32 [vocab], processed, the largest finite; overwritten.
-        uniform: the draw's 24 bits.
-        temperature: > 0.
-        top_k: <= 0 is off.
-        top_p: >= 1 is off.
-        min_p: <= 0 is off.
-    """
-    with np.errstate(over="ignore"):
-        logits /= np.float32(temperature)
-        if not np.isfinite(logits.max()):
-            return TOO_COLD
-        kept = weights(logits)
-    if 0 < top_k < len(logits):
-        kept[logits < top_k_threshold(logits, top_k)] = 0
-    if top_p < 1.0:
-        kept[logits < top_p_threshold(logits, kept, top_p)] = 0
-    if min_p > 0.0:
-        kept[kept < min_p_weight(min_p)] = 0
-    cumulative = np.cumsum(kept)
-    target = fraction_of(int(cumulative[-1]), uniform)
-    return int(np.searchsorted(cumulative, target, side="right"))
 
 
 def most_likely(logits: np.ndarray) -> int:

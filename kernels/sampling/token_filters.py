@@ -13,6 +13,7 @@ import torch
 
 from ..native.optional_triton import tl, triton
 from .philox import UNIFORM_BITS
+from .sampling_slots import TOO_COLD
 
 WEIGHT_BITS = 36
 _WEIGHT_SCALE = float(2**WEIGHT_BITS)
@@ -141,3 +142,30 @@ def top_p_threshold(logits: np.ndarray, row_weights: np.ndarray, top_p: float) -
 def min_p_weight(min_p: float) -> int:
     """Return the least weight that a token needs: `min_p` of the largest."""
     return int(np.float32(min_p) * np.float32(_WEIGHT_SCALE))
+
+
+def sample_row(logits: np.ndarray, uniform: int, temperature: float, top_k: int, top_p: float, min_p: float) -> int:
+    """Return a token drawn from one row, or TOO_COLD.
+
+    Args:
+        logits: float32 [vocab], processed, the largest finite; overwritten.
+        uniform: the draw's 24 bits.
+        temperature: > 0.
+        top_k: <= 0 is off.
+        top_p: >= 1 is off.
+        min_p: <= 0 is off.
+    """
+    with np.errstate(over="ignore"):
+        logits /= np.float32(temperature)
+        if not np.isfinite(logits.max()):
+            return TOO_COLD
+        kept = weights(logits)
+    if 0 < top_k < len(logits):
+        kept[logits < top_k_threshold(logits, top_k)] = 0
+    if top_p < 1.0:
+        kept[logits < top_p_threshold(logits, kept, top_p)] = 0
+    if min_p > 0.0:
+        kept[kept < min_p_weight(min_p)] = 0
+    cumulative = np.cumsum(kept)
+    target = fraction_of(int(cumulative[-1]), uniform)
+    return int(np.searchsorted(cumulative, target, side="right"))

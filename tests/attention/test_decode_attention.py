@@ -12,7 +12,7 @@ from paged_rows import PagedRows, tolerance
 from graphdecode.kernels.attention.attention_plan import paged_attention_plan_triton as plan_triton
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_torch import widen
-from graphdecode.kernels.attention.split_decode import decode_attention_triton
+from graphdecode.kernels.attention.decode_attention import decode_attention_triton
 from graphdecode.kernels.native.registration import versions
 
 paged_attention_plan_torch = versions("paged_attention_plan").torch

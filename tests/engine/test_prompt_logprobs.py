@@ -171,3 +171,13 @@ def test_law_9_scores_have_the_same_bits_in_any_company_chunk_and_after_preempti
             assert answers(llm, given[::-1]) == expected[::-1]
             assert bool(llm.num_preemptions) == ("total_num_pages" in settings)
             assert llm.cache.pool.used == 0
+
+
+def test_a_prompt_whose_scores_are_no_numbers_ends_with_the_reason_and_others_are_scored() -> None:
+    with LLM("demo", dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:
+        llm.model.stem.embedding[97] = torch.nan  # type: ignore[attr-defined]
+        broken, whole = llm.generate([[98, 97, 99], [98, 100, 99]], SCORES_ALONE, use_tqdm=False)
+    assert broken.outputs[0].finish_reason == "error"
+    assert "NaN" in broken.error
+    assert whole.error is None
+    assert len(floats(whole)) == 2

@@ -10,7 +10,13 @@ from graphdecode.kernels.model.act_mul import ACTIVATIONS
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.calls import NativeCall, NativeSequence, joined
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling.sampling_slots import DEAD_TOKEN, FLAG_LOGPROBS, SamplingSlots
+from graphdecode.kernels.sampling.sampling_slots import (
+    DEAD_TOKEN,
+    FLAG_LOGPROBS,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    SamplingSlots,
+)
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
@@ -196,6 +202,7 @@ def test_the_greedy_token_is_the_first_of_the_largest(vocab, dtype, generator):
     slots = neutral_slots(6)
     slots.sampling_flags[1] = FLAG_LOGPROBS
     expected = logits[:5].float().numpy().argmax(axis=1).tolist()
+    expected[2:4] = [WITHOUT_NUMBERS, WITHOUT_FINITE]
     got = sampled_by(run_native_sample, logits, torch.zeros(6, dtype=torch.int32), slots, None, None, 5)
     assert got == [*expected, DEAD_TOKEN]
 

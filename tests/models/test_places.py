@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphdecode import LLM, GraphdecodeError, SamplingParams
-from graphdecode.models import installable, places, resolve_model_path
+from graphdecode.models import generation_defaults, installable, places, resolve_model_path
 from graphdecode.models.installable import InstallableModel, ModelInstallError
 
 DEMO = resolve_model_path("demo")
@@ -88,7 +88,9 @@ def test_a_name_never_leads_out_of_the_folders(folders: tuple[Path, Path], name:
         resolve_model_path(name)
 
 
-TOY = InstallableModel("toy", "gd-toy-model==1.0", "gd_toy_model", "toy.gguf", "CC0-1.0", 1, "A toy")
+TOY = InstallableModel(
+    "toy", "gd-toy-model==1.0", "gd_toy_model", "toy.gguf", "CC0-1.0", 1, "A toy", {"temperature": 0.5}
+)
 
 
 @pytest.fixture
@@ -120,6 +122,7 @@ def test_a_model_that_is_a_package_is_installed_alone_and_found_without_importin
         resolve_model_path("toy")
     assert toy.install() == tmp_path / "site" / "gd_toy_model" / "toy.gguf" == resolve_model_path("toy")
     assert "gd_toy_model" not in sys.modules
+    assert generation_defaults(resolve_model_path("toy")) == {"temperature": 0.5}, "what its makers recommend"
 
 
 def test_an_installation_that_fails_says_why(

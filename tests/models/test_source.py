@@ -68,6 +68,7 @@ def test_only_what_is_needed_is_fetched(monkeypatch: pytest.MonkeyPatch, tmp_pat
     def snapshot_download(name: str, **options: list[str]) -> str:
         assert name == "meta-llama/Llama-3.2-1B"
         fetched.extend(filter_repo_objects(REPOSITORY + NOT_FETCHED, **options))
+        (tmp_path / "model.safetensors.index.json").touch()
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

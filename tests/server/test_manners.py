@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 
-import httpx
+import httpx2 as httpx
 import pytest
 from served import Served, serving
 
@@ -165,11 +165,12 @@ def test_a_killed_engine_is_an_error_and_not_silence_and_comes_back(served: Serv
             time.sleep(0.1)
         assert http.post("/v1/completions", json=SHORT).status_code == 200
     assert served.metric("graphdecode:recaptures_total") == 1
+    assert not any("abc" in line for line in served.lines)  # nobody's text is logged unless it is asked for
     assert answers(served) == "42"
 
 
 def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
-    with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
+    with serving("--max-batch-size", "2", "--max-sequence-length", "4096", "--log-requests") as server:
         connection = begin(server, LONG | {"max_tokens": 1500})
         server.process.send_signal(signal.SIGTERM)
         with server.client() as http:
@@ -183,6 +184,7 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
         assert b'"finish_reason":"length"' in received
         assert b"[DONE]" in received
         assert server.process.wait(20) == 0
+        assert any("'abc' ->" in line for line in server.lines)
 
 
 def test_told_twice_it_ends_at_once() -> None:

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+import httpx2 as httpx
 import openai
 import pytest
 from served import Served, serving
@@ -255,6 +258,18 @@ def test_metrics_have_vllms_names(served: Served, client: openai.OpenAI) -> None
     assert served.metric("vllm:time_to_first_token_seconds_count") >= 1
     assert served.metric("graphdecode:bucket_replays_total") >= answer.usage.completion_tokens
     assert served.metric("graphdecode:step_seconds_count") >= 1
+
+
+def test_the_dashboard_asks_for_what_there_is(served: Served) -> None:
+    dashboard = json.loads((Path(__file__).parents[2] / "tools" / "grafana-dashboard.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"(?:vllm|graphdecode):\w+", target["expr"])
+    }
+    text = httpx.get(f"{served.address}/metrics").text
+    assert [name for name in sorted(asked) if not re.search(rf"^{name}[ {{]", text, re.MULTILINE)] == []
 
 
 def test_a_body_that_is_no_json_is_refused(served: Served) -> None:

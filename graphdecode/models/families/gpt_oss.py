@@ -18,7 +18,7 @@ from graphdecode.models.weights import Weights
 
 
 class GptOss(Sparse):
-    """gpt-oss, its weights as they are after training, 16 bits each."""
+    """gpt-oss, computed with 16 or 32 bits a weight, also where its checkpoint has four."""
 
     architecture = "GptOssForCausalLM"
     defaults: ClassVar[dict[str, Any]] = {
@@ -43,6 +43,13 @@ class GptOss(Sparse):
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     }
+
+    def config(self, settings: dict[str, Any]) -> ModelConfig:
+        """Take the fields of a config.json; what is quantised to MXFP4 is read as what it stands for."""
+        method = settings.get("quantization_config")
+        if isinstance(method, dict) and method.get("quant_method") == "mxfp4":
+            settings = settings | {"quantization_config": None}
+        return super().config(settings)
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return whether the products of attention have a bias; the router and the experts have one."""
@@ -73,16 +80,16 @@ class GptOss(Sparse):
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts, always stacked: [in_features, out_features]."""
+        """Return the places of one layer's router and experts, always stacked: [experts, in_features, out_features]."""
         experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
         all_of, width = experts.count, experts.intermediate_size
         return {
             f"{at}router": (Part(f"{mlp}router.weight", (all_of, hidden)),),
             f"{at}router.bias": (Part(f"{mlp}router.bias", (all_of,)),),
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden)),),
+            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 0),),
+            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 0),),
+            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 0),),
+            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), 0),),
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:

@@ -108,11 +108,11 @@ class Sparse(Llama):
             places |= product(f"{at}gate_up", gate_up, hidden, split=0)
             places |= product(f"{at}down", {f"{mlp}shared_expert.down_proj": hidden}, shared, split=1)
         places[f"{at}router"] = router
-        if is_stacked:
+        if is_stacked:  # shards share experts, for half of one tensor's rows would be all gates
             places[f"{at}experts.gate_up"] = (
-                Part(f"{mlp}experts.gate_up_proj", (experts.count, 2 * width, hidden), 1),
+                Part(f"{mlp}experts.gate_up_proj", (experts.count, 2 * width, hidden), 0),
             )
-            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 2),)
+            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 0),)
             return places
         each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
         gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}

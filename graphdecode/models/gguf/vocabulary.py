@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-CONTROL, USER_DEFINED, UNUSED, BYTE = 3, 4, 5, 6  # of `tokenizer.ggml.token_type`
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # of `tokenizer.ggml.token_type`
 # how a turn or a text ends where a file does not say it, as llama.cpp takes it
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>",

@@ -36,15 +36,14 @@ class AdoptedConfig:
             kv_heads: of its keys and values.
             q_dim: channels of a query's head.
             k_dim: of a key's.
-            v_dim: of a value's.
+            v_dim: of a value's; fewer than a key's are padded.
 
         Raises:
-            UnsupportedModelError: they are others than these.
+            UnsupportedModelError: they do not fit.
         """
-        dim = self.head_dim
-        if (heads, kv_heads, q_dim, k_dim, v_dim) != (self.num_attention_heads, self.num_key_value_heads, *[dim] * 3):
+        dim, own = self.head_dim, (self.num_attention_heads, self.num_key_value_heads)
+        if (heads, kv_heads) != own or (q_dim, k_dim) != (dim, dim) or v_dim > dim:
             raise UnsupportedModelError(
-                f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, "
-                f"{k_dim} (keys) and {v_dim} (values) channels; all layers must have {self.num_attention_heads} and "
-                f"{self.num_key_value_heads} heads of {dim} channels"
+                f"a layer of {self.architecture} has {heads} query and {kv_heads} key heads, of {q_dim}, {k_dim} "
+                f"(keys) and {v_dim} (values) channels; the cache has {own[0]} and {own[1]} heads of {dim} channels"
             )

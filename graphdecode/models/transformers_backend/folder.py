@@ -32,9 +32,12 @@ class _Calls:
 
     Attributes:
         shapes: layer -> query heads, key heads, channels of queries, keys and values.
+        is_complete: whether the step came to its end; one that reads on the host, or runs what exists for real tensors
+            alone, does not.
     """
 
     def __init__(self) -> None:
+        self.is_complete = False
         self.shapes: dict[int, tuple[int, int, int, int, int]] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
@@ -147,7 +150,7 @@ class AdoptedFolder:
         except Exception as error:  # see `load`
             raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
 
-    def _check_layers(self, module: Any, settings: Any, calls: _Calls | None) -> None:
+    def _check_layers(self, module: Any, settings: Any, calls: _Calls) -> None:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if type(module).__name__ != name:
             raise UnsupportedModelError(
@@ -159,7 +162,7 @@ class AdoptedFolder:
         if module._is_stateful or other:
             kinds = f": layers of {', '.join(other)}" if other else ""
             raise UnsupportedModelError(f"{name} keeps another state than keys and values by position{kinds}")
-        if calls is not None and sorted(calls.shapes) != list(range(text.num_hidden_layers)):
+        if calls.is_complete and sorted(calls.shapes) != list(range(text.num_hidden_layers)):
             raise UnsupportedModelError(_no_interface(name))
         if any(
             "position_ids" not in inspect.signature(part.forward).parameters for part in (module, module.base_model)
@@ -167,8 +170,8 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{name} counts positions itself: transformers' module takes no position_ids")
 
 
-def _calls_of(module: nn.Module) -> _Calls | None:
-    """Return what attention is asked for in a step over no data; None where the step has to see data."""
+def _calls_of(module: nn.Module) -> _Calls:
+    """Return what attention is asked for in a step over no data, as far as the step gets without any."""
     calls = _Calls()
     answer(module, calls)
     token = torch.zeros((1, 1), dtype=torch.int64, device="meta")
@@ -177,18 +180,19 @@ def _calls_of(module: nn.Module) -> _Calls | None:
             module(input_ids=token, position_ids=token, use_cache=False)
     except UnsupportedModelError:
         raise
-    except (RuntimeError, NotImplementedError):  # it reads on the host, or runs what exists for real tensors alone
-        return None
+    except (RuntimeError, NotImplementedError):
+        return calls
+    calls.is_complete = True
     return calls
 
 
-def _config_of(module: nn.Module, text: Any, calls: _Calls | None) -> AdoptedConfig:
-    """Return the sizes: those that attention asks for, and without a step what the configuration calls them."""
+def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
+    """Return the sizes: those that attention asks for, else what the configuration calls them."""
     fields = vars(text) | {name: getattr(text, name, None) for name in text.attribute_map}
     heads = count(fields, "num_attention_heads")
     kv_heads = count(fields, "num_key_value_heads", heads)
     head_dim = fields.get("head_dim") or count(fields, "hidden_size") // heads
-    if calls is not None:
+    if 0 in calls.shapes:
         heads, kv_heads, head_dim, *_ = calls.shapes[0]
     dtype = getattr(text, "dtype", None) or torch.float32
     eos = text.eos_token_id
@@ -204,7 +208,7 @@ def _config_of(module: nn.Module, text: Any, calls: _Calls | None) -> AdoptedCon
         dtype=dtype if dtype in DTYPES.values() else torch.float32,
         num_parameters=sum(parameter.numel() for parameter in module.parameters()),
     )
-    for shape in () if calls is None else calls.shapes.values():
+    for shape in calls.shapes.values():
         config.check_heads(*shape)
     return config
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 
 from graphdecode.linear.forms import linear_of
@@ -41,18 +43,21 @@ def weight_of(module: nn.Module) -> Tensor | None:
 def replace_linears(model: nn.Module, options: FormOptions) -> list[tuple[str, WeightForm]]:
     """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
 
+    Args:
+        model: changed in place.
+        options: of the forms.
+
     Returns:
         Name within its layer, such as `q_proj`, and form of each.
     """
+    paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
     forms = []
-    for path, module in list(model.named_modules()):
-        weight = weight_of(module)
-        if weight is None:
-            continue
+    for path in paths:  # modules in a list would hold all weights until the end
         above, _, name = path.rpartition(".")
+        module: Any = model.get_submodule(path)
+        weight = weight_of(module)
+        assert weight is not None
         bias = None if module.bias is None else module.bias.detach()
-        form = linear_of(weight.contiguous(), bias, options)
-        setattr(model.get_submodule(above), name, FormLinear(form))
-        forms.append((name, form))
-        del module, weight
+        forms.append((name, linear_of(weight.contiguous(), bias, options)))
+        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1]))
     return forms

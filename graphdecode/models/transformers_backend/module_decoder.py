@@ -146,6 +146,8 @@ class ModuleDecoder:
             raise UnsupportedModelError("the module can only be run by its decoder, which knows its cache")
         tokens, cache = self._pass.tokens, self._pass.caches[layer]
         self.config.check_heads(q.shape[1], k.shape[1], q.shape[2], k.shape[2], v.shape[2])
+        v_dim = v.shape[2]
+        v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values
         queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._pass.is_known:
             queries.copy_(q)
@@ -155,7 +157,7 @@ class ModuleDecoder:
             rope_append(queries, *cache, joined, *where, self._angles)
         attended = torch.empty_like(queries)
         self._pass.attend(attended, queries, *cache, options)
-        return attended
+        return attended[..., :v_dim]
 
     def _logits(self, tokens: _Pass) -> Tensor:
         return self._run(self.module, tokens).logits[0].to(self.dtype)

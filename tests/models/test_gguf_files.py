@@ -1,0 +1,239 @@
+"""Which file a name leads to, shards of one model, and what is wrong with a file: named, with the field."""
+
+import shutil
+import struct
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import huggingface_hub
+import numpy as np
+import pytest
+from gguf_checkpoints import random_model, write
+from huggingface_hub.utils import filter_repo_objects
+
+from graphdecode import GraphdecodeError
+from graphdecode.models import ModelSourceError, check_model, resolve_model_path
+from graphdecode.models.gguf.block_types import BLOCK_TYPES
+from graphdecode.models.gguf.container import GgufFile
+from graphdecode.models.gguf.source import Gguf
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in one file; not to be changed."""
+    return write(random_model("llama"), "llama", tmp_path_factory.mktemp("gguf") / "small.gguf")
+
+
+@pytest.fixture
+def file(whole: Path, tmp_path: Path) -> Path:
+    """The same, to be spoilt."""
+    return Path(shutil.copy(whole, tmp_path / "small.gguf"))
+
+
+def refusal(model: Path) -> str:
+    with pytest.raises(GraphdecodeError) as caught:
+        check_model(model)
+    assert isinstance(caught.value, ValueError)
+    assert str(model) in str(caught.value)
+    return str(caught.value)
+
+
+def replaced(file: Path, old: bytes, new: bytes) -> Path:
+    """Put bytes in the place of others, which there are once, in the header."""
+    content = file.read_bytes()
+    assert len(old) == len(new)
+    assert content.count(old) == 1
+    file.write_bytes(content.replace(old, new))
+    return file
+
+
+def key(name: str) -> bytes:
+    return struct.pack("<Q", len(name)) + name.encode()
+
+
+def u32(name: str, value: int) -> bytes:
+    return key(name) + struct.pack("<II", 4, value)
+
+
+def tensor(name: str, shape: tuple[int, ...], kind: int = 0) -> bytes:
+    return key(name) + struct.pack(f"<I{len(shape)}QI", len(shape), *shape[::-1], kind)
+
+
+def test_a_folder_with_one_file_is_that_file(whole: Path) -> None:
+    assert resolve_model_path(whole.parent) == resolve_model_path(whole) == whole
+    assert check_model(whole.parent) == check_model(whole)
+
+
+def test_a_folder_with_two_models_names_both(file: Path) -> None:
+    shutil.copy(file, file.with_name("other.gguf"))
+    with pytest.raises(ModelSourceError, match=r"holds 2 models, other\.gguf, small\.gguf: give the path of one"):
+        resolve_model_path(file.parent)
+
+
+def test_what_turns_pictures_into_tokens_is_no_second_model(file: Path) -> None:
+    shutil.copy(file, file.with_name("mmproj-f16.gguf"))
+    assert resolve_model_path(file.parent) == file
+
+
+def split(file: Path) -> list[Path]:
+    """Write the tensors of a file into three shards, the metadata into the first."""
+    model, shards = GgufFile(file), []
+    names = list(model.tensors)
+    for number in (1, 2, 3):
+        shards.append(file.with_name(f"m-{number:05}-of-00003.gguf"))
+        writer = gguf.GGUFWriter(shards[-1], "llama")
+        for name, value in model.fields.items() if number == 1 else ():
+            if name != "general.architecture":
+                (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(name, value)
+        for name in names[number - 1 :: 3]:
+            own = model.tensors[name]
+            writer.add_tensor(name, own.read(0, int(np.prod(own.shape))).view(np.float32).reshape(own.shape))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return shards
+
+
+def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
+    shards = split(file)
+    assert check_model(shards[0]) == check_model(shards[2]) == check_model(file)
+    assert Gguf(shards[1]).tensors == {name: Gguf(file).tensors[name] for name in Gguf(shards[1]).tensors}
+    file.unlink()
+    assert resolve_model_path(file.parent) == shards[0]
+    shards[1].unlink()
+    with pytest.raises(GraphdecodeError, match="m-00002-of-00003.gguf"):
+        check_model(shards[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"),
+    [
+        ("owner/one", ["a.gguf"]),
+        ("owner/many:q4_k_m", ["m-Q4_K_M.gguf"]),
+        ("owner/many:Q8_0", ["m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf"]),
+        ("owner/many:Q2_K", "holds no model 'Q2_K'; it holds m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf"),
+        ("owner/many", "holds 2 models, m-Q4_K_M.gguf, m-Q8_0-00001-of-00002.gguf: name one by its quantization"),
+    ],
+)
+def test_of_a_repository_one_model_is_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fetched: list[str] | str
+) -> None:
+    many = ["m-Q4_K_M.gguf", "m-Q8_0-00001-of-00002.gguf", "m-Q8_0-00002-of-00002.gguf", "mmproj.gguf"]
+    holds = {"owner/one": ["a.gguf"], "owner/many": many}
+    asked: list[str] = []
+
+    def snapshot_download(repository: str, **options: list[str]) -> str:
+        asked.extend(filter_repo_objects([*holds[repository], "config.json"], **options))
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", holds.__getitem__)
+    if isinstance(fetched, str):
+        with pytest.raises(ModelSourceError, match=fetched):
+            resolve_model_path(name)
+        return
+    assert resolve_model_path(name) == tmp_path / fetched[0]
+    assert asked == ["config.json", *fetched]
+
+
+@pytest.mark.parametrize("content", [b"", b"GG", b"\x80\x04\x95 a pickle of Python", b"GGML" + bytes(60)])
+def test_another_file_is_no_gguf(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    assert "is no GGUF file" in refusal(file)
+
+
+def test_a_file_cut_off_anywhere_is_truncated(file: Path) -> None:
+    content = file.read_bytes()
+    ends = [*range(4, 1200, 37), *(len(content) * part // 100 for part in (30, 60, 99)), len(content) - 1]
+    for end in ends:
+        file.write_bytes(content[:end])
+        assert "is truncated" in refusal(file) or "bytes must follow" in refusal(file), end
+
+
+Spoil = Callable[[Path], object]
+WRONG: dict[str, tuple[Spoil, str]] = {
+    "version": (lambda file: replaced(file, b"GGUF\3\0\0\0", b"GGUF\1\0\0\0"), "version 1 is not supported"),
+    "big-endian": (lambda file: replaced(file, b"GGUF\3\0\0\0", b"GGUF\0\0\0\3"), "big-endian"),
+    "tensor count": (
+        lambda file: replaced(file, file.read_bytes()[:16], b"GGUF\3\0\0\0" + b"\xff" * 8),
+        "tensor_count is 18446744073709551615, for which",
+    ),
+    "string length": (
+        lambda file: replaced(file, key("general.architecture"), struct.pack("<Q", 1 << 62) + b"general.architecture"),
+        "ends within the key of field 0",
+    ),
+    "value type": (
+        lambda file: replaced(file, u32("llama.block_count", 2), key("llama.block_count") + struct.pack("<II", 77, 2)),
+        "llama.block_count has the value type 77",
+    ),
+    "layers": (
+        lambda file: replaced(file, u32("llama.block_count", 2), u32("llama.block_count", 1 << 31)),
+        "llama.block_count is 2147483648, and the tensors are of 2",
+    ),
+    "heads": (
+        lambda file: replaced(file, u32("llama.attention.head_count", 4), u32("llama.attention.head_count", 0)),
+        "llama.attention.head_count must be an integer >= 1, got 0",
+    ),
+    "a field": (
+        lambda file: replaced(file, key("llama.embedding_length"), key("llama.embedding_lengtX")),
+        "the field llama.embedding_length is missing",
+    ),
+    "architecture": (
+        lambda file: replaced(file, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IQ", 8, 5) + b"bloom"),
+        "the general.architecture 'bloom' is not supported; supported are llama",
+    ),
+    "tensor type": (
+        lambda file: replaced(file, tensor("output_norm.weight", (64,)), tensor("output_norm.weight", (64,), kind=4)),
+        "output_norm.weight has the type number 4",
+    ),
+    "tensor shape": (
+        lambda file: replaced(file, tensor("output_norm.weight", (64,)), tensor("output_norm.weight", (1 << 60,))),
+        "is truncated: ",
+    ),
+    "rows of blocks": (
+        lambda file: replaced(
+            file, tensor("blk.0.ffn_down.weight", (64, 96)), tensor("blk.0.ffn_down.weight", (64, 96), kind=12)
+        ),
+        r"blk.0.ffn_down.weight has rows of 96 values, which blocks of 256 \(Q4_K\) cannot fill",
+    ),
+    "missing tensor": (
+        lambda file: replaced(file, key("blk.1.ffn_down.weight"), key("blk.1.ffn_dowX.weight")),
+        r"missing: model\.layers\.1\.mlp\.down_proj\.weight; unexpected: blk\.1\.ffn_dowX\.weight",
+    ),
+    "tensor twice": (
+        lambda file: replaced(file, key("blk.1.ffn_gate.weight"), key("blk.0.ffn_gate.weight")),
+        "the tensor blk.0.ffn_gate.weight is there twice",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_named_and_no_memory_is_taken_for_it(file: Path, what: str) -> None:
+    spoil, said = WRONG[what]
+    spoil(file)
+    tracemalloc.start()
+    with pytest.raises(GraphdecodeError, match=said) as caught:
+        check_model(file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert str(file) in str(caught.value)
+    assert peak < 3 * file.stat().st_size + 2_000_000
+
+
+def test_tensors_that_share_bytes_are_refused(file: Path) -> None:
+    content, model = file.read_bytes(), GgufFile(file)
+    names = sorted(model.tensors, key=lambda name: model.tensors[name].offset)
+    at = content.index(key(names[3])) + len(tensor(names[3], model.tensors[names[3]].shape))
+    first = struct.pack("<Q", 0)
+    file.write_bytes(content[:at] + first + content[at + 8 :])
+    assert "overlap those of" in refusal(file)
+
+
+def test_the_table_of_types_is_the_librarys() -> None:
+    sizes = {(kind.value, kind.name, *size) for kind, size in gguf.GGML_QUANT_SIZES.items()}
+    assert {(number, *block) for number, block in BLOCK_TYPES.items()} <= sizes
+    left = {kind.name for kind in gguf.GGMLQuantizationType} - {block.name for block in BLOCK_TYPES.values()}
+    assert left == {"Q8_1", "Q8_K", "I8", "I16", "I32", "I64"}

