@@ -79,7 +79,7 @@ class RequestRules:
             limit = getattr(limits, key)
             if count is not None and count > limit:
                 raise RequestError(
-                    f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {count}"
+                    f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {shown(count)}"
                 )
         long = next((word for word in bad_words if not 1 <= len(word) <= BAD_WORD_LENGTH), None)
         if long is not None:

@@ -166,7 +166,7 @@ class SamplingParams:
         self._check(
             "min_tokens",
             _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
-            "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={limit}",
+            "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={shown(limit)}",
         )
         self._check(
             "truncate_prompt_tokens",
