@@ -187,7 +187,9 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {}
     for name, value in without_unsupported(keywords, LLM_KEYWORDS).items():
         ours = SETTINGS.get(name, name)
-        if (value is None and name in (*SETTINGS, "seed")) or (name == "enforce_eager" and value is False):
+        if (value is None and name in (*SETTINGS, "seed", "trust_remote_code")) or (
+            name == "enforce_eager" and value is False
+        ):
             continue  # vLLM's default, which leaves the setting to the configuration
         if ours in settings:
             raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from numbers import Integral
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
-from graphdecode.errors import ClosedError
+from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model
@@ -41,7 +42,7 @@ class Engine:
 
     Args:
         runner: the model, its cache and its graphs.
-        seed: of the requests that bring none.
+        seed: of the requests that bring none; an integer of 64 bits.
         target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
@@ -51,16 +52,16 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
+        if not _is_seed(seed):
+            raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
         self.constrain: Constrain | None = None
+        # a token that is not in the vocabulary ends nothing
+        eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size,
-            tuple(runner.model.config.eos_token_ids),
-            runner.capacity,
-            runner.cache.page_size,
-            runner.sampling_capacity,
+            self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size, runner.sampling_capacity
         )
         self._loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self._sequences: dict[int, Sequence] = {}
@@ -165,7 +166,7 @@ class Engine:
             prompt_length=len(tokens),
             max_length=max_length,
             stop_ids=stop_ids,
-            eos_token_ids=self.runner.model.config.eos_token_ids,
+            eos_token_ids=self.rules.eos_token_ids,
             sampling=RowSampling.of(
                 params,
                 seed=seed,
@@ -303,6 +304,10 @@ class Engine:
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 
 _FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _MAX_CHOICES = 10_000
@@ -88,4 +88,4 @@ class StructuredOutputsParams:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {getattr(self, name)!r:.80}")
+            raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {shown(getattr(self, name))}")

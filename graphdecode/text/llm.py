@@ -23,6 +23,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
+from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.outputs import RequestOutput
@@ -71,17 +72,19 @@ class LLM:
         **keywords: Unpack[LLMKeywords],
     ) -> None:
         began = time.perf_counter()
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        trusted = settings.trust_remote_code
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)
         path = resolve_model_path(model)
         # what is wrong with a checkpoint is said before its tokenizer costs seconds
         check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         self._sampling_defaults = generation_defaults(path)
+        self._generation_file = path / GENERATION_FILE
         if settings.skip_tokenizer_init:
             tokenizer = None
         elif tokenizer is None:
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self.tokenizer: Any = tokenizer
         self.engine = load_engine(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
@@ -144,7 +147,10 @@ class LLM:
         Raises:
             ArgumentError: the file states what cannot be.
         """
-        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        try:
+            return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        except ArgumentError as error:
+            raise ArgumentError(f"{self._generation_file}: {error}") from error
 
     def default_chat_params(self) -> SamplingParams:
         """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""

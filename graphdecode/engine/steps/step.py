@@ -53,13 +53,18 @@ class StepSetting:
 
     @property
     def ring_length(self) -> int:
-        """Steps whose tokens the device keeps for the host.
+        """Steps whose tokens the device keeps for the host."""
+        return ring_length(self.config)
 
-        Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while
-        the runs before a capture write their entries behind it.
-        """
-        steps = self.config.steps_per_launch
-        return max(2 * steps, steps + self.config.warmup_steps + 2)
+
+def ring_length(config: BucketConfig) -> int:
+    """Return the steps whose tokens the device keeps for the host.
+
+    Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while the
+    runs before a capture write their entries behind it.
+    """
+    steps = config.steps_per_launch
+    return max(2 * steps, steps + config.warmup_steps + 2)
 
 
 class Step(Protocol):
