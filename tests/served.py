@@ -27,7 +27,8 @@ class Served:
         self._ready = threading.Event()
         self._address = ""
         threading.Thread(target=self._read, daemon=True).start()
-        if not self._ready.wait(START_SECONDS):
+        self._ready.wait(START_SECONDS)
+        if not self._address:
             process.kill()
             raise TimeoutError("".join(self.lines))
 
@@ -38,6 +39,7 @@ class Served:
             if found := re.match(r"serving \S+ on (\S+)", line):
                 self._address = found[1]
                 self._ready.set()
+        self._ready.set()  # it ended
 
     @property
     def address(self) -> str:
