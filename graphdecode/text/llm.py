@@ -92,6 +92,8 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
         self.router = SteppingRouter(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
+        if self.tokenizer is not None:
+            self.engine.constrain = self.intake.grammars.constraint
         self.load_seconds = time.perf_counter() - began
 
     @property

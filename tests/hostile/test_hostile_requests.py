@@ -46,6 +46,10 @@ def answers(llm: LLM) -> list[str]:
         ({"stop_token_ids": torch.tensor(1)}, "stop_token_ids must be a list of token ids"),
         ({"logit_bias": torch.tensor([1.0, 2.0])}, "logit_bias must be a dict"),
         ({"seed": 1.5}, "seed must be None or a 64-bit integer, got 1.5"),
+        (
+            {"max_tokens": 10**5000, "min_tokens": 10**5001},
+            "min_tokens must be an integer in 0..max_tokens=a value of type",
+        ),
         ({"max_tokens": -1}, "max_tokens must be .*, got -1"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),

@@ -22,7 +22,7 @@ def attack(*arguments: str, timeout_s: int = 250) -> str:
 @pytest.mark.slow
 def test_no_mutated_input_crashes_hangs_or_is_accepted_and_wrong() -> None:
     """What is accepted is compared with transformers, with the files' own bytes, and with answers alone."""
-    lines = attack("--inputs", str(INPUTS)).splitlines()
+    lines = attack("--inputs", str(INPUTS), "--together", "15").splitlines()
     kind, inputs, refused, right, failures = lines[-1].split()
     assert (kind, int(inputs), failures) == ("all", INPUTS, "none")
     assert int(refused) + int(right) == INPUTS
@@ -36,4 +36,4 @@ def test_an_engine_of_any_settings_gives_each_request_its_own_answer() -> None:
 
 
 def test_a_long_life_takes_no_more_memory() -> None:
-    attack("--soak", "20000")
+    attack("--soak", "3000")
