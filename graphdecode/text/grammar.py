@@ -153,13 +153,19 @@ class TokenGrammar:
         self._matcher = matcher
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
         count = min(len(words), len(self._words))  # a tokenizer may know more tokens than the model, or fewer
         words[:count] = self._words[:count]
         words[count:] = 0
+        if (
+            self._matcher.is_accepting()
+        ):  # the end-of-sequence tokens are allowed then, but not those of a chat template
+            bits = words.view(np.uint32)
+            for token in stop_ids:
+                bits[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""

@@ -158,7 +158,7 @@ def test_every_family_writes_calls_as_it_has_learnt_to_and_they_are_read_back(fo
         before, _, after = text.partition(form.opening) if form.is_special else (text, "", "")
         tokens = [*before.encode(), *([special] if form.is_special else []), *after.encode()]
         for token in tokens:
-            constraint.fill(mask)
+            constraint.fill(mask, [])
             if not mask[token // 32] >> (token % 32) & 1:
                 return False
             constraint.accept(token)
