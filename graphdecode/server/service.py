@@ -16,7 +16,6 @@ from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import FairQueue
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
-from graphdecode.server.patience import Patience
 from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.structured import Form
 from graphdecode.server.wire import Ready, Setup
@@ -26,7 +25,7 @@ from graphdecode.text.intake import Intake, Order
 from graphdecode.text.prompts import as_prompt
 from graphdecode.text.router import Router
 
-_LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
+LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
 _FIELDS = frozenset(Completion.model_fields) | frozenset(ChatCompletion.model_fields)
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
@@ -70,7 +69,6 @@ class Service:
         self.limits = limits
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
-        self.patience = Patience(limits.idle_timeout_s or None)
         self.draining = False
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
@@ -202,7 +200,7 @@ class Service:
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids."""
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(self.intake.encode, prompt, special=special)
         return self.intake.encode(prompt, special=special)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -142,7 +142,7 @@ class RowSampling:
         return bool(self.sampling_flags & FLAG_PENALTIES)
 
 
-def token_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
+def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
     """Return the words of a token mask, int32 [ceil(vocab_size / 32)]: bit i of word w is set for token 32 w + i.
 
     Args:
@@ -150,7 +150,7 @@ def token_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
         vocab_size: they are below it.
     """
     bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=bool)
-    bits[np.asarray(allowed, dtype=np.int64)] = True
+    bits[np.fromiter(allowed, np.int64, len(allowed))] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
