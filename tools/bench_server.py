@@ -87,22 +87,25 @@ def over_http(port: int, model: str, clients: int, tokens: int, seed: int) -> di
         return statistics.median(firsts)
 
     asyncio.run(ask(port, body_of(model, "warm up", 2)))
-    return {"tokens_per_second": asyncio.run(together()), "first_token_ms": 1000 * asyncio.run(alone())}
+    first = 1000 * asyncio.run(alone())
+    return {"tokens_per_second": asyncio.run(together()), "first_token_ms": first}
 
 
 def in_process(llm: LLM, clients: int, tokens: int, seed: int) -> dict[str, float]:
     """Return the same of the library."""
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    llm.stats.step_seconds.clear()
     began = time.perf_counter()
     llm.generate(prompts_of(clients, seed), params, use_tqdm=False)
     speed = clients * tokens / (time.perf_counter() - began)
-    firsts = []
+    step, firsts = statistics.median(llm.stats.step_seconds), []
     for prompt in prompts_of(ALONE_REQUESTS, seed + 1):
         began = time.perf_counter()
         with llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)) as stream:
             next(stream)
             firsts.append(time.perf_counter() - began)
-    return {"tokens_per_second": speed, "first_token_ms": 1000 * statistics.median(firsts)}
+    first = statistics.median(firsts)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * first, "step_ms": 1000 * step}
 
 
 @contextmanager
@@ -197,7 +200,7 @@ def main(
 def show(medians: dict[str, dict[str, float]]) -> None:
     """Print the figures, and those of the library as the limit beside them."""
     table = Table(title="servers", box=box.SIMPLE)
-    for head in ("", "tokens/s", "of the library's", "first token alone, ms", "beyond the library's"):
+    for head in ("", "tokens/s", "of the library's", "first token alone, ms", "beyond the library's", "step, ms"):
         table.add_column(head, justify="right")
     library = medians["library"]
     for name, figures in medians.items():
@@ -207,6 +210,7 @@ def show(medians: dict[str, dict[str, float]]) -> None:
             f"{figures['tokens_per_second'] / library['tokens_per_second']:.2f}",
             f"{figures['first_token_ms']:.2f}",
             f"{figures['first_token_ms'] - library['first_token_ms']:+.2f}",
+            f"{figures['step_ms']:.2f}" if "step_ms" in figures else "-",
         )
     wide_console().print(table)
 

@@ -49,6 +49,12 @@ class ServerConfig:
     cors_origins: tuple[str, ...] | list[str] = key(
         SERVER, (), texts(), 'Origins whose pages may call the server; "*" is all.'
     )
+    trust_request_chat_template: bool = key(
+        SERVER,
+        False,
+        boolean(),
+        "Let requests bring their own `chat_template`. It is a program: one that does not end stops the server.",
+    )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
 
     def with_settings(self, **changes: Any) -> ServerConfig:

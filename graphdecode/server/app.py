@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,7 +32,6 @@ from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-_KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 B = TypeVar("B", bound=Body)
 
 log = logging.getLogger(__name__)
@@ -59,14 +57,13 @@ def make_app(service: Service) -> Starlette:
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
     limits = service.limits
-    keys = [*limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
     middleware = []
     if limits.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
-    if keys:
-        middleware.append(Middleware(_Keys, keys=keys))
+    if service.api_keys:
+        middleware.append(Middleware(_Keys, keys=service.api_keys))
     return Starlette(
         routes=routes,
         middleware=middleware,
@@ -101,11 +98,16 @@ class Endpoints:
         """
 
         async def endpoint(request: Request) -> Response:
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type != "application/json":  # a page of another origin may send the others unasked
+                raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
             body = self._parse(kind, await self._read(request))
             self._check_model(body.model)
             self._service.note_unknown(body.model_extra)
             try:
                 return await answer(self._service, body, request.headers.get("authorization", ""))
+            except HttpError:
+                raise
             except GraphdecodeError as error:
                 raise as_http_error(error, frozenset(kind.model_fields)) from error
 
@@ -121,7 +123,7 @@ class Endpoints:
                     if len(data) > limits.max_body_bytes:
                         raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
         except TimeoutError:
-            raise HttpError(408, "the body did not come in time") from None
+            raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise HttpError(499, "the client went away") from None
         return bytes(data)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from graphdecode.server.completions import prompt_logprobs
@@ -11,7 +13,7 @@ from graphdecode.server.http_errors import HttpError
 from graphdecode.server.protocol import ChatCompletion, Tokenize
 from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
-from graphdecode.server.service import Service
+from graphdecode.server.service import LONG_TEXT, Service
 from graphdecode.server.tool_calls import ToolCallReader, ToolFormat, format_of
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.intake import Order
@@ -123,22 +125,30 @@ async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply
     params = sampling_params(body, service.sampling_defaults, max_tokens=limit, logprobs=logprobs)
     if form is not None and form.is_special:
         params = replace(params, skip_special_tokens=False)
-    rendered = rendered_chat(service, body, with_tools=wants_tools)
+    rendered = await rendered_chat(service, body, with_tools=wants_tools)
     order = service.order(
         caller, rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0
     )
     return ChatReply(service, body, order, form)
 
 
-def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
+async def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
     """Return the prompt that a conversation makes.
 
     Raises:
+        HttpError: the request brings a template of its own, and may not.
         ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
+    if body.chat_template is not None and not service.limits.trust_request_chat_template:
+        raise HttpError(
+            400,
+            "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
+            param="chat_template",
+        )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    return render_chat(
+    render = partial(
+        render_chat,
         service.tokenizer,
         body.messages or [],
         chat_template=body.chat_template,
@@ -147,9 +157,18 @@ def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_too
         tools=body.tools if with_tools else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    return await asyncio.to_thread(render) if len(repr(body.messages)) > LONG_TEXT else render()
 
 
 def tool_names(body: ChatCompletion) -> list[str]:
-    """Return the names of the functions that a request offers."""
+    """Return the names of the functions that a request offers.
+
+    Raises:
+        HttpError: one has none.
+    """
     functions = [tool.get("function") for tool in body.tools or []]
-    return [function["name"] for function in functions if isinstance(function, dict) and "name" in function]
+    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
+    wrong = [place for place, name in enumerate(names) if not isinstance(name, str)]
+    if wrong:
+        raise HttpError(400, f"tools[{wrong[0]}] must be a function with a name", param="tools")
+    return names

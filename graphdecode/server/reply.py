@@ -144,11 +144,11 @@ class Reply(Response, ABC):
                         for choice in self.choices_of(cursor, delta)
                     ]
                     if chunks:
-                        await self._send(send, b"".join(chunks))
+                        await _send_more(send, b"".join(chunks))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await self._send(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
+            await _send_more(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
         except (GraphdecodeError, TimeoutError) as error:
-            await self._send(send, sse.event(self._failure(error).body) + sse.DONE)
+            await _send_more(send, sse.event(self._failure(error).body) + sse.DONE)
         await send({"type": "http.response.body", "body": b""})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -157,15 +157,15 @@ class Reply(Response, ABC):
             chunk["usage"] = self.usage() if self._usage_always else None
         return sse.event(chunk)
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        with self.service.patience.sending():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):
             return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
         assert isinstance(error, GraphdecodeError)
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+async def _send_more(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import FairQueue
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
-from graphdecode.server.patience import Patience
 from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.wire import Ready, Setup
 from graphdecode.text.async_front import AsyncFront
@@ -22,8 +22,9 @@ from graphdecode.text.intake import Intake, Order
 from graphdecode.text.prompts import as_prompt
 from graphdecode.text.router import Router
 
-_LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
+LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
 _FIELDS = frozenset(Completion.model_fields) | frozenset(ChatCompletion.model_fields)
+_KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 
 log = logging.getLogger(__name__)
@@ -65,7 +66,6 @@ class Service:
         self.limits = limits
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
-        self.patience = Patience(limits.idle_timeout_s or None)
         self.draining = False
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         self.client = EngineClient(Setup(path, config, progress), on_events=self._deliver, on_vitals=self._take_vitals)
@@ -91,6 +91,11 @@ class Service:
 
     def _take_vitals(self, vitals: Any) -> None:
         self.metrics.take_vitals(vitals)
+
+    @property
+    def api_keys(self) -> list[str]:
+        """Of those who may use /v1; none: everybody may."""
+        return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
     def is_healthy(self) -> bool:
@@ -176,7 +181,7 @@ class Service:
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids."""
-        if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
+        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(self.intake.encode, prompt, special=special)
         return self.intake.encode(prompt, special=special)
 
