@@ -4,6 +4,10 @@ An error that a user can cause derives from `GraphdecodeError`, and from the bui
 (`ValueError`, `RuntimeError`). The command line shows these in one line; anything else is a bug, and shows a traceback.
 """
 
+from typing import Any
+
+_MOST_SHOWN = 120  # characters of a value in a message
+
 
 class GraphdecodeError(Exception):
     """Something that was asked for cannot be done; the message says what, and why."""
@@ -23,3 +27,17 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 class AnswerError(GraphdecodeError, RuntimeError):
     """An answer that had begun had to be given up; the message says why."""
+
+
+def shown(value: Any, *, plain: bool = False) -> str:
+    """Return a value for a message: short, on one line, and never an error of its own.
+
+    Args:
+        value: anything at all; an integer of many digits has no text in Python.
+        plain: without the quotes that a text has in Python.
+    """
+    try:
+        text = value if plain and isinstance(value, str) and value.isprintable() else repr(value)
+    except Exception:  # whatever a stranger's object stumbles over when it is shown
+        text = f"a value of type {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."

@@ -22,7 +22,7 @@ from graphdecode.cli.profile import profile
 from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import ArgumentError, GraphdecodeError
 
 _INTERRUPTED = 130  # 128 and the signal's number, as shells count
 _BROKEN_PIPE = 1  # as Python's own
@@ -69,6 +69,20 @@ def _root(
     """Take the options for the help; `main` looks for `--debug`."""
 
 
+def _occupy_standard_streams() -> None:
+    """Open what a shell has closed, or the next file that is opened has its number, and gets what is printed.
+
+    Raises:
+        ArgumentError: standard output is closed.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free: the stream's own
+        setattr(sys, name, os.fdopen(number, "r" if name == "stdin" else "w", closefd=False))
+    if "stdout" in closed:
+        raise ArgumentError("standard output is closed, so there is nowhere to write to")
+
+
 def main() -> None:
     """Run the command line.
 
@@ -76,6 +90,7 @@ def main() -> None:
     line and exit code 2, with `--debug` a traceback. Anything else is a bug: a traceback, how to report it, and 1.
     """
     try:
+        _occupy_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
         status = app(arguments, standalone_mode=False)  # what `typer.Exit` says, or None
         sys.stdout.flush()

@@ -130,7 +130,7 @@ def generate(
     described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     trained_length = described.max_position_embeddings
     check_length(max_sequence_length, trained_length)
-    tokenizer = load_tokenizer(path)
+    tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
     settings = _sized(settings, trained_length, tokenizer, texts, SamplingParams(**given))
     with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)

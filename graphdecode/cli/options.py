@@ -90,4 +90,6 @@ def stdin_text() -> str:
 
 def print_error(message: str) -> None:
     """Print an error as one line on standard error."""
-    STDERR.print(f"error: {message}", style="red", highlight=False, soft_wrap=True, markup=False)
+    # a name out of a stranger's file may hold what moves a terminal's cursor, or cannot be encoded
+    safe = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in message)
+    STDERR.print(f"error: {safe}", style="red", highlight=False, soft_wrap=True, markup=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -101,12 +102,16 @@ def _run(model: str, settings: object, limits: object) -> None:
 
     def on_ready() -> None:
         STDERR.print(f"serving {name} on {address}", highlight=False, soft_wrap=True)
-        STDERR.print(
-            f"try: curl {address}/v1/completions -H 'Content-Type: application/json' "
-            f'-d \'{{"prompt": "417+385=", "max_tokens": 16}}\'',
-            highlight=False,
-            soft_wrap=True,
-            markup=False,
-        )
+        has_template = bool(service.tokenizer.chat_template)
+        for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
+            STDERR.print(line, highlight=False, soft_wrap=True, markup=False)
 
     asyncio.run(run(service, bound, on_ready))
+
+
+def _how_to_try(address: str, *, has_template: bool, guarded: bool) -> list[str]:
+    path, body = "completions", {"prompt": "417+385=", "max_tokens": 16}
+    if has_template:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+    key = "-H 'Authorization: Bearer KEY' " if guarded else ""
+    return [f"try: {address} in a browser, or", f"curl {address}/v1/{path} {key}-d '{json.dumps(body)}'"]

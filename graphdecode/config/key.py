@@ -7,13 +7,14 @@ reader and the writer of files, the checks and the reference are made from these
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from graphdecode.errors import ConfigError
+from graphdecode.errors import ConfigError, shown
+
+_MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Key:
             ConfigError: naming the key, or `where` it stands, the value and what it must be.
         """
         if not self.values.accepts(value):
-            raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {value!r}")
+            raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {shown(value)}")
 
 
 def key(section: str, default: Any, values: Values, meaning: str, *, name: str | None = None) -> Any:
@@ -98,7 +99,7 @@ def fraction() -> Values:
     """Return the numbers above 0 and up to 1."""
     return Values(
         "a number above 0 and at most 1",
-        lambda value: (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and 0 < value <= 1,
+        lambda value: (_is_integer(value) or isinstance(value, float)) and 0 < value <= 1,
     )
 
 
@@ -106,7 +107,7 @@ def number(low: float) -> Values:
     """Return the finite numbers from some value on."""
     return Values(
         f"a number >= {low:g}",
-        lambda value: (_is_integer(value) or isinstance(value, float)) and math.isfinite(value) and value >= low,
+        lambda value: (_is_integer(value) or isinstance(value, float)) and low <= value <= _MOST_NUMBER,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.config.key import Key
-from graphdecode.errors import ConfigError
+from graphdecode.errors import ConfigError, shown
 
 
 class ConfigDocument:
@@ -48,13 +48,17 @@ class ConfigDocument:
         try:
             text = Path(path).read_text(encoding="utf-8")
             return cls(str(path), tomllib.loads(text), keys, text)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except ConfigError:
+            raise
+        except RecursionError as error:
+            raise ConfigError(f"{path}: it is nested too deeply") from error
+        except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number with thousands of digits
             raise ConfigError(f"{path}: {error}") from error
 
     def _read_section(self, section: str, entries: Any, sections: dict[str, dict[str, Key]]) -> None:
         if section not in sections or not isinstance(entries, Mapping):
             known = ", ".join(f"[{name}]" for name in sections)
-            raise ConfigError(f"{self._place(section)}: unknown section or key {section!r}; known: {known}")
+            raise ConfigError(f"{self._place(section)}: unknown section or key {shown(section)}; known: {known}")
         for name, value in entries.items():
             where = f"{self._place(section, name)}: [{section}] {name}"
             if name not in sections[section]:

@@ -8,20 +8,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from numbers import Integral
+from typing import Any, TypeVar
+
+import numpy as np
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.constraint import Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
-from graphdecode.engine.request import Event, Request
+from graphdecode.engine.request import Event, Request, RequestError
 from graphdecode.engine.rules import RequestRules
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
-from graphdecode.errors import ClosedError
+from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.graphs import GraphManager
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model
 
 T = TypeVar("T")
@@ -37,23 +42,26 @@ class Engine:
 
     Args:
         runner: the model, its cache and its graphs.
-        seed: of the requests that bring none.
+        seed: of the requests that bring none; an integer of 64 bits.
         target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
+        constrain: makes constraints of grammars, for whoever knows what tokens spell to set; without it requests that
+            bring a grammar are refused.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
+        if not _is_seed(seed):
+            raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
+        self.constrain: Constrain | None = None
+        # a token that is not in the vocabulary ends nothing
+        eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size,
-            tuple(runner.model.config.eos_token_ids),
-            runner.capacity,
-            runner.cache.page_size,
-            runner.sampling_capacity,
+            self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size, runner.sampling_capacity
         )
         self._loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
         self._sequences: dict[int, Sequence] = {}
@@ -142,6 +150,7 @@ class Engine:
         if self._closed:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
+        constraint, mask = self._constraint(request.grammar)
         request_id = next(self._request_ids)
         params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
@@ -157,7 +166,7 @@ class Engine:
             prompt_length=len(tokens),
             max_length=max_length,
             stop_ids=stop_ids,
-            eos_token_ids=self.runner.model.config.eos_token_ids,
+            eos_token_ids=self.rules.eos_token_ids,
             sampling=RowSampling.of(
                 params,
                 seed=seed,
@@ -166,14 +175,30 @@ class Engine:
                 max_length=max_length,
                 vocab_size=self.vocab_size,
                 bad_words=request.bad_words_token_ids,
+                constrained=mask,
             ),
             metrics=RequestMetrics(time.perf_counter()),
             precedence=(request.priority, request.turn),
+            constraint=constraint,
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))
         self._settle()
         return request_id
+
+    def _constraint(self, grammar: str | None) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
+        """Return what holds an answer to a grammar, and the mask of its first token."""
+        if grammar is None:
+            return None, None
+        if self.constrain is None:
+            raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is not installed")
+        mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
+        try:
+            constraint = self.constrain(grammar)
+            constraint.fill(mask)
+        except ConstraintError as error:
+            raise RequestError(f"structured_outputs: {error}") from error
+        return constraint, mask
 
     def _enter(self, sequence: Sequence) -> None:
         if not sequence.finished:  # given up before it began
@@ -279,6 +304,10 @@ class Engine:
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
+
+
+def _is_seed(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -10,13 +10,14 @@ import torch
 
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
-from graphdecode.engine.capacity import plan_capacity
+from graphdecode.engine.capacity import Capacity, plan_capacity
 from graphdecode.engine.engine import Engine
+from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, Step, StepSetting
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
-from graphdecode.models import Model, load_model
+from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -33,8 +34,15 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}") from error
     if resolved.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
-    if resolved.type == "cuda" and not torch.cuda.is_available():
+    index = resolved.index or 0
+    if resolved.type == "cpu":
+        if index:
+            raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
+        return torch.device("cpu")  # as tensors name it, whatever number it was given
+    if not torch.cuda.is_available():
         raise ArgumentError("device is cuda, but torch finds no CUDA device here")
+    if index >= torch.cuda.device_count():
+        raise ArgumentError(f"device is {device}, but there are {torch.cuda.device_count()} CUDA devices")
     return resolved
 
 
@@ -57,9 +65,12 @@ def load_runner(
         ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
+    device = resolve_device(settings.device)
+    shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device), device)
     decoder = load_model(
         model,
-        device=resolve_device(settings.device),
+        device=device,
         dtype=settings.dtype,
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=settings.buckets.ladder.sizes,
@@ -70,6 +81,18 @@ def load_runner(
         progress=progress,
     )
     return make_runner(decoder, settings)
+
+
+def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
+    """Return the capacity that some settings give a model; see `plan_capacity`.
+
+    Raises:
+        ArgumentError: what they ask for is more than there is; nothing is allocated.
+    """
+    capacity = plan_capacity(settings.buckets, model, dtype, device)
+    prefill_tokens = settings.prefill_tokens(device.type)
+    check_room(settings.buckets, model, capacity, device, prefill_tokens=prefill_tokens)
+    return capacity
 
 
 def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = False) -> Engine:
@@ -113,7 +136,7 @@ def make_runner(
     settings = EngineConfig.of(config, **keywords)
     buckets = settings.buckets
     device = decoder.device
-    capacity = plan_capacity(buckets, decoder.config, decoder.dtype, device)
+    capacity = plan_room(settings, decoder.config, decoder.dtype, device)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,

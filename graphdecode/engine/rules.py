@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from numbers import Integral
 
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.request import Request, RequestError
 from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.errors import shown
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity
 
 
@@ -39,12 +41,12 @@ class RequestRules:
         if params.n != 1:
             raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
         if params.stop_strings:
-            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {params.stop!r}")
+            raise RequestError(f"the engine knows no text: stop must be resolved above it, got {shown(params.stop)}")
         if not len(tokens):
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
-        wrong = [token for token in tokens if not 0 <= token < vocab_size]
+        wrong = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < vocab_size)]
         if wrong:
-            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {wrong[:5]}")
+            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
         if params.truncate_prompt_tokens is not None:
             raise RequestError(
                 f"prompts are cut above the engine: truncate_prompt_tokens must be None, got "
@@ -64,8 +66,12 @@ class RequestRules:
         params, limits = request.sampling_params, self.sampling
         if params.bad_words:
             raise RequestError(
-                f"the engine knows no text: bad_words must be resolved above it, got {params.bad_words!r}"
+                f"the engine knows no text: bad_words must be resolved above it, got {shown(params.bad_words)}"
             )
+        if params.structured_outputs is not None:
+            raise RequestError("the engine knows no text: structured_outputs must be resolved above it, to a grammar")
+        if request.grammar is not None and params.allowed_token_ids is not None:
+            raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
         bad_words, stop_ids = request.bad_words_token_ids, self.stop_ids(request)
         for name, count, key in (
             ("logprobs", self.counted(params.logprobs), "max_logprobs"),
@@ -77,7 +83,7 @@ class RequestRules:
             limit = getattr(limits, key)
             if count is not None and count > limit:
                 raise RequestError(
-                    f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {count}"
+                    f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {shown(count)}"
                 )
         long = next((word for word in bad_words if not 1 <= len(word) <= BAD_WORD_LENGTH), None)
         if long is not None:
@@ -90,7 +96,7 @@ class RequestRules:
         }.items():
             beyond = [token for token in ids if not 0 <= token < self.vocab_size]
             if beyond:
-                raise RequestError(f"{name} names {beyond[:5]}, the vocabulary ends at {self.vocab_size - 1}")
+                raise RequestError(f"{name} names {shown(beyond[:5])}, the vocabulary ends at {self.vocab_size - 1}")
         forbidden = {word[0] for word in bad_words if len(word) == 1} | (set(stop_ids) if params.min_tokens else set())
         if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
             raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
-from graphdecode.errors import ArgumentError
+from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.errors import ArgumentError, shown
 
-MAX_ANSWERS = 1024  # to one prompt
+# What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
+# token. Far above what people ask for, and far below what others would feel.
+MAX_ANSWERS = 1024
+MAX_STOP_STRINGS = 256
+MAX_STOP_LENGTH = 256  # characters of a stop text
+
 _LARGEST = 1e30  # well inside float32, which slots hold
 _SWITCHES = (
     "ignore_eos",
@@ -22,7 +28,8 @@ _SWITCHES = (
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and abs(float(value)) <= _LARGEST
+    # an integer may be too large to become a float
+    return isinstance(value, Real) and not isinstance(value, bool) and bool(abs(value) <= _LARGEST)  # type: ignore[operator]
 
 
 def _is_integer(value: Any) -> bool:
@@ -30,7 +37,8 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_listed(value: Any) -> bool:
-    return value is None or (isinstance(value, Collection) and not isinstance(value, str | bytes))
+    # a tensor or an array is a collection too, but none that could be asked whether it is empty
+    return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
 
 
 @refusing(SAMPLING_PARAMS)
@@ -56,7 +64,9 @@ class SamplingParams:
         allowed_token_ids: no other tokens are generated; at least one.
         bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
             space before it, is not generated behind the others. What spells it in other tokens is not found.
-        stop: text that ends the answer, which is cut before it.
+        structured_outputs: the form of the answer, which ends with "stop" as soon as nothing can follow; it counts for
+            more than `min_tokens` and `ignore_eos`. One that `max_tokens` cuts ends with "length", and is not complete.
+        stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
         stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
@@ -92,6 +102,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -131,16 +142,28 @@ class SamplingParams:
             self._check(name, value is None or (_is_integer(value) and value >= -1), "None or an integer >= -1")
         for name in _SWITCHES:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        form = self.structured_outputs
+        self._check(
+            "structured_outputs",
+            form is None or isinstance(form, StructuredOutputsParams),
+            "None or a StructuredOutputsParams",
+        )
         self._check_tokens()
+        object.__setattr__(self, "stop_strings", self._checked_stop())
+
+    def _checked_stop(self) -> tuple[str, ...]:
         self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
         strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
         self._check(
             "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
         )
+        longest = max(map(len, strings), default=0)
+        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
         self._check(
             "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
         )
-        object.__setattr__(self, "stop_strings", strings)
+        return strings
 
     def _check_lengths(self) -> None:
         limit, kept = self.max_tokens, self.truncate_prompt_tokens
@@ -153,7 +176,7 @@ class SamplingParams:
         self._check(
             "min_tokens",
             _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
-            "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={limit}",
+            "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={shown(limit)}",
         )
         self._check(
             "truncate_prompt_tokens",
@@ -162,7 +185,7 @@ class SamplingParams:
         )
 
     def _check_tokens(self) -> None:
-        bias = self.logit_bias or {}
+        bias = {} if self.logit_bias is None else self.logit_bias
         self._check(
             "logit_bias",
             isinstance(bias, Mapping) and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
@@ -186,4 +209,4 @@ class SamplingParams:
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
-            raise ArgumentError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+            raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")

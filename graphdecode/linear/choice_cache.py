@@ -71,6 +71,6 @@ class ChoiceCache:
     def _read(self) -> dict[str, Any]:
         try:
             choices = json.loads(self._file.read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # not there, no JSON, or nested too deeply
             return {}
         return choices if isinstance(choices, dict) else {}

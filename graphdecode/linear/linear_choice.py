@@ -134,7 +134,8 @@ class LinearTuner:
                     best, best_s = path, typical_s
             return {rows: LinearChoice.among(best, None, times[rows], weight.nbytes) for rows in batch_sizes}
 
-        return self._remembered(self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | "), measure)
+        key = self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | ")
+        return self._remembered(key, measure, batch_sizes, tuple(paths))
 
     def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
@@ -160,7 +161,7 @@ class LinearTuner:
                 path = "plain" if config is None else "small"
                 return {rows: LinearChoice.among(path, config, times, weight.nbytes)}
 
-            choices |= self._remembered(self._key(weight, bias, (rows,)), measure)
+            choices |= self._remembered(self._key(weight, bias, (rows,)), measure, (rows,), ("plain", "small"))
         return choices
 
     def _graph_clock(self, device: torch.device) -> GraphClock:
@@ -177,11 +178,13 @@ class LinearTuner:
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
         return f"{layer} | {paths}{where} | {self._software}"
 
-    def _remembered(self, key: str, measure: Callable[[], Choices]) -> Choices:
+    def _remembered(
+        self, key: str, measure: Callable[[], Choices], batch_sizes: tuple[int, ...], paths: tuple[str, ...]
+    ) -> Choices:
         if key not in self.choices:
             stored = None if self._cache is None else self._cache.get(key)
             choices = _parse(stored)
-            if choices is None:
+            if choices is None or not _fits(choices, batch_sizes, paths):
                 choices = measure()
                 if self._cache is not None and all(choice.us is not None for choice in choices.values()):
                     self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
@@ -207,5 +210,22 @@ def _parse(stored: Any) -> Choices | None:
     """Return choices as they were written to disk; None where these are none."""
     try:
         return {int(rows): LinearChoice.from_dict(plain) for rows, plain in stored.items()} or None
-    except (AttributeError, TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError, OverflowError):
         return None
+
+
+def _fits(choices: Choices, batch_sizes: tuple[int, ...], paths: tuple[str, ...]) -> bool:
+    """Whether choices from disk are ones that could have been measured: a file may be damaged, and still be JSON."""
+    return set(choices) == set(batch_sizes) and all(
+        choice.path in paths
+        and (choice.config is not None) == (choice.path == "small")
+        and (choice.config is None or _is_possible(choice.config))
+        and all(isinstance(figure, int | float | None) for figure in (choice.us, choice.gb_per_s, choice.runner_up_us))
+        and isinstance(choice.runner_up, str | None)
+        for choice in choices.values()
+    )
+
+
+def _is_possible(config: SmallLinearConfig) -> bool:
+    kind, *sizes = dataclasses.astuple(config)
+    return kind in ("dot", "gemv") and all(isinstance(size, int) for size in sizes)

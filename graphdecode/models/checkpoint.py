@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Shard, Stored
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
 from graphdecode.models.family import config_of
 from graphdecode.models.mxfp4 import joined, read_joined
 from graphdecode.models.rope import UnsupportedRopeError
-from graphdecode.models.source import refuse_pointer, resolve_model_path
+from graphdecode.models.source import refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
@@ -55,12 +56,19 @@ class Checkpoint:
         if not file.exists():
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
-        if generation.exists():
-            settings["eos_token_id"] = read_json(generation).get("eos_token_id", settings.get("eos_token_id"))
         try:
-            return config_of(settings)
+            config = config_of(settings)
         except (UnsupportedModelError, UnsupportedRopeError) as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
+        if not generation.exists():
+            return config
+        settings = read_json(generation)
+        if "eos_token_id" not in settings:
+            return config
+        try:
+            return replace(config, eos_token_ids=token_ids(settings, "eos_token_id"))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{generation}: {error}") from error
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
@@ -71,7 +79,7 @@ class Checkpoint:
             ModelSourceError: a file is a pointer of Git LFS.
         """
         found: dict[str, Stored] = {}
-        for file in (self.folder / name for name in self._file_names()):
+        for file in (self._plain(name) for name in self._file_names()):
             refuse_pointer(file)
             try:
                 with safe_open(file, framework="pt") as reader:
@@ -117,12 +125,33 @@ class Checkpoint:
             pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
             hint = f"; {pickles[0]} is a pickle, which is never read: convert it" if pickles else ""
             raise CheckpointError(f"{folder} holds no model.safetensors and no model.safetensors.index.json{hint}")
-        refuse_pointer(index)
         try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is damaged: {error!r}") from error
-        absent = [name for name in names if not (folder / name).exists()]
+            shards = read_json(index).get("weight_map")
+        except UnsupportedModelError as error:
+            raise CheckpointError(str(error)) from error
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise CheckpointError(f"{index} must have a weight_map of tensors and files, got {shown(shards)}")
+        names = sorted(set(shards.values()))
+        strange = [name for name in names if not _is_file_name(name)]
+        if strange:
+            raise CheckpointError(f"{index}: a shard is a file of the folder, got {shown(strange[0])}")
+        there = {file.name for file in folder.iterdir()}  # a name may be one that no file system takes
+        absent = [name for name in names if name not in there]
         if absent:
-            raise CheckpointError(f"{folder} lacks the shards {', '.join(absent)}")
+            raise CheckpointError(f"{folder} lacks the shards {', '.join(shown(name, plain=True) for name in absent)}")
         yield from names
+
+    def _plain(self, name: str) -> Path:
+        """Return a file of the folder that is one, and no link to elsewhere."""
+        file = self.folder / name
+        require_file(file)
+        target, home = file.resolve(), self.folder.resolve()
+        # the hub's cache keeps each file once, in `blobs`, and links to it from `snapshots/<revision>`
+        blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
+        if not target.is_relative_to(home) and (blobs is None or target.parent != blobs.resolve()):
+            raise CheckpointError(f"{file} is a link to {target}, outside of its folder: copy the file")
+        return file
+
+
+def _is_file_name(name: str) -> bool:
+    return name not in ("", ".", "..") and not any(sign in name for sign in "/\\\0")

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import shown
+from graphdecode.models.fields import UnsupportedModelError, choice, count, flag, number, read_json, token_ids, whole
 from graphdecode.models.rope import RopeConfig
-from graphdecode.models.source import refuse_pointer
 
+__all__ = [  # what a family reads its configuration by
+    "DTYPES",
+    "ModelConfig",
+    "UnsupportedModelError",
+    "choice",
+    "common_fields",
+    "count",
+    "flag",
+    "number",
+    "read_json",
+    "token_ids",
+    "whole",
+]
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class UnsupportedModelError(GraphdecodeError, ValueError):
-    """A checkpoint that this runtime cannot run; the message says what it can."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +131,14 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
     """
     if settings.get("quantization_config"):
         method = settings["quantization_config"]
-        method = method.get("quant_method") if isinstance(method, dict) else method
+        method = shown(method.get("quant_method") if isinstance(method, dict) else method, plain=True)
         raise UnsupportedModelError(
             f"quantization_config ({method}) is not supported; supported are plain weights of dtype {', '.join(DTYPES)}"
         )
-    activation = settings.get("hidden_act")
-    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        named = "is missing" if activation is None else f"{activation!r} is not supported"
-        raise UnsupportedModelError(f"hidden_act {named}; supported are {', '.join(_ACTIVATIONS)}")
+    activation = choice(settings, "hidden_act", _ACTIVATIONS)
     dtype = str(settings.get("dtype") or settings.get("torch_dtype") or "float32").removeprefix("torch.")
     if dtype not in DTYPES:
-        raise UnsupportedModelError(f"dtype {dtype!r} is not supported; supported are {', '.join(DTYPES)}")
+        raise UnsupportedModelError(f"dtype {shown(dtype)} is not supported; supported are {', '.join(DTYPES)}")
     hidden, heads = count(settings, "hidden_size"), count(settings, "num_attention_heads")
     layers = count(settings, "num_hidden_layers")
     max_positions = count(settings, "max_position_embeddings")
@@ -156,59 +160,10 @@ def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> 
         "activation": _ACTIVATIONS[activation],
         "max_position_embeddings": max_positions,
         "rope": RopeConfig.from_dict(settings, max_positions, may_be_partial=may_be_partial),
-        "tie_word_embeddings": bool(settings.get("tie_word_embeddings", False)),
-        "eos_token_ids": _token_ids(settings, "eos_token_id"),
+        "tie_word_embeddings": flag(settings, "tie_word_embeddings", False),
+        "eos_token_ids": token_ids(settings, "eos_token_id"),
         "dtype": DTYPES[dtype],
     }
-
-
-def count(settings: dict[str, Any], name: str, default: int | None = None) -> int:
-    """Return a field that is an integer >= 1; `default`, where there is one, for a field that is absent or null."""
-    value = settings.get(name)
-    if value is None and default is not None:
-        value = default
-    if value is None:
-        raise UnsupportedModelError(f"the field {name} is missing")
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UnsupportedModelError(f"{name} must be an integer >= 1, got {value!r}")
-    return value
-
-
-def number(settings: dict[str, Any], name: str, default: float | None = None) -> float:
-    """Return a field that is a number > 0; `default`, where there is one, for a field that is absent or null."""
-    value = settings.get(name)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise UnsupportedModelError(f"{name} must be a number > 0, got {value!r}")
-    return float(value)
-
-
-def _token_ids(settings: dict[str, Any], name: str) -> tuple[int, ...]:
-    value = settings.get(name)
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) for token in ids):
-        raise UnsupportedModelError(f"{name} must be a token id or a list of them, got {value!r}")
-    return tuple(ids)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds.
-
-    Raises:
-        UnsupportedModelError: it cannot be read, or is no object.
-        ModelSourceError: it is a pointer of Git LFS.
-    """
-    refuse_pointer(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UnsupportedModelError(f"{path}: {error.strerror}") from error
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UnsupportedModelError(f"{path} is no JSON object")
-    return content
 
 
 def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
@@ -222,9 +177,9 @@ def is_windowed(settings: dict[str, Any], otherwise: list[bool]) -> list[bool]:
         UnsupportedModelError: the field does not name each layer's type, or names an unknown one.
     """
     kinds = settings.get("layer_types") or [_LAYER_TYPES[windowed] for windowed in otherwise]
-    if len(kinds) != len(otherwise) or not set(kinds) <= set(_LAYER_TYPES):
+    if not isinstance(kinds, list) or len(kinds) != len(otherwise) or any(kind not in _LAYER_TYPES for kind in kinds):
         raise UnsupportedModelError(
-            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {kinds!r}"
+            f"layer_types must name {len(otherwise)} layers, each one of {', '.join(_LAYER_TYPES)}, got {shown(kinds)}"
         )
     return [kind == _LAYER_TYPES[True] for kind in kinds]
 

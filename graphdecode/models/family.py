@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Head, Layer, Stem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
@@ -79,7 +80,8 @@ def family_of(architecture: object) -> Family:
     family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
-        raise UnsupportedModelError(f"architecture {architecture} is not supported; supported are {known}")
+        asked = shown(architecture, plain=True)
+        raise UnsupportedModelError(f"architecture {asked} is not supported; supported are {known}")
     return family
 
 

@@ -113,8 +113,8 @@ def load_model(
     """Load a decoder.
 
     Args:
-        model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"` with random
-            weights.
+        model: a checkpoint folder, a `.gguf` file, a repository id, `"demo"`, or a shape such as
+            `"shape:llama-3.1-8b"` with random weights.
         device: where the weights go.
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.models.fields import MOST, flag, is_positive
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -69,27 +70,26 @@ class RopeConfig:
         scaling = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
         if not isinstance(scaling, dict) or any(isinstance(value, dict) for value in scaling.values()):
             raise UnsupportedRopeError(
-                f"rope_parameters must be one object with numbers for all layers, got {scaling!r}; supported rope "
+                f"rope_parameters must be one object with numbers for all layers, got {shown(scaling)}; supported rope "
                 f"types are {', '.join(ROPE_TYPES)}"
             )
         rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
         if rope_type not in ROPE_TYPES:
             raise UnsupportedRopeError(
-                f"rope type {rope_type!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+                f"rope type {shown(rope_type)} is not supported; supported are {', '.join(ROPE_TYPES)}"
             )
         partial = scaling.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
         if partial != 1.0 and not may_be_partial:
-            raise UnsupportedRopeError(f"partial_rotary_factor {partial} is not supported; supported is 1.0")
-        if not isinstance(partial, (int, float)) or not 0 < partial <= 1:
-            raise UnsupportedRopeError(f"partial_rotary_factor must be a number > 0 and <= 1, got {partial!r}")
+            raise UnsupportedRopeError(f"partial_rotary_factor {shown(partial)} is not supported; supported is 1.0")
+        if not is_positive(partial) or partial > 1:
+            raise UnsupportedRopeError(f"partial_rotary_factor must be a number > 0 and <= 1, got {shown(partial)}")
         rope = cls(rope_type, _number(scaling, "rope_theta", _number(settings, "rope_theta", 10000.0)))
+        if rope.theta <= 1:
+            raise UnsupportedRopeError(f"rope_theta must be above 1, got {rope.theta}: periods grow with the channel")
         rope = replace(rope, rotary_factor=float(partial))
         if rope_type == "default":
             return rope
-        original = int(
-            _number(settings, "original_max_position_embeddings", 0.0)
-            or _number(scaling, "original_max_position_embeddings", max_positions)
-        )
+        original = _positions(settings) or _positions(scaling) or max_positions
         # these two may leave their factor to what the context grew by
         grown = max_positions / original if rope_type in ("yarn", "longrope") else None
         rope = replace(rope, factor=_number(scaling, "factor", grown))
@@ -98,6 +98,8 @@ class RopeConfig:
         rope = replace(rope, original_max_positions=original)
         if rope_type == "llama3":
             low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+            if low >= high:
+                raise UnsupportedRopeError(f"low_freq_factor {low} must be below high_freq_factor {high}")
             return replace(rope, low_freq_factor=low, high_freq_factor=high)
         if rope_type == "longrope":
             return replace(
@@ -111,8 +113,17 @@ class RopeConfig:
             beta_fast=_number(scaling, "beta_fast", 32.0),
             beta_slow=_number(scaling, "beta_slow", 1.0),
             attention_factor=_yarn_attention_factor(scaling, rope.factor),
-            truncate=bool(scaling.get("truncate", True)),
+            truncate=flag(scaling, "truncate", True),
         )
+
+
+def _positions(fields: dict[str, Any]) -> int:
+    """Return the context that a model was first trained for; 0 where nothing is said."""
+    name = "original_max_position_embeddings"
+    value = _number(fields, name, 0.0)
+    if value and not 1 <= value <= MOST:
+        raise UnsupportedRopeError(f"{name} must be in 1..{MOST}, got {shown(value)}")
+    return int(value)
 
 
 def _number(fields: dict[str, Any], name: str, default: float | None = None) -> float:
@@ -120,11 +131,9 @@ def _number(fields: dict[str, Any], name: str, default: float | None = None) -> 
     value = fields.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-        raise UnsupportedRopeError(
-            f"rope type {fields.get('rope_type') or fields.get('type') or 'default'!r} needs {name} to be a number > 0,"
-            f" got {value!r}"
-        )
+    if not is_positive(value):
+        kind = shown(fields.get("rope_type") or fields.get("type") or "default")
+        raise UnsupportedRopeError(f"rope type {kind} needs {name} to be a number > 0, got {shown(value)}")
     return float(value)
 
 
@@ -132,7 +141,7 @@ def _factors(fields: dict[str, Any], name: str) -> tuple[float, ...]:
     """Return a field that is a list of numbers > 0."""
     value = fields.get(name)
     if not isinstance(value, list) or not value:
-        raise UnsupportedRopeError(f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {value!r}")
+        raise UnsupportedRopeError(f"rope type 'longrope' needs {name} to be a list of numbers > 0, got {shown(value)}")
     return tuple(_number({"rope_type": "longrope", name: factor}, name) for factor in value)
 
 
@@ -142,6 +151,8 @@ def _longrope_attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> flo
         return _number(scaling, "attention_factor")
     if rope.factor <= 1:
         return 1.0
+    if rope.original_max_positions == 1:
+        raise UnsupportedRopeError("rope type 'longrope' needs original_max_position_embeddings to be above 1, got 1")
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 
@@ -235,9 +246,16 @@ def ropes_by_layer_type(settings: dict[str, Any], theta: float, sliding_theta: f
         theta: base of the former, where nothing says another one.
         sliding_theta: base of the latter.
     """
-    given = settings.get("rope_parameters") or {}
+    given, scaling = settings.get("rope_parameters") or {}, settings.get("rope_scaling") or {}
+    halves = (
+        [given.get(kind) or {} for kind in ("full_attention", "sliding_attention")] if isinstance(given, dict) else []
+    )
+    if not all(isinstance(fields, dict) for fields in (given, scaling, *halves)):
+        raise UnsupportedRopeError(
+            f"rope_parameters must be an object, or one for each type of layer, got {shown(given)}"
+        )
     is_nested = any(name in given for name in ("full_attention", "sliding_attention"))
-    full = (given.get("full_attention") or {} if is_nested else given) | (settings.get("rope_scaling") or {})
+    full = (given.get("full_attention") or {} if is_nested else given) | scaling
     sliding = (given.get("sliding_attention") or {}) if is_nested else {}
     full = {"rope_theta": settings.get("rope_theta", theta)} | full
     sliding = {"rope_theta": sliding_theta} | sliding

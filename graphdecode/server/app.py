@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -33,7 +32,6 @@ from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-_KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 B = TypeVar("B", bound=Body)
 
 log = logging.getLogger(__name__)
@@ -59,14 +57,13 @@ def make_app(service: Service) -> Starlette:
         Mount("/page", StaticFiles(directory=_PAGE)),
     ]
     limits = service.limits
-    keys = [*limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
     middleware = []
     if limits.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
-    if keys:
-        middleware.append(Middleware(_Keys, keys=keys))
+    if service.api_keys:
+        middleware.append(Middleware(_Keys, keys=service.api_keys))
     return Starlette(
         routes=routes,
         middleware=middleware,
@@ -109,6 +106,8 @@ class Endpoints:
             self._service.note_unknown(body.model_extra)
             try:
                 return await answer(self._service, body, request.headers.get("authorization", ""))
+            except HttpError:
+                raise
             except GraphdecodeError as error:
                 raise as_http_error(error, frozenset(kind.model_fields)) from error
 

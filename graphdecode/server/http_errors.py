@@ -10,7 +10,7 @@ from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 
 
-class HttpError(Exception):
+class HttpError(GraphdecodeError):
     """An answer that is an error.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from graphdecode.text.router import Router
 
 LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
 _FIELDS = frozenset(Completion.model_fields) | frozenset(ChatCompletion.model_fields)
+_KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 
 log = logging.getLogger(__name__)
@@ -92,6 +94,11 @@ class Service:
 
     def _take_vitals(self, vitals: Any) -> None:
         self.metrics.take_vitals(vitals)
+
+    @property
+    def api_keys(self) -> list[str]:
+        """Of those who may use /v1; none: everybody may."""
+        return [*self.limits.api_keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
 
     @property
     def is_healthy(self) -> bool:

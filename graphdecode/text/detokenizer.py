@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -38,10 +39,13 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop_strings = stop_strings
+        self._sorted_stops = sorted(stop_strings)  # those that begin with some text stand together
+        self._longest_stop = max(map(len, stop_strings), default=0)
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._text = ""
         self._handed_out = 0
+        self._seen = 0  # nothing before this place begins a stop string
         self._ids: list[int] = []
 
     @property
@@ -94,13 +98,16 @@ class Detokenizer:
     def _held_back(self) -> int:
         if self._include_stop:
             return 0
-        longest = 0
-        for stop in self._stop_strings:
-            for length in range(min(len(stop) - 1, len(self._text)), longest, -1):
-                if self._text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
+        end = len(self._text)
+        # a place that has been ruled out stays so, and each is looked at once: a token costs what it brings
+        self._seen = min(max(self._seen, end - self._longest_stop + 1), end)
+        while self._seen < end and not self._begins_a_stop(self._text[self._seen :]):
+            self._seen += 1
+        return end - self._seen
+
+    def _begins_a_stop(self, text: str) -> bool:
+        at = bisect_right(self._sorted_stops, text)  # the first one that goes on behind the text
+        return at < len(self._sorted_stops) and self._sorted_stops[at].startswith(text)
 
 
 def _special_texts(tokenizer: Any) -> dict[int, str]:

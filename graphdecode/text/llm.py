@@ -23,6 +23,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
+from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.outputs import RequestOutput
@@ -38,7 +39,9 @@ class LLM:
     It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, or `"demo"`.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` where it is installed,
+            `"demo"`, a name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random
+            weights; see `resolve_model_path`.
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
@@ -71,22 +74,26 @@ class LLM:
         **keywords: Unpack[LLMKeywords],
     ) -> None:
         began = time.perf_counter()
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = load_tokenizer(resolve_model_path(tokenizer))
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        trusted = settings.trust_remote_code
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)
         path = resolve_model_path(model)
         # what is wrong with a checkpoint is said before its tokenizer costs seconds
         check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
         self._sampling_defaults = generation_defaults(path)
+        self._generation_file = path / GENERATION_FILE
         if settings.skip_tokenizer_init:
             tokenizer = None
         elif tokenizer is None:
-            tokenizer = load_tokenizer(path)
+            tokenizer = load_tokenizer(path, trust_remote_code=trusted)
         self.tokenizer: Any = tokenizer
         self.engine = load_engine(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
         self.router = SteppingRouter(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
+        if self.tokenizer is not None:
+            self.engine.constrain = self.intake.grammars.constraint
         self.load_seconds = time.perf_counter() - began
 
     @property
@@ -142,7 +149,10 @@ class LLM:
         Raises:
             ArgumentError: the file states what cannot be.
         """
-        return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        try:
+            return SamplingParams(**self._sampling_defaults)  # type: ignore[arg-type]
+        except ArgumentError as error:
+            raise ArgumentError(f"{self._generation_file}: {error}") from error
 
     def default_chat_params(self) -> SamplingParams:
         """Return what `chat` uses without parameters: the checkpoint's wishes, up to the end of the turn."""

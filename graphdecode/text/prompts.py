@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def as_prompt(prompt: Any) -> str | list[int]:
         return prompt
     ids = _listed(prompt)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
-        raise ArgumentError(f"{_EXPECTED}, got {prompt!r:.80}")
+        raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
     return [int(token) for token in ids]
 
 
@@ -53,7 +53,7 @@ def as_prompts(prompts: Any) -> list[str | list[int]]:
         return [as_prompt(prompts)]
     prompts = _listed(prompts)
     if isinstance(prompts, bytes | bytearray) or not isinstance(prompts, Iterable):
-        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {prompts!r:.80}")
+        raise ArgumentError(f"{_EXPECTED}, and prompts are a list of them, got {shown(prompts)}")
     items = list(prompts)
     return [as_prompt(items)] if items and all(map(_is_token, items)) else [as_prompt(item) for item in items]
 

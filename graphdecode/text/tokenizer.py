@@ -3,37 +3,81 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
+from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX
 from graphdecode.models.source import ModelSourceError, refuse_pointer
 from graphdecode.text.gguf_tokenizer import load_gguf_tokenizer
 
+_READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
+_PROMPT_OF_ONE_LETTER = "a"
 
-def load_tokenizer(folder: Path) -> Any:
+
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a folder, or of a GGUF file.
 
+    Args:
+        folder: of the checkpoint.
+        trust_remote_code: run a tokenizer that is Python code of the folder's own; it can do what its user can.
+
     Raises:
-        ModelSourceError: there is none, or it is not one that transformers can read.
+        ModelSourceError: there is none, it is not one that transformers can read, or it is code that is not trusted.
     """
     if folder.suffix == SUFFIX and folder.is_file():
         return load_gguf_tokenizer(folder)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
+    _refuse_pipes(folder)
     from transformers import AutoTokenizer  # here, for it takes a second, and a model's weights need none of it
 
     try:
-        # a tokenizer in Python code of the checkpoint's own is not run
         tokenizer = AutoTokenizer.from_pretrained(
-            folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=False
+            folder, config=_plain_config(folder), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # of a damaged file: whatever its parser stumbles over
-        reason = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
-        raise ModelSourceError(f"{folder} holds no tokenizer that can be read: {reason}") from error
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
+        if getattr(tokenizer, "backend_tokenizer", None) is None:
+            raise ModelSourceError(f"{folder}: the tokenizer has no tokenizer.json, which streaming needs")
+        ids = tokenizer(_PROMPT_OF_ONE_LETTER, verbose=False).input_ids  # a damaged one may read well and work badly
+        tokenizer.backend_tokenizer.decode(ids)
+    except BaseException as error:
+        if isinstance(error, GraphdecodeError) or not is_tokenizers_own(error):
+            raise
+        code = _code_of(folder)
+        if code is not None and not trust_remote_code:
+            raise ModelSourceError(
+                f"{folder}: the tokenizer is Python code of the checkpoint ({code}), which is run with "
+                "trust_remote_code=True alone"
+            ) from error
+        reason = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise ModelSourceError(
+            f"{folder} holds no tokenizer that can be read (tokenizer.json, tokenizer_config.json): {reason}"
+        ) from error
     return tokenizer
+
+
+def is_tokenizers_own(error: BaseException) -> bool:
+    """Whether an error is one that a tokenizer may stumble over: any but an interrupt, and a panic of its Rust code."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _refuse_pipes(folder: Path) -> None:
+    """Refuse what would be read without end, or is no file."""
+    for file in folder.iterdir():
+        if file.suffix in _READ_BY_TRANSFORMERS and file.exists() and not stat.S_ISREG(file.stat().st_mode):
+            raise ModelSourceError(f"{file} is no plain file")
+
+
+def _code_of(folder: Path) -> str | None:
+    """Return the code that a folder's configurations ask for; None where there is none."""
+    for name in ("tokenizer_config.json", "config.json"):
+        try:
+            asked = json.loads((folder / name).read_text("utf-8"))["auto_map"]["AutoTokenizer"]
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            continue
+        return shown(asked)
+    return None
 
 
 def _plain_config(folder: Path) -> Any:
@@ -47,7 +91,7 @@ def _plain_config(folder: Path) -> Any:
     try:
         names_its_class = "tokenizer_class" in json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
         settings = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not names_its_class or "auto_map" in settings:
         return None

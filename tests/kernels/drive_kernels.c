@@ -1,137 +1,287 @@
-/* Kernels and pool without Python, for the sanitizers: several threads run kernels at the same time, each with its own
- * number of threads and its own memory, and compare every result with one computed alone. Built by tools/sanitize_kernels
- * behind the unit, which is included here as UNIT.
+/* Kernels and pool without Python, for the sanitizers: several threads run all kernels at the same time, in both types,
+ * each with its own number of threads and its own memory, and compare every result with one computed alone. Lengths,
+ * pages, ids and counts are partly such as cannot be. Built by tools/sanitize_kernels behind the unit, which is included
+ * here as UNIT.
  */
+#include "native.h"
+#undef PARALLEL_WORK
+#define PARALLEL_WORK 16 /* so that these small jobs are shared, too */
 #include UNIT
 
-#include <assert.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #define CALLERS 4
 #define DIM 64
 #define HEADS 4
+#define KV_HEADS 2
 #define BATCH 6
 #define HIDDEN 256
-#define VOCAB 3000
+#define VOCAB 2011 /* no whole number of vectors */
 #define PAGES 9
 #define PAGE 4
+#define ROW_PAGES (PAGES - 1)
 #define EXPERTS 5
 #define SLOTS 2
 #define WIDTH 32 /* of an expert */
+#define TOPS 5
+#define BIASES 4
+#define STOPS 3
+#define WORDS 2
+#define RING 4
+#define EXTENDED 5 /* rows of an extension, of which two cannot be */
+#define TOKENS 8   /* in the embedding */
 
 struct memory {
-    float x[BATCH * HIDDEN], weight[HIDDEN * HIDDEN], out[BATCH * HIDDEN], cache[2][PAGES * PAGE * HEADS * DIM];
+    /* in the kernels' element type, which for bf16 leaves the second half of each unused */
+    float x[BATCH * HIDDEN], residual[BATCH * HIDDEN], weight[HIDDEN * HIDDEN], out[BATCH * HIDDEN], embedded[BATCH * HIDDEN];
+    float cache[2][PAGES * PAGE * KV_HEADS * DIM], q[BATCH * HEADS * DIM], attended[BATCH * HEADS * DIM];
+    float qkv[BATCH * (HEADS + 2 * KV_HEADS) * DIM], logits[BATCH * VOCAB], gated[BATCH * WIDTH], bias[EXPERTS * 2 * WIDTH];
     float gate_up[EXPERTS * 2 * WIDTH * HIDDEN], down[EXPERTS * HIDDEN * WIDTH], inner[BATCH * SLOTS * WIDTH];
-    float parts[BATCH * SLOTS * HIDDEN], expert_weights[BATCH * SLOTS];
-    int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1];
-    float q[BATCH * HEADS * DIM], attended[BATCH * HEADS * DIM], logits[BATCH * VOCAB], numbers[5][BATCH];
-    int32_t table[BATCH * (PAGES - 1)], lens[BATCH], live, flags[BATCH], top_k[BATCH], positions[BATCH], none[BATCH];
-    int64_t seed[BATCH], sampled[BATCH], bias_ids;
+    float parts[BATCH * SLOTS * HIDDEN], scales[HIDDEN];
+    int bf16;
+    /* in floats */
+    float gains[HIDDEN], cos_sin[ROW_PAGES * PAGE * DIM], sinks[HEADS], expert_weights[BATCH * SLOTS], numbers[6][BATCH];
+    float bias_values[BATCH * BIASES], sampled_logprob[BATCH], top_logprobs[BATCH * TOPS];
+    float ring_logprob[RING * BATCH], ring_top_logprobs[RING * BATCH * TOPS];
+    int8_t panels[HIDDEN * HIDDEN];
+    int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1], running, ring_rank[RING * BATCH];
+    int32_t table[BATCH * ROW_PAGES], lens[BATCH], kv_lens[BATCH], live, flags[BATCH], top_k[BATCH], positions[BATCH];
+    int32_t rows[BATCH], cu_q[EXTENDED + 1], cu_kv[EXTENDED + 1], bias_ids[BATCH * BIASES], stop_ids[BATCH * STOPS];
+    int32_t min_position[BATCH], last_position[BATCH], num_logprobs[BATCH], token_mask[BATCH * ((VOCAB + 31) / 32)];
+    int32_t bad_words[BATCH * WORDS * BAD_WORD_LENGTH], recent_tokens[BATCH * BAD_WORD_LENGTH], plan[BATCH];
+    int32_t token_counts[BATCH * VOCAB], sampled_rank[BATCH], top_ids[BATCH * TOPS], finished[BATCH];
+    int32_t ring_top_ids[RING * BATCH * TOPS];
+    int64_t seed[BATCH], sampled[BATCH], tokens[BATCH], step_index, ring_tokens[RING * BATCH];
 };
 
-static struct memory given;
+static struct memory given[2]; /* in either type */
 
 #define PLACE(field, at, ...) \
     a.field.data = at, memcpy(a.field.size, (int64_t[4]){__VA_ARGS__}, sizeof a.field.size)
+#define RUN(kernel) (m->bf16 ? kernel##_bf16 : kernel##_f32)(&a, threads)
 
-static void run_norm(struct memory *m, int threads) {
-    rms_norm_args a = {.eps = 1e-5};
-    PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(weight, m->weight, HIDDEN);
-    a.x.stride[0] = HIDDEN;
-    rms_norm_f32(&a, threads);
-}
-
-static void run_linear(struct memory *m, int threads) {
-    native_linear_args a = {0};
-    PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN);
-    PLACE(panels, m->weight, HIDDEN / PANEL, HIDDEN, PANEL, 1);
-    a.x.stride[0] = HIDDEN;
-    native_linear_f32(&a, threads);
-}
-
-static void run_attention(struct memory *m, int threads) {
-    decode_attention_args a = {.q_len = 1, .sm_scale = 0.125, .v_scale = 1.0, .window_left = -1};
-    PLACE(out, m->attended, BATCH, HEADS, DIM), PLACE(q, m->q, BATCH, HEADS, DIM), PLACE(kv_lens, m->lens, BATCH);
-    PLACE(k_cache, m->cache[0], PAGES, PAGE, HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, HEADS, DIM);
-    PLACE(table, m->table, BATCH, PAGES - 1);
-    decode_attention_f32(&a, threads);
-}
-
-static void run_sample(struct memory *m, int threads) {
-    sample_args a = {0};
-    PLACE(sampled, m->sampled, BATCH), PLACE(logits, m->logits, BATCH, VOCAB), PLACE(positions, m->positions, BATCH);
-    PLACE(live_rows, &m->live, 1), PLACE(sampling_flags, m->flags, BATCH), PLACE(temperature, m->numbers[0], BATCH);
-    PLACE(top_k, m->top_k, BATCH), PLACE(top_p, m->numbers[1], BATCH), PLACE(min_p, m->numbers[2], BATCH);
-    PLACE(seed, m->seed, BATCH);
-    a.logits.stride[0] = VOCAB;
-    sample_f32(&a, threads);
-}
-
-static void run_experts(struct memory *m, int threads) {
+static void run_norms(struct memory *m, int threads) {
     {
-        moe_route_args a = {.renormalise = 1};
+        rms_norm_args a = {.eps = 1e-5};
+        PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(weight, m->gains, HIDDEN);
+        a.x.stride[0] = HIDDEN;
+        RUN(rms_norm);
+    }
+    add_rms_norm_args a = {.eps = 1e-5, .post_eps = 1e-5, .scale = 0.5};
+    PLACE(out, m->x, BATCH, HIDDEN), PLACE(x, m->out, BATCH, HIDDEN), PLACE(residual, m->residual, BATCH, HIDDEN);
+    PLACE(weight, m->gains, HIDDEN), PLACE(post_weight, m->gains, HIDDEN);
+    a.x.stride[0] = HIDDEN;
+    RUN(add_rms_norm);
+}
+
+static void run_linear(struct memory *m, int threads, int as_int8) {
+    native_linear_args a = {0};
+    PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(bias, m->scales, HIDDEN);
+    a.x.stride[0] = HIDDEN;
+    if (as_int8) PLACE(panels, m->panels, HIDDEN / PANEL, HIDDEN / 4, PANEL, 4), PLACE(scales, m->scales, HIDDEN);
+    else PLACE(panels, m->weight, HIDDEN / PANEL, HIDDEN, PANEL, 1);
+    RUN(native_linear);
+}
+
+static void run_act_mul(struct memory *m, int threads, int64_t activation) {
+    act_mul_args a = {.activation = activation};
+    PLACE(out, m->gated, BATCH, WIDTH), PLACE(gate_up, m->x, BATCH, 2 * WIDTH);
+    a.gate_up.stride[0] = HIDDEN;
+    RUN(act_mul);
+}
+
+static void run_embedding(struct memory *m, int threads) {
+    embedding_args a = {.scale = 1.5};
+    PLACE(out, m->embedded, BATCH, HIDDEN), PLACE(tokens, m->tokens, BATCH), PLACE(live, &m->live, 1);
+    PLACE(weight, m->weight, TOKENS, HIDDEN), a.weight.stride[0] = HIDDEN;
+    RUN(embedding);
+}
+
+static void run_append(struct memory *m, int threads) {
+    rope_append_args a = {.eps = 1e-5};
+    PLACE(q_out, m->q, BATCH, HEADS, DIM), PLACE(qkv, m->qkv, BATCH, (HEADS + 2 * KV_HEADS) * DIM);
+    PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
+    PLACE(rows, m->rows, BATCH), PLACE(positions, m->positions, BATCH), PLACE(live, &m->live, 1);
+    PLACE(page_table, m->table, BATCH, ROW_PAGES), PLACE(cos_sin, m->cos_sin, ROW_PAGES * PAGE, 2, DIM / 2);
+    PLACE(q_norm, m->gains, DIM), PLACE(k_norm, m->gains, DIM);
+    RUN(rope_append);
+}
+
+static void run_decode_attention(struct memory *m, int threads, int64_t window) {
+    {
+        attention_plan_args a = {.window_left = window};
+        PLACE(kv_lens, m->kv_lens, BATCH), PLACE(plan, m->plan, BATCH), PLACE(pre_step_seqlens, m->lens, BATCH);
+        PLACE(live_rows, &m->live, 1);
+        attention_plan_f32(&a, threads);
+    }
+    decode_attention_args a = {.q_len = 1, .sm_scale = 0.125, .v_scale = 1.0, .window_left = window};
+    PLACE(out, m->attended, BATCH, HEADS, DIM), PLACE(q, m->q, BATCH, HEADS, DIM), PLACE(kv_lens, m->kv_lens, BATCH);
+    PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
+    PLACE(table, m->table, BATCH, ROW_PAGES);
+    if (window >= 0) a.soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
+    RUN(decode_attention);
+}
+
+static void run_extend_attention(struct memory *m, int threads, int64_t window) {
+    extend_attention_args a = {.sm_scale = 0.125, .window_left = window};
+    PLACE(out, m->attended, BATCH, HEADS, DIM), PLACE(q, m->q, BATCH, HEADS, DIM);
+    PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
+    PLACE(cu_seqlens_q, m->cu_q, EXTENDED + 1), PLACE(cu_seqlens_kv, m->cu_kv, EXTENDED + 1);
+    PLACE(page_table, m->table, EXTENDED, ROW_PAGES);
+    if (window >= 0) a.soft_cap = 20.0, PLACE(sinks, m->sinks, HEADS);
+    RUN(extend_attention);
+}
+
+static void run_expert_linears(struct memory *m, int threads, int64_t gate) {
+    {
+        expert_linear_args a = {.slots = SLOTS, .gate = gate, .alpha = 1.7, .limit = 7.0};
+        PLACE(out, m->inner, BATCH * SLOTS, WIDTH), PLACE(x, m->x, BATCH, HIDDEN), PLACE(order, m->order, BATCH * SLOTS);
+        PLACE(weight, m->gate_up, EXPERTS * 2, HIDDEN, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
+        PLACE(bias, m->bias, EXPERTS, 2 * WIDTH), a.x.stride[0] = HIDDEN;
+        RUN(expert_linear);
+    }
+    expert_linear_args a = {.slots = 1, .gate = GATE_NONE};
+    PLACE(out, m->parts, BATCH * SLOTS, HIDDEN), PLACE(x, m->inner, BATCH * SLOTS, WIDTH);
+    PLACE(weight, m->down, EXPERTS * HIDDEN / PANEL, WIDTH, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
+    PLACE(order, m->order, BATCH * SLOTS), a.x.stride[0] = WIDTH;
+    RUN(expert_linear);
+}
+
+static void run_experts(struct memory *m, int threads, int64_t gate) {
+    {
+        moe_route_args a = {.renormalise = gate == GATE_SILU};
         PLACE(ids, m->ids, BATCH, SLOTS), PLACE(weights, m->expert_weights, BATCH, SLOTS), PLACE(live, &m->live, 1);
         PLACE(order, m->order, BATCH * SLOTS), PLACE(offsets, m->offsets, EXPERTS + 1), PLACE(logits, m->x, BATCH, EXPERTS);
         a.logits.stride[0] = HIDDEN;
-        moe_route_f32(&a, threads);
+        RUN(moe_route);
     }
-    {
-        expert_linear_args a = {.slots = SLOTS, .gate = GATE_SILU};
-        PLACE(out, m->inner, BATCH * SLOTS, WIDTH), PLACE(x, m->x, BATCH, HIDDEN), PLACE(order, m->order, BATCH * SLOTS);
-        PLACE(weight, m->gate_up, EXPERTS * 2, HIDDEN, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
-        a.x.stride[0] = HIDDEN;
-        expert_linear_f32(&a, threads);
-    }
-    {
-        expert_linear_args a = {.slots = 1, .gate = GATE_NONE};
-        PLACE(out, m->parts, BATCH * SLOTS, HIDDEN), PLACE(x, m->inner, BATCH * SLOTS, WIDTH);
-        PLACE(weight, m->down, EXPERTS * HIDDEN / PANEL, WIDTH, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
-        PLACE(order, m->order, BATCH * SLOTS), a.x.stride[0] = WIDTH;
-        expert_linear_f32(&a, threads);
-    }
+    run_expert_linears(m, threads, gate);
     moe_combine_args a = {0};
-    PLACE(out, m->x, BATCH, HIDDEN), PLACE(parts, m->parts, BATCH * SLOTS, HIDDEN), PLACE(ids, m->ids, BATCH, SLOTS);
+    PLACE(out, m->out, BATCH, HIDDEN), PLACE(parts, m->parts, BATCH * SLOTS, HIDDEN), PLACE(ids, m->ids, BATCH, SLOTS);
     PLACE(weights, m->expert_weights, BATCH, SLOTS);
-    moe_combine_f32(&a, threads);
+    if (gate != GATE_SILU) PLACE(gate, m->x, BATCH, 1), a.gate.stride[0] = HIDDEN;
+    RUN(moe_combine);
+}
+
+/* What `sample` and `advance` both read of a row's request. */
+#define PLACE_REQUESTS                                                                                              \
+    PLACE(live_rows, &m->live, 1), PLACE(sampling_flags, m->flags, BATCH), PLACE(temperature, m->numbers[0], BATCH); \
+    PLACE(top_k, m->top_k, BATCH), PLACE(top_p, m->numbers[1], BATCH), PLACE(min_p, m->numbers[2], BATCH);           \
+    PLACE(seed, m->seed, BATCH), PLACE(repetition_penalty, m->numbers[3], BATCH);                                    \
+    PLACE(presence_penalty, m->numbers[4], BATCH), PLACE(frequency_penalty, m->numbers[5], BATCH);                   \
+    PLACE(bias_ids, m->bias_ids, BATCH, BIASES), PLACE(bias_values, m->bias_values, BATCH, BIASES);                  \
+    PLACE(stop_ids, m->stop_ids, BATCH, STOPS), PLACE(min_position, m->min_position, BATCH);                         \
+    PLACE(last_position, m->last_position, BATCH), PLACE(num_logprobs, m->num_logprobs, BATCH);                      \
+    PLACE(token_mask, m->token_mask, BATCH, (VOCAB + 31) / 32), PLACE(sampled, m->sampled, BATCH);                   \
+    PLACE(bad_words, m->bad_words, BATCH, WORDS, BAD_WORD_LENGTH), PLACE(token_counts, m->token_counts, BATCH, VOCAB); \
+    PLACE(recent_tokens, m->recent_tokens, BATCH, BAD_WORD_LENGTH), a.token_counts.stride[0] = VOCAB
+
+static void run_sampler(struct memory *m, int threads) {
+    {
+        cap_logits_args a = {.cap = 30.0};
+        PLACE(logits, m->logits, BATCH, VOCAB);
+        RUN(cap_logits);
+    }
+    {
+        sample_args a = {0};
+        PLACE_REQUESTS;
+        PLACE(logits, m->logits, BATCH, VOCAB), a.logits.stride[0] = VOCAB, PLACE(positions, m->lens, BATCH);
+        RUN(sample);
+    }
+    {
+        token_logprobs_args a = {0};
+        PLACE(sampled_logprob, m->sampled_logprob, BATCH), PLACE(sampled_rank, m->sampled_rank, BATCH);
+        PLACE(top_logprobs, m->top_logprobs, BATCH, TOPS), PLACE(top_ids, m->top_ids, BATCH, TOPS);
+        PLACE(logits, m->logits, BATCH, VOCAB), a.logits.stride[0] = VOCAB, PLACE(sampled, m->sampled, BATCH);
+        PLACE(live_rows, &m->live, 1), PLACE(sampling_flags, m->flags, BATCH), PLACE(num_logprobs, m->num_logprobs, BATCH);
+        RUN(token_logprobs);
+    }
+    advance_args a = {0};
+    PLACE_REQUESTS;
+    PLACE(tokens, m->tokens, BATCH), PLACE(pre_step_seqlens, m->lens, BATCH), PLACE(finished, m->finished, BATCH);
+    PLACE(step_index, &m->step_index, 1), PLACE(running, &m->running, 1), PLACE(ring_tokens, m->ring_tokens, RING, BATCH);
+    PLACE(ring_logprob, m->ring_logprob, RING, BATCH), PLACE(ring_rank, m->ring_rank, RING, BATCH);
+    PLACE(ring_top_logprobs, m->ring_top_logprobs, RING, BATCH, TOPS);
+    PLACE(ring_top_ids, m->ring_top_ids, RING, BATCH, TOPS), PLACE(sampled_logprob, m->sampled_logprob, BATCH);
+    PLACE(sampled_rank, m->sampled_rank, BATCH), PLACE(top_logprobs, m->top_logprobs, BATCH, TOPS);
+    PLACE(top_ids, m->top_ids, BATCH, TOPS);
+    advance_f32(&a, threads);
 }
 
 static void run_everything(struct memory *m, int threads) {
-    run_norm(m, threads);
-    memcpy(m->x, m->out, sizeof m->x);
-    run_linear(m, threads);
-    run_experts(m, threads);
-    run_attention(m, threads);
-    run_sample(m, threads);
+    run_norms(m, threads);
+    run_embedding(m, threads);
+    for (int as_int8 = 0; as_int8 < 2; as_int8++) run_linear(m, threads, as_int8);
+    for (int64_t kind = ACTIVATION_SILU; kind <= ACTIVATION_GELU; kind++) run_act_mul(m, threads, kind);
+    for (int64_t gate = GATE_SILU; gate <= GATE_SWIGLU_CLAMPED; gate++) run_experts(m, threads, gate);
+    run_append(m, threads);
+    for (int64_t window = -1; window < 15; window += 8) {
+        run_extend_attention(m, threads, window);
+        run_decode_attention(m, threads, window);
+    }
+    for (int step = 0; step < 3; step++) run_sampler(m, threads);
+}
+
+static uint32_t drawn(void) {
+    static uint32_t state = 7;
+    return state = state * 1664525 + 1013904223;
+}
+
+/* Draw floats; those of the kernels' element type are made bf16 in place, so that the first half holds them all. */
+static void fill_floats(struct memory *m, float *values, size_t bytes, float least, float range, int as_elements) {
+    for (size_t i = 0; i < bytes / sizeof(float); i++) {
+        float value = least + range * (float)(drawn() >> 8) / (1 << 24);
+        uint16_t rounded = bf16_of_float(value);
+        if (as_elements && m->bf16) memcpy((char *)values + 2 * i, &rounded, 2);
+        else memcpy(values + i, &value, sizeof value);
+    }
+}
+
+#define ELEMENTS(field) fill_floats(m, (float *)m->field, sizeof m->field, -1.0f, 2.0f, 1)
+#define FLOATS(field, least, range) fill_floats(m, (float *)m->field, sizeof m->field, least, range, 0)
+
+static void fill_rows(struct memory *m) {
+    m->live = BATCH, m->step_index = -1;
+    for (int row = 0; row < BATCH; row++) {
+        m->positions[row] = m->lens[row] = 5 * row, m->rows[row] = row, m->top_k[row] = 40, m->seed[row] = row;
+        m->flags[row] = row == 0 ? 0 : row == 1 ? FLAG_SAMPLE : FLAG_BAD_WORDS * 2 - 1; /* all of them */
+        m->tokens[row] = row == 2 ? -1 : row == 4 ? INT64_MAX : row;
+        m->num_logprobs[row] = row == 5 ? INT32_MAX : row, m->last_position[row] = 26, m->min_position[row] = 10;
+        m->numbers[0][row] = 0.8f, m->numbers[1][row] = 0.9f, m->numbers[2][row] = 0.01f, m->numbers[3][row] = 1.2f;
+        for (int page = 0; page < ROW_PAGES; page++) /* some of them cannot be */
+            m->table[row * ROW_PAGES + page] = row == 3 ? 1 << 30 : row == 4 ? -page - 1 : page;
+        m->bias_ids[row * BIASES] = row, m->bias_ids[row * BIASES + 1] = INT32_MAX, m->bias_ids[row * BIASES + 2] = -1;
+        m->stop_ids[row * STOPS] = 1 << 30, m->stop_ids[row * STOPS + 1] = 3, m->stop_ids[row * STOPS + 2] = 11;
+        for (int place = 0; place < WORDS * BAD_WORD_LENGTH; place++)
+            m->bad_words[row * WORDS * BAD_WORD_LENGTH + place] = place % BAD_WORD_LENGTH < BAD_WORD_LENGTH - 1 ? -1 : 7;
+        m->bad_words[(row * WORDS + 2) * BAD_WORD_LENGTH - 1] = INT32_MAX;
+    }
+    m->rows[4] = INT32_MAX, m->rows[3] = -1, m->lens[5] = INT32_MAX; /* longer than its pages are */
+    int32_t q[EXTENDED + 1] = {0, 3, 4, 6, 9, 2}, kv[EXTENDED + 1] = {0, 30, 31, 43, 60, 50};
+    memcpy(m->cu_q, q, sizeof q), memcpy(m->cu_kv, kv, sizeof kv);
 }
 
 static void fill(struct memory *m) {
-    uint32_t state = 7;
-    float *parts[] = {m->x, m->weight, m->cache[0], m->cache[1], m->q, m->logits, m->gate_up, m->down};
-    size_t sizes[] = {BATCH * HIDDEN, HIDDEN * HIDDEN, PAGES * PAGE * HEADS * DIM, PAGES * PAGE * HEADS * DIM,
-                      BATCH * HEADS * DIM, BATCH * VOCAB, EXPERTS * 2 * WIDTH * HIDDEN, EXPERTS * HIDDEN * WIDTH};
-    for (int part = 0; part < 8; part++)
-        for (size_t i = 0; i < sizes[part]; i++) {
-            state = state * 1664525 + 1013904223;
-            parts[part][i] = (float)(state >> 8) / (1 << 23) - 1.0f;
-        }
-    m->live = BATCH;
-    for (int row = 0; row < BATCH; row++) {
-        m->lens[row] = 5 * row, m->flags[row] = row % 2 ? FLAG_SAMPLE : 0, m->top_k[row] = 40, m->seed[row] = row;
-        m->numbers[0][row] = 0.8f, m->numbers[1][row] = 0.9f, m->numbers[2][row] = 0.01f;
-        for (int page = 0; page < PAGES - 1; page++) /* some of them cannot be */
-            m->table[row * (PAGES - 1) + page] = row == 3 ? 1 << 30 : row == 4 ? -page : page;
-    }
+    ELEMENTS(x), ELEMENTS(residual), ELEMENTS(weight), ELEMENTS(cache), ELEMENTS(q), ELEMENTS(qkv), ELEMENTS(logits);
+    ELEMENTS(bias), ELEMENTS(gate_up), ELEMENTS(down), ELEMENTS(scales);
+    FLOATS(gains, 0.5f, 1.0f), FLOATS(cos_sin, -1.0f, 2.0f), FLOATS(sinks, -1.0f, 2.0f), FLOATS(numbers, 0.1f, 0.5f);
+    FLOATS(bias_values, -5.0f, 10.0f);
+    for (size_t i = 0; i < sizeof m->panels; i++) m->panels[i] = (int8_t)(drawn() >> 24);
+    for (size_t i = 0; i < sizeof m->token_mask / 4; i++) m->token_mask[i] = (int32_t)drawn();
+    for (size_t i = 0; i < sizeof m->token_counts / 4; i++) m->token_counts[i] = drawn() >> 24 ? 0 : (int32_t)(drawn() >> 30);
+    fill_rows(m);
 }
 
 static int64_t times;
 
 static void *call(void *place) {
     struct memory *mine = malloc(sizeof *mine), *alone = malloc(sizeof *alone);
-    memcpy(alone, &given, sizeof given);
+    const struct memory *begun = given + (intptr_t)place % 2;
+    memcpy(alone, begun, sizeof *alone);
     run_everything(alone, 1);
     for (int64_t n = 0; n < times; n++) {
-        memcpy(mine, &given, sizeof given);
+        memcpy(mine, begun, sizeof *mine);
         run_everything(mine, 1 + (int)((n + (intptr_t)place) % 7));
         if (memcmp(mine, alone, sizeof *mine) != 0) {
             fprintf(stderr, "caller %d got another result at round %d\n", (int)(intptr_t)place, (int)n);
@@ -144,14 +294,15 @@ static void *call(void *place) {
 
 int main(int count, char **arguments) {
     times = count > 1 ? atoi(arguments[1]) : 50;
-    fill(&given);
+    given[1].bf16 = 1;
+    for (int type = 0; type < 2; type++) fill(given + type);
     pthread_t callers[CALLERS];
     for (intptr_t n = 0; n < CALLERS; n++) pthread_create(callers + n, 0, call, (void *)n);
     for (int n = 0; count > 2 && n < 20; n++) { /* children of a process whose other threads are at work */
         pid_t child = fork();
         if (child == 0) {
             times = 3;
-            call((void *)(intptr_t)3);
+            call((void *)(intptr_t)n);
             _exit(0);
         }
         int status;

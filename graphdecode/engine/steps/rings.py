@@ -10,6 +10,11 @@ from torch import Tensor
 _TOKEN_WORDS = 2 + 1 + 1  # 32-bit words of one row's step: a token, its log-probability and rank
 
 
+def step_bytes(logprobs: int) -> int:
+    """Return the bytes of one row's step, with so many of the most likely tokens."""
+    return 4 * (_TOKEN_WORDS + 2 * logprobs)
+
+
 class Rings(NamedTuple):
     """Views of one block of memory, so that a step brings all of it to the host in one copy.
 

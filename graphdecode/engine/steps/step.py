@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from graphdecode.buffers import Batch, StepBuffers
@@ -52,13 +53,18 @@ class StepSetting:
 
     @property
     def ring_length(self) -> int:
-        """Steps whose tokens the device keeps for the host.
+        """Steps whose tokens the device keeps for the host."""
+        return ring_length(self.config)
 
-        Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while
-        the runs before a capture write their entries behind it.
-        """
-        steps = self.config.steps_per_launch
-        return max(2 * steps, steps + self.config.warmup_steps + 2)
+
+def ring_length(config: BucketConfig) -> int:
+    """Return the steps whose tokens the device keeps for the host.
+
+    Twice what a launch writes: the host reads one launch while the next is under way; or, at a first use, while the
+    runs before a capture write their entries behind it.
+    """
+    steps = config.steps_per_launch
+    return max(2 * steps, steps + config.warmup_steps + 2)
 
 
 class Step(Protocol):
@@ -83,6 +89,9 @@ class Step(Protocol):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the rows' pages alone; for when the rows are the same but own more pages."""
+
+    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
+        """Write the token masks of the staged rows alone, for when these have changed; None: the row has none."""
 
     def rewind(self, step_index: int) -> None:
         """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""

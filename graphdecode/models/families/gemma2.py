@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Layer, SandwichLayer
-from graphdecode.models.config import ModelConfig, UnsupportedModelError, layer_windows, number
+from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, layer_windows, number
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -37,7 +37,7 @@ class Gemma2(Llama):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return that attention's products may have biases."""
-        attention = bool(settings.get("attention_bias", False))
+        attention = flag(settings, "attention_bias", False)
         return {"qkv_bias": attention, "o_bias": attention}
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer
-from graphdecode.models.config import ModelConfig, common_fields
+from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
@@ -33,8 +33,8 @@ class Llama(Family):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return which products have a bias."""
-        attention = bool(settings.get("attention_bias", False))
-        return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": bool(settings.get("mlp_bias", False))}
+        attention = flag(settings, "attention_bias", False)
+        return {"qkv_bias": attention, "o_bias": attention, "mlp_bias": flag(settings, "mlp_bias", False)}
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return for each layer how many keys before a query's own it sees: all."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.blocks import Layer, SandwichLayer
-from graphdecode.models.config import ModelConfig
+from graphdecode.models.config import ModelConfig, flag
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
@@ -23,7 +23,7 @@ class Olmo2(Llama):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return that attention's products may have biases."""
-        attention = bool(settings.get("attention_bias", False))
+        attention = flag(settings, "attention_bias", False)
         return {"qkv_bias": attention, "o_bias": attention}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import layer_windows
+from graphdecode.models.config import flag, layer_windows, whole
 from graphdecode.models.families.llama import Llama
 
 
@@ -25,7 +25,7 @@ class Qwen2(Llama):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: where windows are switched on, and the layer is one of those."""
-        if not settings.get("use_sliding_window", False):
+        if not flag(settings, "use_sliding_window", False):
             return (-1,) * layers
-        first = settings.get("max_window_layers", 28)
+        first = whole(settings, "max_window_layers", 28)
         return layer_windows(settings, [layer >= first for layer in range(layers)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import layer_windows
+from graphdecode.models.config import flag, layer_windows, whole
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.families.sparse import Sparse
 
@@ -24,11 +24,11 @@ class Qwen2Moe(Sparse, Qwen2):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return whether the QKV product has a bias; no other has."""
-        return {"qkv_bias": bool(settings.get("qkv_bias", True))}
+        return {"qkv_bias": flag(settings, "qkv_bias", True)}
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: where they are switched on, every other one of the first layers has one."""
-        if not settings.get("use_sliding_window", False):
+        if not flag(settings, "use_sliding_window", False):
             return (-1,) * layers
-        first = settings.get("max_window_layers", 28)
+        first = whole(settings, "max_window_layers", 28)
         return layer_windows(settings, [layer % 2 == 0 and layer < first for layer in range(layers)])

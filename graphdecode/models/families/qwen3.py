@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import ModelConfig
+from graphdecode.models.config import ModelConfig, flag
 from graphdecode.models.families.qwen2 import Qwen2
 from graphdecode.models.weight_map import Part, WeightMap
 
@@ -17,7 +17,7 @@ class Qwen3(Qwen2):
 
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return which products have a bias."""
-        attention = bool(settings.get("attention_bias", False))
+        attention = flag(settings, "attention_bias", False)
         return {"qkv_bias": attention, "o_bias": attention}
 
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import layer_windows
+from graphdecode.models.config import flag, layer_windows
 from graphdecode.models.families.qwen3 import Qwen3
 from graphdecode.models.families.sparse import Sparse
 
@@ -26,6 +26,6 @@ class Qwen3Moe(Sparse, Qwen3):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of all layers, where windows are switched on."""
-        if not settings.get("use_sliding_window", False):
+        if not flag(settings, "use_sliding_window", False):
             return (-1,) * layers
         return layer_windows({"sliding_window": settings["sliding_window"]}, [True] * layers)

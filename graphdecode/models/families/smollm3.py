@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.config import UnsupportedModelError, count, layer_windows
+from graphdecode.errors import shown
+from graphdecode.models.config import UnsupportedModelError, count, flag, layer_windows
 from graphdecode.models.families.llama import Llama
 
 
@@ -22,7 +23,7 @@ class SmolLM3(Llama):
 
     def windows(self, settings: dict[str, Any], layers: int) -> tuple[int, ...]:
         """Return the window of each layer: where windows are switched on, and the layer is one of those."""
-        if not settings.get("use_sliding_window", False):
+        if not flag(settings, "use_sliding_window", False):
             return (-1,) * layers
         return layer_windows(settings, [not turned for turned in _turns(settings, layers)])
 
@@ -39,5 +40,5 @@ def _turns(settings: dict[str, Any], layers: int) -> list[bool]:
         every = count(settings, "no_rope_layer_interval", 4)
         return [(layer + 1) % every != 0 for layer in range(layers)]
     if not isinstance(given, list) or len(given) < layers or any(turned not in (0, 1) for turned in given):
-        raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {given!r}")
+        raise UnsupportedModelError(f"no_rope_layers must be {layers} zeros and ones, got {shown(given)}")
     return [bool(turned) for turned in given[:layers]]

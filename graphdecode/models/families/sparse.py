@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import FeedForward, GatedMlp
-from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count
+from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
 from graphdecode.models.experts import Experts, SparseMlp, stacked
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.weight_map import Part, WeightMap, product
 from graphdecode.models.weights import Weights
+
+_MOST_EXPERTS = 2**17  # of all layers: several times what the largest models have; each has tensors of its own
 
 
 class Sparse(Llama):
@@ -35,6 +38,9 @@ class Sparse(Llama):
         experts = self.experts(settings, fields)
         if experts.slots > experts.count:
             raise UnsupportedModelError(f"num_experts_per_tok {experts.slots} is more than the {experts.count} experts")
+        all_experts = experts.count * sum(experts.layers)
+        if all_experts > _MOST_EXPERTS:
+            raise UnsupportedModelError(f"at most {_MOST_EXPERTS} experts are run, these layers have {all_experts}")
         return super().options(settings, fields) | {"experts": experts}
 
     def experts(self, settings: dict[str, Any], fields: dict[str, Any]) -> ExpertsConfig:
@@ -42,13 +48,13 @@ class Sparse(Llama):
         layers = fields["num_hidden_layers"]
         dense, every = settings.get("mlp_only_layers") or [], count(settings, "decoder_sparse_step")
         if not isinstance(dense, list):
-            raise UnsupportedModelError(f"mlp_only_layers must be a list of layers, got {dense!r}")
+            raise UnsupportedModelError(f"mlp_only_layers must be a list of layers, got {shown(dense)}")
         shared = settings.get("shared_expert_intermediate_size")
         return ExpertsConfig(
             count=count(settings, "num_local_experts", settings.get("num_experts")),
             slots=count(settings, "num_experts_per_tok"),
             intermediate_size=count(settings, "moe_intermediate_size"),
-            renormalise=bool(settings.get("norm_topk_prob", False)),
+            renormalise=flag(settings, "norm_topk_prob", False),
             shared_intermediate_size=0 if shared is None else count(settings, "shared_expert_intermediate_size"),
             layers=tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
         )

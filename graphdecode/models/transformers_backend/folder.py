@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
+from graphdecode.errors import shown
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
 from graphdecode.models.family import FAMILIES
@@ -153,7 +154,8 @@ class AdoptedFolder:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if type(module).__name__ != name:
             raise UnsupportedModelError(
-                f"{name} is not supported: it has no family here ({', '.join(FAMILIES)}), and what transformers makes "
+                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), "
+                "and what transformers makes "
                 f"of this configuration is a {type(module).__name__}"
             )
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)

@@ -1,0 +1,99 @@
+"""Whether what a configuration asks for can be there at all: looked at before the first byte is allocated."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from graphdecode.config import BucketConfig
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.steps.rings import step_bytes
+from graphdecode.engine.steps.step import ring_length
+from graphdecode.errors import ArgumentError
+from graphdecode.models import ModelShape
+
+_LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
+_SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+class _Need(NamedTuple):
+    """What one key of the configuration makes large."""
+
+    key: str
+    value: int
+    what: str
+    nbytes: int
+
+
+def check_room(
+    config: BucketConfig,
+    model: ModelShape,
+    capacity: Capacity,
+    device: torch.device,
+    *,
+    prefill_tokens: int,
+    memory_bytes: int | None = None,
+) -> None:
+    """Refuse sizes that no memory of this machine could hold, were there nothing else in it.
+
+    Args:
+        config: rows, lengths, pages and steps.
+        model: layers, heads and vocabulary.
+        capacity: what the two mean together.
+        device: where the cache goes.
+        prefill_tokens: of a prefill at most.
+        memory_bytes: of the device; None: what it has, or what this process may use of it.
+
+    Raises:
+        ArgumentError: names the key that takes most, its value and the bytes.
+    """
+    memory = total_bytes(device) if memory_bytes is None else memory_bytes
+    needs = _needs(config, model, capacity, prefill_tokens)
+    total = sum(need.nbytes for need in needs)
+    if total > memory:
+        largest = max(needs, key=lambda need: need.nbytes)
+        raise ArgumentError(
+            f"{largest.key}={largest.value} takes {largest.nbytes} bytes for {largest.what}; all sizes together take "
+            f"{total}, and {device} has {memory}"
+        )
+
+
+def _needs(config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_tokens: int) -> list[_Need]:
+    rows, positions = config.max_batch_size, capacity.max_sequence_length
+    pages = capacity.total_num_pages
+    table = 4 * rows * capacity.pages_per_row
+    return [
+        _Need("total_num_pages", pages, "keys and values", (pages + 1) * capacity.page_bytes + pages * _LEDGER_BYTES),
+        _Need(
+            "max_sequence_length",
+            positions,
+            "page tables and rotary angles",
+            4 * (positions * model.head_dim) + 4 * table,
+        ),
+        _Need("max_batch_size", rows, "counts of tokens and logits", rows * (8 * model.vocab_size + _SLOT_BYTES)),
+        _Need(
+            "steps_per_launch",
+            config.steps_per_launch,
+            f"tokens of {rows} rows",
+            ring_length(config) * rows * step_bytes(config.max_logprobs),
+        ),
+        _Need("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
+    ]
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory of a device, in bytes; of a CPU what this process may use where that is less."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    limits = []
+    with suppress(AttributeError, ValueError, OSError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for file in _CGROUP_LIMITS:
+        with suppress(ValueError, OSError):  # there is none, or it says "max"
+            limits.append(int(Path(file).read_text()))
+    return min(limits, default=2**63)

@@ -1,0 +1,166 @@
+"""Fields of a configuration that nobody has looked at yet: each reader takes what it names, and refuses the rest.
+
+A config.json is a stranger's: a number may be a text, of any size, infinite, or a list. Whoever reads a field by these
+need not ask, and the error names the field, the value and what it must be; who knows the file puts its name before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from graphdecode.errors import GraphdecodeError, shown
+from graphdecode.models.source import refuse_pointer, require_file
+
+MOST = 2**31 - 1  # that a field may be which `LIMITS` does not name: what an int32 holds
+LIMITS = {  # several times what the largest models have; each layer and expert takes room before a tensor is read
+    "vocab_size": 2**24,
+    "hidden_size": 2**17,
+    "intermediate_size": 2**20,
+    "moe_intermediate_size": 2**20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 512,  # for which there are attention kernels
+    "num_experts": 4096,
+    "num_local_experts": 4096,
+    "n_routed_experts": 4096,
+}
+_MOST_TOKEN_IDS = 128  # as many as an engine has room for where nobody asks for more
+_MOST_NUMBER = 1e30  # well inside float32
+_MOST_BYTES = 256 * 2**20  # of a JSON file; the largest index of shards that there is has 10 MB
+
+
+class UnsupportedModelError(GraphdecodeError, ValueError):
+    """A checkpoint that this runtime cannot run; the message says what it can."""
+
+
+def count(settings: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    """Return a field that is an integer from 1 to what `LIMITS` says; `default`, if any, for one absent or null.
+
+    Raises:
+        UnsupportedModelError: it is missing, or something else.
+    """
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if value is None:
+        raise UnsupportedModelError(f"the field {name} is missing")
+    most = LIMITS.get(name, MOST)
+    if not _is_integer(value) or value < 1:
+        raise UnsupportedModelError(f"{name} must be an integer >= 1, got {shown(value)}")
+    if value > most:
+        raise UnsupportedModelError(f"{name} must be at most {most}, got {shown(value)}")
+    return int(value)
+
+
+def whole(settings: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a field that is an integer >= 0; `default` for one absent or null.
+
+    Raises:
+        UnsupportedModelError: it is something else.
+    """
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if not _is_integer(value) or not 0 <= value <= MOST:
+        raise UnsupportedModelError(f"{name} must be an integer in 0..{MOST}, got {shown(value)}")
+    return int(value)
+
+
+def number(settings: Mapping[str, Any], name: str, default: float | None = None) -> float:
+    """Return a field that is a number above 0 and finite; `default`, if any, for one absent or null.
+
+    Raises:
+        UnsupportedModelError: it is missing, or something else.
+    """
+    value = settings.get(name)
+    if value is None and default is not None:
+        return default
+    if not is_positive(value):
+        raise UnsupportedModelError(f"{name} must be a number > 0, got {shown(value)}")
+    return float(value)
+
+
+def flag(settings: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return a field that is true or false, and no word that means it; `default` for one absent or null.
+
+    Raises:
+        UnsupportedModelError: it is something else.
+    """
+    value = settings.get(name)
+    if value is None:
+        value = default
+    if not isinstance(value, bool):
+        raise UnsupportedModelError(f"{name} must be true or false, got {shown(value)}")
+    return value
+
+
+def choice(settings: Mapping[str, Any], name: str, choices: Iterable[str]) -> str:
+    """Return a field that is one of some words.
+
+    Raises:
+        UnsupportedModelError: it is missing, or something else.
+    """
+    value = settings.get(name)
+    known = tuple(choices)
+    if not isinstance(value, str) or value not in known:
+        named = "is missing" if value is None else f"{shown(value)} is not supported"
+        raise UnsupportedModelError(f"{name} {named}; supported are {', '.join(known)}")
+    return value
+
+
+def token_ids(settings: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """Return a field that is a token id or a list of them; none for one absent or null.
+
+    Raises:
+        UnsupportedModelError: it is something else.
+    """
+    value = settings.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(map(_is_integer, ids)):
+        raise UnsupportedModelError(f"{name} must be a token id or a list of them, got {shown(value)}")
+    if not all(0 <= token <= MOST for token in ids):
+        raise UnsupportedModelError(f"{name} must be in 0..{MOST}, got {shown(value)}")
+    distinct = tuple(dict.fromkeys(ids))
+    if len(distinct) > _MOST_TOKEN_IDS:
+        raise UnsupportedModelError(f"{name} must be at most {_MOST_TOKEN_IDS} tokens, got {len(distinct)}")
+    return distinct
+
+
+def is_positive(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number above 0 that float32 holds, and its inverse too; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 1 / _MOST_NUMBER <= value <= _MOST_NUMBER
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Raises:
+        UnsupportedModelError: it cannot be read, is larger than any such file, or is no object.
+        ModelSourceError: it is no file but a pipe or the like, or a pointer of Git LFS.
+    """
+    require_file(path)
+    refuse_pointer(path)
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise UnsupportedModelError(f"{path} has {size} bytes; at most {_MOST_BYTES} are read")
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UnsupportedModelError(f"{path}: {error.strerror}") from error
+    except RecursionError as error:
+        raise UnsupportedModelError(f"{path} is nested too deeply") from error
+    except ValueError as error:  # no UTF-8, or no JSON
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise UnsupportedModelError(f"{path} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UnsupportedModelError(f"{path} is no JSON object")
+    return content

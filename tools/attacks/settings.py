@@ -1,0 +1,80 @@
+"""Attacks by configuration files and by what is kept in a cache folder."""
+
+from __future__ import annotations
+
+import json
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attacks.mutation import hostile_value, mutated_bytes, mutated_json
+from attacks.trial import Wrong
+from graphdecode import EngineConfig
+from graphdecode.config.reference import default_file
+from graphdecode.engine.loading import plan_room
+from graphdecode.linear.choice_cache import ChoiceCache
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.models import describe_model
+
+
+class TomlAttack:
+    """A configuration file with faults; what is accepted says what TOML says, and its sizes fit or are refused."""
+
+    name = "configuration (TOML)"
+
+    def __init__(self) -> None:
+        self._text = default_file()
+        self._model = describe_model("demo")
+
+    def run(self, rng: random.Random, folder: Path) -> None:
+        """See `Attack.run`."""
+        text = self._text.encode()
+        lines = self._text.splitlines()
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            at = rng.choice([number for number, line in enumerate(lines) if " = " in line and not line.startswith("#")])
+            value = hostile_value(rng)
+            words = ["nan", "inf", "-1", "0", "1", "2147483647", "2147483648", "65536", "4096", '""', "[1, 2]", "1e400"]
+            words.append(json.dumps(value) if not isinstance(value, dict) else "{}")
+            lines[at] = f"{lines[at].partition(' = ')[0]} = {rng.choice(words)}"
+        text = "\n".join(lines).encode()
+        if rng.random() < 0.3:
+            text = mutated_bytes(rng, text)
+        file = folder / "config.toml"
+        file.write_bytes(text)
+        config = EngineConfig.load(file)
+        stated = {name: value for section in tomllib.loads(text.decode()).values() for name, value in section.items()}
+        for name, value in stated.items():
+            holder: Any = config if hasattr(config, name) else config.buckets
+            taken = getattr(holder, "capture_when" if name == "when" else name, value)
+            if taken != value and list(taken) != value:
+                raise Wrong(f"{name} is {taken!r}, and the file says {value!r}")
+        plan_room(config, self._model, torch.float32, torch.device("cpu"))
+
+
+class ChoicesAttack:
+    """A damaged file of measured choices: it costs a measurement at most, and never an error or a wrong product."""
+
+    name = "choices.json"
+
+    def run(self, rng: random.Random, folder: Path) -> None:
+        """See `Attack.run`."""
+        weight, x = torch.eye(64), torch.arange(64.0)[None]
+
+        def product(out: torch.Tensor, given: torch.Tensor) -> None:
+            torch.mm(given, weight.T, out=out)
+
+        paths = {name: lambda: product for name in ("plain", "packed")}
+        first = LinearTuner(0, ChoiceCache(folder))
+        first.choose(weight, None, (1, 2), paths)
+        file = folder / "choices.json"
+        file.write_bytes(mutated_json(rng, json.loads(file.read_text())))
+        choices = LinearTuner(0, ChoiceCache(folder)).choose(weight, None, (1, 2), paths)
+        if set(choices) != {1, 2} or any(choice.path not in paths for choice in choices.values()):
+            raise Wrong(f"chosen is {choices}, and there are {list(paths)}: {file.read_bytes()[:500]!r}")
+        out = torch.empty(1, 64)
+        paths[choices[1].path]()(out, x)
+        if not torch.equal(out, x):
+            raise Wrong("another product")
