@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors; a test holds this and `_MODU
     from graphdecode.engine import RequestError as RequestError
     from graphdecode.engine import RequestMetrics as RequestMetrics
     from graphdecode.engine import SamplingParams as SamplingParams
+    from graphdecode.engine import StructuredOutputsParams as StructuredOutputsParams
     from graphdecode.errors import AnswerError as AnswerError
     from graphdecode.errors import ArgumentError as ArgumentError
     from graphdecode.errors import ClosedError as ClosedError
@@ -95,6 +96,7 @@ _MODULES = {
     "Slot": "graphdecode.buffers",
     "SlotKVCacheManager": "graphdecode.surfaces.optimum_neuron",
     "StepBuffers": "graphdecode.buffers",
+    "StructuredOutputsParams": "graphdecode.engine",
     "TransformerLayer": "graphdecode.surfaces.transformer_engine",
     "append_paged_kv_cache": "graphdecode.attention",
     "apply_rotary_pos_emb": "graphdecode.surfaces.transformer_engine",

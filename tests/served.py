@@ -15,6 +15,7 @@ import httpx2 as httpx
 
 ROOT = Path(__file__).parents[1]
 START_SECONDS = 120
+AT_LENGTH = bool(os.environ.get("GRAPHDECODE_AT_LENGTH"))  # as tools/try_server asks
 
 
 class Served:
@@ -26,7 +27,8 @@ class Served:
         self._ready = threading.Event()
         self._address = ""
         threading.Thread(target=self._read, daemon=True).start()
-        if not self._ready.wait(START_SECONDS):
+        self._ready.wait(START_SECONDS)
+        if not self._address:
             process.kill()
             raise TimeoutError("".join(self.lines))
 
@@ -37,6 +39,7 @@ class Served:
             if found := re.match(r"serving \S+ on (\S+)", line):
                 self._address = found[1]
                 self._ready.set()
+        self._ready.set()  # it ended
 
     @property
     def address(self) -> str:
@@ -48,6 +51,14 @@ class Served:
             ["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True, check=True
         )
         return int(found.stdout.split()[0])
+
+    @property
+    def descriptors(self) -> int:
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def client(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.address, timeout=60, **options)  # type: ignore[arg-type]

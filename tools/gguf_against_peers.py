@@ -85,9 +85,7 @@ def lines(special: Sequence[str], seed: int = 5) -> list[str]:
         if kind == 1:
             return rng.choice(SPACES)
         if kind == 2:
-            return rng.choice(
-                ["don't", "We'LL", "I'm", "it's", "naïve", "Straße", "e\u0301", "½", "Ⅷ", "²", "👩‍👩‍👧", "🏳️‍🌈"]
-            )
+            return rng.choice(ODD_WORDS)
         low, high = rng.choice(ranges)
         characters = [chr(rng.randint(low, high)) for _ in range(rng.randrange(1, 9))]
         return "".join(characters)

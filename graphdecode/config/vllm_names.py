@@ -27,7 +27,7 @@ class Unsupported(NamedTuple):
     neutral: tuple[Any, ...] = (None,)
 
 
-_CONSTRAINED = Unsupported("answers are not held to a grammar: check the text, and ask again with another seed")
+_ONE_BACKEND = Unsupported("llguidance reads all forms: SamplingParams(structured_outputs=...)", (None, "auto"))
 _ONE_DEVICE = Unsupported(
     "a model runs on one device: use a form that fits it (quantize), or a smaller model", (None, 1)
 )
@@ -46,8 +46,7 @@ SAMPLING_PARAMS: dict[str, Unsupported] = {
     "flat_logprobs": Unsupported("log-probabilities come as a list of dicts, one for each token", (None, False)),
     "logits_processors": Unsupported("a step is a graph, and calls no Python: logit_bias, penalties, min_tokens"),
     "output_kind": Unsupported("LLM.generate gives whole answers, LLM.stream pieces, AsyncLLM.generate all so far"),
-    "guided_decoding": _CONSTRAINED,
-    "structured_outputs": _CONSTRAINED,
+    "guided_decoding": Unsupported("structured_outputs is its name now"),
     "extra_args": Unsupported("there is nothing that would read them", (None, {})),
     "skip_reading_prefix_cache": Unsupported(
         "a prompt with prompt_logprobs is computed whole; for others: LLM(prefix_cache=False)", (None, False)
@@ -117,8 +116,8 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
     "speculative_config": Unsupported("tokens are not drafted"),
-    "structured_outputs_config": _CONSTRAINED,
-    "guided_decoding_backend": _CONSTRAINED._replace(neutral=(None, "auto")),
+    "structured_outputs_config": _ONE_BACKEND,
+    "guided_decoding_backend": _ONE_BACKEND._replace(neutral=(None, "auto", "guidance")),
     "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
     "logits_processors": Unsupported("a step is a graph, and calls no Python: see SamplingParams", (None, [], ())),
     "logits_processor_pattern": Unsupported("a step is a graph, and calls no Python: see SamplingParams"),

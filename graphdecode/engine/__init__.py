@@ -4,6 +4,7 @@ from graphdecode.engine.engine import Engine
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.engine.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "Engine",
@@ -13,5 +14,6 @@ __all__ = [
     "RequestError",
     "RequestMetrics",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TokenLogprobs",
 ]

@@ -11,11 +11,14 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, TypeVar
 
+import numpy as np
+
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.constraint import Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
-from graphdecode.engine.request import Event, Request
+from graphdecode.engine.request import Event, Request, RequestError
 from graphdecode.engine.rules import RequestRules
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
@@ -23,6 +26,7 @@ from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.graphs import GraphManager
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model
 
 T = TypeVar("T")
@@ -43,6 +47,8 @@ class Engine:
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
+        constrain: makes constraints of grammars, for whoever knows what tokens spell to set; without it requests that
+            bring a grammar are refused.
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
@@ -51,6 +57,7 @@ class Engine:
         self.runner = runner
         self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
+        self.constrain: Constrain | None = None
         # a token that is not in the vocabulary ends nothing
         eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
@@ -143,10 +150,11 @@ class Engine:
         if self._closed:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
-        request_id = next(self._request_ids)
         params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self.rules.stop_ids(request)
+        constraint, mask = self._constraint(request.grammar, stop_ids)
+        request_id = next(self._request_ids)
         max_length = self.capacity.token_limit
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
@@ -167,14 +175,32 @@ class Engine:
                 max_length=max_length,
                 vocab_size=self.vocab_size,
                 bad_words=request.bad_words_token_ids,
+                constrained=mask,
             ),
             metrics=RequestMetrics(time.perf_counter()),
             precedence=(request.priority, request.turn),
+            constraint=constraint,
         )
         self._sequences[request_id] = sequence
         self._inbox.append(lambda: self._enter(sequence))
         self._settle()
         return request_id
+
+    def _constraint(
+        self, grammar: str | None, stop_ids: tuple[int, ...]
+    ) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
+        """Return what holds an answer to a grammar, and the mask of its first token."""
+        if grammar is None:
+            return None, None
+        if self.constrain is None:
+            raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is not installed")
+        mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
+        try:
+            constraint = self.constrain(grammar)
+            constraint.fill(mask, stop_ids)
+        except ConstraintError as error:
+            raise RequestError(f"structured_outputs: {error}") from error
+        return constraint, mask
 
     def _enter(self, sequence: Sequence) -> None:
         if not sequence.finished:  # given up before it began

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.chunk_budget import ChunkBudget
+from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
@@ -50,6 +51,7 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
+        self._is_constrained = False  # any of the rows that are decoding
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
         self._prefilled = 0  # tokens of prompts since the last launch
@@ -84,7 +86,8 @@ class EngineLoop:
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         if goes_on:
             self._launch()
-        while len(self._under_way) > (self.lookahead if goes_on and self.scheduler.decoding else 0):
+        ahead = self.lookahead if goes_on and self.scheduler.decoding and not self._is_constrained else 0
+        while len(self._under_way) > ahead:
             self._read_oldest()
         events, self._events = self._events, []
         return events
@@ -127,7 +130,10 @@ class EngineLoop:
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
-        num_steps, pages_changed = self._reserve_pages(self.runner.steps_per_launch)
+        # what a constrained row may sample follows from its last token, which the host has to see first: while there is
+        # such a row, a launch is one step, and is read before the next one
+        self._is_constrained = any(sequence.constraint is not None for sequence in self.scheduler.decoding)
+        num_steps, pages_changed = self._reserve_pages(1 if self._is_constrained else self.runner.steps_per_launch)
         if self.scheduler.decoding != self._staged:
             self._drain()  # what is under way belongs to the rows as they were
             self._staged = []
@@ -136,8 +142,11 @@ class EngineLoop:
                 return
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged = rows
-        elif pages_changed:
-            self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
+        else:
+            if pages_changed:
+                self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
+            if self._is_constrained:
+                self.runner.stage_masks([sequence.sampling.token_mask for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         self._under_way.append(_UnderWay(launch, tuple(self._staged), self._prefilled, self._since))
@@ -187,7 +196,11 @@ class EngineLoop:
             if token < 0:
                 error = sequence.fail(token)
                 break
-            sequence.accept(token)
+            try:
+                sequence.accept(token)
+            except ConstraintError as failure:
+                error = sequence.fail(failure)
+                break
             accepted.append(token)
             if not sequence.cached_length % page_size:
                 self.scheduler.publish(sequence)
@@ -214,7 +227,9 @@ class EngineLoop:
             self.scheduler.remove(sequence, findable=error is None)
         event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics, error)
         scores = sequence.told_prompt_logprobs()
-        self._events.append(event if scores is None else event._replace(prompt_logprobs=scores))
+        if scores is not None or sequence.is_complete:
+            event = event._replace(prompt_logprobs=scores, completes=sequence.is_complete)
+        self._events.append(event)
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

@@ -21,10 +21,12 @@ class Request:
 
     Args:
         prompt_token_ids: at least one token, each in the model's vocabulary.
-        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, cuts of the
-            prompt; without a seed, one is derived from the engine's and the request's number.
+        sampling_params: with `n` 1, and without what is resolved above the engine: stop texts, bad words, forms of the
+            answer, cuts of the prompt; without a seed, one is derived from the engine's and the request's number.
         bad_words_token_ids: sequences of tokens whose last one is not generated behind the others, in place of the
             parameters' `bad_words`.
+        grammar: of the answer, in place of the parameters' `structured_outputs`: a text that the engine's `constrain`
+            can read; None: it may have any form.
         priority: the lowest is served first and gives way last; requests of one priority are served by their `turn`.
         turn: the lowest is served first; requests of one turn are served as they come.
     """
@@ -32,6 +34,7 @@ class Request:
     prompt_token_ids: Sequence[int]
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     bad_words_token_ids: Sequence[Sequence[int]] = ()
+    grammar: str | None = None
     priority: int = 0
     turn: float = 0.0
 
@@ -64,6 +67,7 @@ class Event(NamedTuple):
         error: why it was given up.
         prompt_logprobs: with the first tokens, where they were asked for: one entry for each token of the prompt but
             the first one.
+        completes: the last token ended the answer because nothing can follow it, and not because it is one that ends.
     """
 
     request_id: int
@@ -74,3 +78,4 @@ class Event(NamedTuple):
     metrics: RequestMetrics
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    completes: bool = False

@@ -68,6 +68,10 @@ class RequestRules:
             raise RequestError(
                 f"the engine knows no text: bad_words must be resolved above it, got {shown(params.bad_words)}"
             )
+        if params.structured_outputs is not None:
+            raise RequestError("the engine knows no text: structured_outputs must be resolved above it, to a grammar")
+        if request.grammar is not None and params.allowed_token_ids is not None:
+            raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
         bad_words, stop_ids = request.bad_words_token_ids, self.stop_ids(request)
         for name, count, key in (
             ("logprobs", self.counted(params.logprobs), "max_logprobs"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
 from graphdecode.buffers import StepBuffers, on_device
@@ -125,6 +126,15 @@ class Runner:
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Tell the device the rows' pages; for when the rows are the same but own more pages."""
         self.step.stage_pages(pages)
+
+    @_on_its_device
+    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
+        """Tell the device which tokens the staged rows may sample next; for when only that has changed.
+
+        Args:
+            masks: of each row, None where it is not constrained.
+        """
+        self.step.stage_masks(masks)
 
     @_on_its_device
     def launch(self, num_rows: int, num_steps: int = 1) -> Launch:

@@ -8,6 +8,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
+from graphdecode.engine.structured_outputs import StructuredOutputsParams
 from graphdecode.errors import ArgumentError, shown
 
 # What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
@@ -63,6 +64,8 @@ class SamplingParams:
         allowed_token_ids: no other tokens are generated; at least one.
         bad_words: texts that the answer must not contain: the last token of one, as it is written with and without a
             space before it, is not generated behind the others. What spells it in other tokens is not found.
+        structured_outputs: the form of the answer, which ends with "stop" as soon as nothing can follow; it counts for
+            more than `min_tokens` and `ignore_eos`. One that `max_tokens` cuts ends with "length", and is not complete.
         stop: text that ends the answer, which is cut before it; at most 256 texts of at most 256 characters.
         stop_token_ids: tokens that end the answer; they stay in `token_ids` and out of the text.
         ignore_eos: go on after the model's end-of-sequence token.
@@ -99,6 +102,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
@@ -138,6 +142,12 @@ class SamplingParams:
             self._check(name, value is None or (_is_integer(value) and value >= -1), "None or an integer >= -1")
         for name in _SWITCHES:
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        form = self.structured_outputs
+        self._check(
+            "structured_outputs",
+            form is None or isinstance(form, StructuredOutputsParams),
+            "None or a StructuredOutputsParams",
+        )
         self._check_tokens()
         object.__setattr__(self, "stop_strings", self._checked_stop())
 

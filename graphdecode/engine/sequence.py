@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
@@ -35,6 +36,9 @@ class Sequence:
         stop_reason: the request's stop token that ended it.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
         has_told_prompt: whether an event has brought them to the owner.
+        constraint: holds the answer to a form; None: it may have any. After each token `sampling.token_mask` holds
+            what it allows next.
+        is_complete: whether the constraint has ended the answer.
     """
 
     request_id: int
@@ -52,6 +56,8 @@ class Sequence:
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_told_prompt: bool = False
+    constraint: Constraint | None = None
+    is_complete: bool = False
 
     @property
     def turn(self) -> tuple[int, float, int]:
@@ -98,22 +104,32 @@ class Sequence:
         """Take a sampled token, and decide whether it ends the answer.
 
         The step that sampled it has also cached the token before it.
+
+        Raises:
+            ConstraintError: the constraint cannot be kept any further.
         """
         self.cached_length = len(self.token_ids)
         self.token_ids.append(token_id)
         if token_id in self.stop_ids and self.num_generated > self.params.min_tokens:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
+        elif self.constraint is not None and self.constraint.accept(token_id):
+            self.finish_reason, self.is_complete = "stop", True
         elif self.is_full:
             self.finish_reason = "length"
+        elif self.constraint is not None:
+            assert self.sampling.token_mask is not None
+            self.constraint.fill(self.sampling.token_mask, self.stop_ids)
 
-    def fail(self, why: int) -> str:
+    def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen; return an error that says so.
 
         Args:
-            why: one of NO_CHOICE.
+            why: one of NO_CHOICE, or what its constraint says.
         """
         self.finish_reason = "error"
+        if isinstance(why, ConstraintError):
+            return f"request {self.request_id} was ended: {why}"
         return (
             f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"

@@ -49,7 +49,7 @@ def in_model_folders(name: str) -> Path | None:
     if not name or relative.is_absolute() or ".." in relative.parts:
         return None
     candidates = (folder / each for folder in model_folders() for each in (name, name + SUFFIX))
-    return next((path for path in candidates if path.is_dir() or path.is_file()), None)
+    return next((path for path in candidates if os.path.isdir(path) or os.path.isfile(path)), None)
 
 
 def hub_cache() -> Path:

@@ -151,6 +151,8 @@ def _longrope_attention_factor(scaling: dict[str, Any], rope: RopeConfig) -> flo
         return _number(scaling, "attention_factor")
     if rope.factor <= 1:
         return 1.0
+    if rope.original_max_positions == 1:
+        raise UnsupportedRopeError("rope type 'longrope' needs original_max_position_embeddings to be above 1, got 1")
     return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_positions))
 
 

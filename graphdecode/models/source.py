@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import NoReturn
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import GraphdecodeError, shown
 from graphdecode.models.gguf.files import SUFFIX, models_among, models_in, of_quantization, shards_of
 from graphdecode.models.installable import InstallableModel, installable
 from graphdecode.models.places import DEMO, VARIABLE, hub_cache, in_model_folders, local_models, model_folders
 
+_EXPECTED = "a checkpoint folder, a .gguf file, a repository id, or what `graphdecode models` lists"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how the small file begins that stands for a large one
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "*.jinja"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # the same weights in other formats: twice the download for nothing
@@ -34,24 +36,28 @@ def resolve_model_path(model: str | Path) -> Path:
         ModelSourceError: there is no such folder, and no such repository within reach; or it holds several models.
     """
     if not isinstance(model, str | Path):
-        raise ModelSourceError(f"model must be a folder, a repository id or demo, got {model!r:.80}")
+        raise ModelSourceError(f"model must be {_EXPECTED}, got {shown(model)}")
     if model == "demo":
         return DEMO
     package = installable(model)
     if package is not None:
         return package.installed_file() or _not_installed(package)
     name, path = str(model), _expanded(Path(model))
-    if name and path.is_dir():
+    if name and os.path.isdir(path):  # pathlib's raises where a name is longer than there may be
         return _gguf_in(path) or path
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix == SUFFIX:
             return path
         raise ModelSourceError(_not_a_folder(name, path))
     found = in_model_folders(name)
     if found is not None:
         return _gguf_in(found) or found
+    if path.suffix == SUFFIX:
+        raise ModelSourceError(f"model {shown(name)}: there is no such file, and {_elsewhere()}; {_here()}")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", name) or path.is_absolute():
-        raise ModelSourceError(f"model {name!r} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}")
+        raise ModelSourceError(
+            f"model {shown(name)} is no folder, {_elsewhere()}, no repository id (owner/name); {_here()}"
+        )
     return _fetched(name)
 
 
@@ -119,7 +125,7 @@ def _one_of(models: list[str], place: str, otherwise: str) -> str:
 def _not_a_folder(name: str, file: Path) -> str:
     if file.suffix == ".safetensors":
         return f"model {name!r} is no folder: give {str(file.parent)!r}, the one that holds it and its config.json"
-    return f"model {name!r} is no folder but a file; give a checkpoint folder, a repository id or demo"
+    return f"model {name!r} is no folder but a file; give {_EXPECTED}"
 
 
 def _fetched(model: str) -> Path:

@@ -98,6 +98,9 @@ class Endpoints:
         """
 
         async def endpoint(request: Request) -> Response:
+            media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if media_type != "application/json":  # a page of another origin may send the others unasked
+                raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
             body = self._parse(kind, await self._read(request))
             self._check_model(body.model)
             self._service.note_unknown(body.model_extra)
@@ -120,7 +123,7 @@ class Endpoints:
                     if len(data) > limits.max_body_bytes:
                         raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
         except TimeoutError:
-            raise HttpError(408, "the body did not come in time") from None
+            raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
         except ClientDisconnect:
             raise HttpError(499, "the client went away") from None
         return bytes(data)

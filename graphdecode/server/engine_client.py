@@ -31,7 +31,7 @@ from graphdecode.server.wire import (
 )
 
 _DIED = "the engine's process ended before the answer was complete"
-_RESTART_SECONDS = 1.0  # between two starts at least, where one dies at once
+_PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,6 @@ class EngineClient:
         self._life: asyncio.Task[None] | None = None
         self._rules: RequestRules | None = None
         self._seed = 0
-        self._closed = False
         self.ready: Ready | None = None
         self.restarts = 0
 
@@ -104,6 +103,8 @@ class EngineClient:
         return ready
 
     async def _spawn(self) -> asyncio.StreamReader:
+        if self._writer is not None:
+            self._writer.close()
         here, there = socket.socketpair()
         self._socket = here
         with there:
@@ -133,20 +134,24 @@ class EngineClient:
                     self._take(await receive(reader))
             self.ready = None
             self._give_up_all()
-            while self.ready is None:
-                if self._closed:
-                    return
-                began = time.monotonic()
-                self._end_process()
-                log.error("the engine's process ended; starting it again")
-                self.restarts += 1
-                try:
-                    reader = await self._spawn()
-                    await self._loaded(reader)
-                except (AnswerError, ArgumentError, OSError) as error:
-                    log.error("%s", error)
-                await asyncio.sleep(0 if self.ready else max(0.0, _RESTART_SECONDS - (time.monotonic() - began)))
-            log.warning("the engine serves again after %.1f s", time.monotonic() - began)
+            reader = await self._started_again()
+
+    async def _started_again(self) -> asyncio.StreamReader:
+        began, pauses = time.monotonic(), itertools.chain(_PAUSES, itertools.repeat(_PAUSES[-1]))
+        while True:
+            await asyncio.to_thread(self._end_process)
+            log.error("the engine's process ended; starting it again")
+            self.restarts += 1
+            try:
+                reader = await self._spawn()
+                await self._loaded(reader)
+            except (AnswerError, ArgumentError, OSError) as error:
+                pause = next(pauses)
+                log.error("%s; the next attempt is in %d s", error, pause)
+                await asyncio.sleep(pause)
+            else:
+                log.warning("the engine serves again after %.1f s", time.monotonic() - began)
+                return reader
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Vitals):
@@ -199,7 +204,6 @@ class EngineClient:
         Args:
             at_once: do not wait for its step to end.
         """
-        self._closed = True
         if self._life is not None:
             self._life.cancel()
         if at_once and self._process is not None:

@@ -93,6 +93,10 @@ class Reply(Response, ABC):
             results = await asyncio.gather(work, gone, return_exceptions=True)
         if self.service.limits.log_requests:
             self._log()
+        if self.service.tracer is not None:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            for order in self.orders:
+                self.service.tracer.trace(str(self._head["id"]), order, self.body_fields, headers)
         if isinstance(results[0], Exception):
             raise results[0]
 
@@ -144,11 +148,11 @@ class Reply(Response, ABC):
                         for choice in self.choices_of(cursor, delta)
                     ]
                     if chunks:
-                        await self._send(send, b"".join(chunks))
+                        await _send_more(send, b"".join(chunks))
             end = self._head | {"choices": [], "usage": self.usage()}
-            await self._send(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
+            await _send_more(send, (sse.event(end) if self._usage_wanted else b"") + sse.DONE)
         except (GraphdecodeError, TimeoutError) as error:
-            await self._send(send, sse.event(self._failure(error).body) + sse.DONE)
+            await _send_more(send, sse.event(self._failure(error).body) + sse.DONE)
         await send({"type": "http.response.body", "body": b""})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -157,15 +161,15 @@ class Reply(Response, ABC):
             chunk["usage"] = self.usage() if self._usage_always else None
         return sse.event(chunk)
 
-    async def _send(self, send: Send, data: bytes) -> None:
-        with self.service.patience.sending():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
     def _failure(self, error: Exception) -> HttpError:
         if isinstance(error, TimeoutError):
             return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
         assert isinstance(error, GraphdecodeError)
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+async def _send_more(send: Send, data: bytes) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": True})
 
 
 async def _disconnected(receive: Receive) -> None:

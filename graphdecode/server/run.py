@@ -81,7 +81,6 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
         )
         server = _Server(config)
         life.on_second = server.end_now
-        watch = asyncio.ensure_future(service.patience.watch())
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -90,7 +89,6 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
         await asyncio.wait((serving, asyncio.ensure_future(life.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
         await serving
-        watch.cancel()
     finally:
         service.close(at_once=life.at_once.is_set())
         bound.close()

@@ -10,7 +10,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.protocol import Generation
 
 _KNOWN = {field.name for field in fields(SamplingParams) if field.init}
-_OWN_MEANING = {"logprobs", "logit_bias", "max_tokens"}  # that a request states in another way
+_OWN_MEANING = {"logprobs", "logit_bias", "max_tokens", "structured_outputs"}  # that a request states in another way
 
 
 def sampling_params(
@@ -31,7 +31,7 @@ def sampling_params(
     asked = {
         name: value
         for name in type(body).model_fields
-        if name in _KNOWN and name not in _OWN_MEANING and (value := getattr(body, name)) is not None
+        if name in _KNOWN - _OWN_MEANING - set(others) and (value := getattr(body, name)) is not None
     }
     return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
 

@@ -21,7 +21,7 @@ async def tokenize(service: Service, body: Tokenize, caller: str) -> Response:
     if body.prompt is not None:
         ids = await service.encode(body.prompt, special=body.add_special_tokens is not False)
     elif body.messages is not None:
-        ids = rendered_chat(service, body).token_ids
+        ids = (await rendered_chat(service, body)).token_ids
     else:
         raise HttpError(400, "prompt must be a text, or messages a conversation", param="prompt")
     answer: dict[str, Any] = {

@@ -103,8 +103,9 @@ class Answer:
 
     def _take_tokens(self, event: Event) -> str | None:
         """Take the tokens; return the stop text that ended them, if one did."""
-        # the token that ends an answer is part of its tokens, and not of its text unless that is asked for
-        ends_silently = event.finish_reason == "stop" and not self._includes_stop
+        # a token that ends an answer is part of its tokens, and not of its text unless that is asked for; one behind
+        # which nothing can follow is part of both
+        ends_silently = event.finish_reason == "stop" and not (event.completes or self._includes_stop)
         detokenizer, silent = self._detokenizer, len(event.token_ids) - ends_silently
         for place, token in enumerate(event.token_ids):
             self.output.token_ids.append(token)

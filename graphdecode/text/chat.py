@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from jinja2 import TemplateError
-
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
 
@@ -95,7 +93,7 @@ def render_chat(
             text = tokenizer.apply_chat_template(
                 conversation, chat_template=template, tokenize=False, tools=tools, **how, **variables
             )
-        except (TemplateError, ValueError, TypeError) as error:
+        except Exception as error:  # a template is a program, and what it divides by came with the messages
             raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
         return str(text)
 

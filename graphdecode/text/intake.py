@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
 from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
+from graphdecode.text.grammar import Grammars
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.router import TokenEngine
 from graphdecode.text.tokenizer import is_tokenizers_own
@@ -100,23 +102,39 @@ class Intake:
         output = RequestOutput(number, text, token_ids, outputs, RequestMetrics(time.perf_counter()))
         seed = derived_seed(self._engine.seed, number) if params.seed is None else params.seed
         tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
-        own = replace(params, n=1, stop=None, bad_words=None, truncate_prompt_tokens=None)
+        own = replace(params, n=1, stop=None, bad_words=None, structured_outputs=None, truncate_prompt_tokens=None)
         bad_words = [tokens for word in dict.fromkeys(params.bad_words or ()) for tokens in self._spellings(word)]
-        requests = []
+        requests: list[tuple[Request, Answer]] = []
+        try:
+            grammar = self._grammar(params)
+        except ArgumentError as error:
+            return _refused(output, str(error))
         for answer_output in outputs:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
             single = replace(own, seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(token_ids, single, bad_words, priority)
+            request = Request(token_ids, single, bad_words, grammar, priority)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
         try:
             self._engine.rules.check(requests[0][0])
         except RequestError as error:
-            output.error = str(error)
-            for answer_output in outputs:
-                answer_output.finish_reason = "refused"
-            return Order(output, [])
+            return _refused(output, str(error))
         return Order(output, requests)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """What reads the forms of answers, for this tokenizer and this engine."""
+        rules = self._engine.rules
+        return Grammars(self._tokenizer.backend_tokenizer, rules.vocab_size, rules.eos_token_ids)
+
+    def _grammar(self, params: SamplingParams) -> str | None:
+        """Return the grammar for the form of an answer."""
+        form = params.structured_outputs
+        if form is None:
+            return None
+        if self._tokenizer is None:
+            raise ArgumentError("structured_outputs: there is no tokenizer (skip_tokenizer_init)")
+        return self.grammars.grammar(form)
 
     def _truncated(self, token_ids: list[int], params: SamplingParams, *, is_text: bool) -> list[int]:
         """Return the last tokens of a prompt, as many as are to be kept; a text keeps what stands in front of it."""
@@ -141,6 +159,13 @@ class Intake:
                 for text in (word, f" {word}")
             )
         return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+
+
+def _refused(output: RequestOutput, error: str) -> Order:
+    output.error = error
+    for answer_output in output.outputs:
+        answer_output.finish_reason = "refused"
+    return Order(output, [])
 
 
 def as_priorities(priority: Sequence[int] | int | None, count: int) -> list[int]:

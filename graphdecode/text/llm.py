@@ -39,7 +39,9 @@ class LLM:
     It starts no thread, and any number of threads may use it at once: whoever waits for an answer steps for all.
 
     Args:
-        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, or `"demo"`.
+        model: a Hugging Face checkpoint folder, a `.gguf` file, a repository id, `"smollm2"` where it is installed,
+            `"demo"`, a name in a folder of GRAPHDECODE_MODELS, or a shape such as `"shape:llama-3.1-8b"` with random
+            weights; see `resolve_model_path`.
         config: all settings, those of the buckets alone, the path of a configuration file, or a dict of the sections
             of such a file.
         progress: show bars on standard error while loading and capturing.
@@ -90,6 +92,8 @@ class LLM:
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
         self.router = SteppingRouter(self.engine)
         self.intake = Intake(self.engine, self.tokenizer)
+        if self.tokenizer is not None:
+            self.engine.constrain = self.intake.grammars.constraint
         self.load_seconds = time.perf_counter() - began
 
     @property

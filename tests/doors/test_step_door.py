@@ -47,6 +47,9 @@ class CountUp:
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """It reads no keys."""
 
+    def stage_masks(self, masks: Sequence[object]) -> None:
+        """It chooses no token."""
+
     def rewind(self, step_index: int) -> None:
         self.buffers.step_index.fill_(step_index)
 

@@ -94,6 +94,14 @@ def test_words_are_forbidden_at_the_beginning_and_behind_a_space(llm: LLM) -> No
     assert answered("rev oceanic=", "zz") == "cinaeco"
 
 
+def test_a_set_of_tokens_is_as_good_as_a_list(llm: LLM) -> None:
+    kinds: list[Any] = [{100, 101}, frozenset({101, 100}), [101, 100], range(100, 102)]
+    params = [SamplingParams(temperature=0.0, allowed_token_ids=allowed) for allowed in kinds]
+    first, *others = (output.outputs[0].token_ids for output in llm.generate([[97, 98]] * 4, params, use_tqdm=False))
+    assert set(first) <= {100, 101}
+    assert others == [first] * 3
+
+
 def test_a_row_that_has_nothing_left_ends_with_the_reason_and_its_neighbour_goes_on(llm: LLM) -> None:
     limited = SamplingParams(temperature=0.0, max_tokens=6, allowed_token_ids=[97], ignore_eos=True)
     ids = [

@@ -47,7 +47,6 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2moe", "Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 48, "norm_topk_prob": False}),
     "qwen3": ("qwen3", "Qwen3", {"head_dim": 32}),
     "qwen3moe": ("qwen3moe", "Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
-    "gemma": ("gemma", "Gemma", {"head_dim": 32, "tie_word_embeddings": True}),
     "gemma2": ("gemma2", "Gemma2", WINDOWED | {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", "Gemma3", WINDOWED | {"query_pre_attn_scalar": 32}),
     "phi3": ("phi3", "Phi3", {"sliding_window": None}),

@@ -1,5 +1,7 @@
 """Which file a name leads to, shards of one model, and what is wrong with a file: named, with the field."""
 
+import os
+import re
 import shutil
 import struct
 import tracemalloc
@@ -18,6 +20,7 @@ from graphdecode.models import ModelSourceError, check_model, resolve_model_path
 from graphdecode.models.gguf.block_types import BLOCK_TYPES
 from graphdecode.models.gguf.container import GgufFile
 from graphdecode.models.gguf.source import Gguf
+from graphdecode.text import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +202,10 @@ WRONG: dict[str, tuple[Spoil, str]] = {
         ),
         r"blk.0.ffn_down.weight has rows of 96 values, which blocks of 256 \(Q4_K\) cannot fill",
     ),
+    "architecture's type": (
+        lambda file: replaced(file, struct.pack("<IQ", 8, 5) + b"llama", struct.pack("<IIQ", 9, 0, 1) + b"l"),
+        r"general.architecture must be str",
+    ),
     "missing tensor": (
         lambda file: replaced(file, key("blk.1.ffn_down.weight"), key("blk.1.ffn_dowX.weight")),
         r"missing: model\.layers\.1\.mlp\.down_proj\.weight; unexpected: blk\.1\.ffn_dowX\.weight",
@@ -221,6 +228,61 @@ def test_what_is_wrong_is_named_and_no_memory_is_taken_for_it(file: Path, what: 
     tracemalloc.stop()
     assert str(file) in str(caught.value)
     assert peak < 3 * file.stat().st_size + 2_000_000
+
+
+def test_tokens_that_are_no_list_are_for_the_tokenizer_to_name(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32("tokenizer.ggml.tokens", 5)
+        writer.add_array("tokenizer.ggml.token_type", [3, 3])
+        writer.add_string("tokenizer.ggml.model", "gpt2")
+
+    file = write(random_model("llama"), "llama", tmp_path / "model.gguf", edit)
+    assert check_model(file).eos_token_ids == ()
+    with pytest.raises(GraphdecodeError, match=r"tokenizer\.ggml\.tokens must be a list of str, got 5"):
+        load_tokenizer(file)
+
+
+def test_a_pattern_of_no_layers_is_named(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32("gemma2.attention.sliding_window_pattern", 0)
+
+    file = write(random_model("gemma2"), "gemma2", tmp_path / "model.gguf", edit)
+    assert "gemma2.attention.sliding_window_pattern must be an integer >= 1, got 0" in refusal(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("blk.0.ffn_down_exps.weight", (4, 64 * 96), "should have 3 dimensions"),
+        ("blk.0.ffn_gate_exps.bias", (4 * 96,), "should have 2 dimensions"),
+        ("blk.0.ffn_up_exps.weight", (4, 64, 96), r"has the shape \[4, 64, 96\], and its gate \[4, 96, 64\]"),
+    ],
+)
+def test_experts_that_cannot_be_taken_apart_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, shape: tuple[int, ...], said: str
+) -> None:
+    add = gguf.GGUFWriter.add_tensor
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda writer, each, tensor: add(writer, each, tensor.reshape(shape) if each == name else tensor),
+    )
+    file = write(random_model("gpt-oss"), "gpt-oss", tmp_path / "model.gguf")
+    found = refusal(file)
+    assert re.search(said, found)
+
+
+def test_numbers_of_shards_that_cannot_be_are_part_of_a_name(file: Path) -> None:
+    for name in ("m-00001-of-00000.gguf", "m-00003-of-00002.gguf", "m-00000-of-00002.gguf"):
+        file = file.rename(file.with_name(name))
+        assert resolve_model_path(file.parent) == file
+        assert check_model(file).vocab_size == 259
+
+
+def test_what_is_no_file_is_no_model_and_is_not_waited_for(file: Path) -> None:
+    os.mkfifo(file.with_name("pipe.gguf"))
+    file.with_name("folder.gguf").mkdir()
+    assert resolve_model_path(file.parent) == file
 
 
 def test_tensors_that_share_bytes_are_refused(file: Path) -> None:

@@ -132,6 +132,7 @@ def test_a_layer_without_rope_has_a_table_of_no_channels() -> None:
         ({"rope_parameters": {"full_attention": YARN}}, "one object with numbers for all layers"),
         ({"rope_parameters": "yarn"}, "one object with numbers for all layers, got 'yarn'"),
         (longrope(128, long_factor=None), "'longrope' needs long_factor to be a list of numbers > 0, got None"),
+        (longrope(1), "'longrope' needs original_max_position_embeddings to be above 1, got 1"),
         (longrope(128, short_factor=[1.0, "2"]), "'longrope' needs short_factor to be a number > 0, got '2'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
     ],

@@ -56,6 +56,18 @@ def test_a_name_that_is_no_model_is_one_clear_error(name: str) -> None:
     assert repr(name) in str(caught.value)
 
 
+def test_a_name_that_is_longer_than_a_files_may_be_is_one_short_error() -> None:
+    with pytest.raises(ModelSourceError, match="is no folder") as caught:
+        resolve_model_path("long" * 1000)
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_gguf_file_that_is_not_there_is_not_asked_for_at_the_hub(tmp_path: Path) -> None:
+    for name in (tmp_path / "model.gguf", "models/model.gguf"):
+        with pytest.raises(ModelSourceError, match="model.gguf': there is no such file"):
+            resolve_model_path(name)
+
+
 @pytest.mark.parametrize("name", ["a--b/c", ".a/b.", "a/" + "b" * 120])
 def test_a_name_that_the_hub_forbids_is_one_clear_error(name: str) -> None:
     with pytest.raises(ModelSourceError, match="no name of a repository"):

@@ -1,9 +1,11 @@
 """A server's manners: who leaves frees his row, who comes too late or too much is told so, who is told to end ends."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import time
@@ -11,15 +13,16 @@ from collections.abc import Iterator
 
 import httpx2 as httpx
 import pytest
-from served import Served, serving
+from served import AT_LENGTH, Served, serving
 
 LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+HEADERS = "Host: x\r\nContent-Type: application/json\r\n"
 SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    file = ("--max-batch-size", "2", "--max-sequence-length", "256")
+    file = ("--max-batch-size", "2", "--max-sequence-length", "512")
     with serving(*file, "--config", os.environ["SERVED_CONFIG"]) as server:
         yield server
 
@@ -41,27 +44,68 @@ def answers(served: Served) -> str:
         return str(http.post("/v1/completions", json=SHORT).json()["choices"][0]["text"]).strip()
 
 
-def begin(served: Served, body: dict[str, object]) -> socket.socket:
-    """Send a request, and return its connection once the first event has come."""
+def begin(served: Served, body: dict[str, object], *, times: int = 1, window: int = 1 << 16) -> socket.socket:
+    """Send a request, or several in one piece, and return the connection once the first event has come."""
     host, port = served.address.removeprefix("http://").split(":")
-    connection = socket.create_connection((host, int(port)), timeout=30)
+    connection = socket.socket()
+    connection.settimeout(30)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    connection.connect((host, int(port)))
     content = json.dumps(body | {"stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode()
-    connection.sendall(head + content)
+    head = f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: {len(content)}\r\n\r\n".encode()
+    connection.sendall((head + content) * times)
     assert b"200 OK" in connection.recv(4096)
     return connection
 
 
 def test_who_leaves_frees_row_and_pages(served: Served) -> None:
-    for leave in (socket.socket.close, lambda connection: connection.shutdown(socket.SHUT_RDWR)):
-        connections = [begin(served, LONG | {"max_tokens": 200}) for _ in range(2)]
+    half, whole = (
+        lambda connection: connection.shutdown(socket.SHUT_WR),
+        lambda connection: connection.shutdown(socket.SHUT_RDWR),
+    )
+    for leave in (socket.socket.close, half, whole):
+        connections = [begin(served, LONG) for _ in range(2)]
         for connection in connections:
             leave(connection)
         served.until_idle()
     with served.client() as http, pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json=LONG | {"max_tokens": 200, "n": 2}, timeout=0.02)
+        http.post("/v1/completions", json=LONG | {"n": 2}, timeout=0.02)
     served.until_idle()
     assert answers(served) == "42"
+
+
+def test_who_takes_nothing_is_let_go(served: Served) -> None:
+    wordy = LONG | {"logprobs": 20, "return_token_ids": True, "prompt": "1" * 200, "n": 4}  # 1.5 MB each
+    descriptors = served.descriptors
+    with begin(served, wordy, times=20, window=4096) as connection:
+        assert served.descriptors > descriptors
+        end = time.monotonic() + 20
+        while served.descriptors > descriptors:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        served.until_idle()
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(1 << 16):
+                received += piece
+        assert received.count(b"[DONE]") < 20
+    assert answers(served) == "42"
+
+
+def test_requests_in_one_piece_are_answered_in_their_order(served: Served) -> None:
+    host, port = served.address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        requests = []
+        for a in range(1, 5):
+            content = json.dumps(SHORT | {"prompt": f"{a}0+{a}0="}).encode()
+            head = f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: {len(content)}\r\n\r\n"
+            requests.append(head.encode() + content)
+        connection.sendall(b"".join(requests) + b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+    assert [text.strip() for text in re.findall(r'"text":"([^"]*)"', received.decode())] == ["20", "40", "60", "80"]
+    assert received.count(b"200 OK") == 5
 
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None:
@@ -78,7 +122,7 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
         assert http.post("/v1/completions", json=SHORT | {"prompt": "1" * 30_000}).status_code == 413
     host, port = served.address.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\n{HEADERS}Content-Length: 100\r\n\r\n{{".encode())
         assert b"408" in connection.recv(4096)
     with socket.create_connection((host, int(port)), timeout=10) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHo")  # and never ends its headers
@@ -115,14 +159,6 @@ def test_origins_are_let_in_by_name_alone(served: Served) -> None:
 
 def test_connections_that_come_and_go_leave_nothing(served: Served) -> None:
     host, port = served.address.removeprefix("http://").split(":")
-    pid = served.process.pid
-
-    def descriptors() -> int:
-        return len(os.listdir(f"/proc/{pid}/fd"))
-
-    def resident() -> int:
-        with open(f"/proc/{pid}/statm") as statm:
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def storm(count: int) -> None:
         draw = random.Random(count)
@@ -133,13 +169,13 @@ def test_connections_that_come_and_go_leave_nothing(served: Served) -> None:
 
     storm(300)
     time.sleep(1.5)
-    before, memory = descriptors(), resident()
-    storm(1000)
+    before, memory = served.descriptors, served.resident_bytes
+    storm(10_000 if AT_LENGTH else 1000)
     end = time.monotonic() + 10
-    while descriptors() > before and time.monotonic() < end:
+    while served.descriptors > before and time.monotonic() < end:
         time.sleep(0.1)
-    assert descriptors() <= before
-    assert resident() - memory < 8 << 20
+    assert served.descriptors <= before
+    assert served.resident_bytes - memory < 8 << 20
     assert answers(served) == "42"
 
 

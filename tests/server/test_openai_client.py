@@ -21,8 +21,10 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--api-key", KEY, "--max-batch-size", "8", "--max-sequence-length", "256") as server:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("server") / "server.toml"
+    file.write_text(f'[server]\napi_keys = ["{KEY}"]\ntrust_request_chat_template = true\n')
+    with serving("--config", str(file), "--max-batch-size", "8", "--max-sequence-length", "256") as server:
         yield server
 
 
@@ -275,7 +277,7 @@ def test_the_dashboard_asks_for_what_there_is(served: Served) -> None:
 def test_a_body_that_is_no_json_is_refused(served: Served) -> None:
     with served.client(headers={"Authorization": f"Bearer {KEY}"}) as http:
         for body in (b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, json.dumps({"prompt": None}).encode()):
-            refused = http.post("/v1/completions", content=body)
+            refused = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
             assert refused.status_code == 400, body[:20]
             assert refused.json()["error"]["type"] == "invalid_request_error"
         assert http.get("/nowhere").json()["error"]["type"] == "not_found_error"

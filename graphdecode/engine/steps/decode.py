@@ -21,6 +21,7 @@ from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,
+    FLAG_TOKEN_MASK,
     PROMPT_BIT,
     LogprobOutputs,
     SamplingSlots,
@@ -168,6 +169,15 @@ class DecodeStep:
         for row, owned in enumerate(pages):
             fill_page_row(table[row], owned, self._trash_page)
         self.buffers.upload(_PAGES, len(pages))
+
+    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
+        """Write the masks of rows that have them, in the slot of `allowed_token_ids`."""
+        block = _block_of(FLAG_TOKEN_MASK)
+        staged = self.buffers.staging(block)["token_mask"]
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                staged[row] = mask
+        self.buffers.upload(block, len(masks))
 
     def rewind(self, step_index: int) -> None:
         """Go on counting steps from here."""

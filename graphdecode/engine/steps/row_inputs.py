@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -98,6 +98,7 @@ class RowSampling:
         max_length: int,
         vocab_size: int,
         bad_words: Sequence[Sequence[int]] = (),
+        constrained: np.ndarray | None = None,
     ) -> RowSampling:
         """Return what a request's parameters mean for its row.
 
@@ -109,7 +110,11 @@ class RowSampling:
             max_length: tokens that prompt and answer may have together.
             vocab_size: token ids are below it.
             bad_words: sequences of tokens, of BAD_WORD_LENGTH at most.
+            constrained: words of a token mask whose owner changes them between steps, in place of the parameters'
+                allowed tokens.
         """
+        if params.allowed_token_ids is not None:
+            constrained = token_mask(params.allowed_token_ids, vocab_size)
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
             # below, a division by it leaves the range of float32: what is left is the most likely token
@@ -127,7 +132,7 @@ class RowSampling:
             min_position=min(prompt_length + params.min_tokens, max_length) if params.min_tokens else 0,
             last_position=max_length - 1,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            token_mask=None if params.allowed_token_ids is None else token_mask(params.allowed_token_ids, vocab_size),
+            token_mask=constrained,
             bad_words=tuple((-1,) * (BAD_WORD_LENGTH - len(word)) + tuple(word) for word in bad_words),
         )
 
@@ -137,7 +142,7 @@ class RowSampling:
         return bool(self.sampling_flags & FLAG_PENALTIES)
 
 
-def token_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
+def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
     """Return the words of a token mask, int32 [ceil(vocab_size / 32)]: bit i of word w is set for token 32 w + i.
 
     Args:
@@ -145,7 +150,7 @@ def token_mask(allowed: Sequence[int], vocab_size: int) -> np.ndarray:
         vocab_size: they are below it.
     """
     bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=bool)
-    bits[np.asarray(allowed, dtype=np.int64)] = True
+    bits[np.fromiter(allowed, np.int64, len(allowed))] = True
     return np.packbits(bits, bitorder="little").view("<i4")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from graphdecode.buffers import Batch, StepBuffers
@@ -88,6 +89,9 @@ class Step(Protocol):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the rows' pages alone; for when the rows are the same but own more pages."""
+
+    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
+        """Write the token masks of the staged rows alone, for when these have changed; None: the row has none."""
 
     def rewind(self, step_index: int) -> None:
         """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""

@@ -39,15 +39,10 @@ def qwen2_moe(metadata: Metadata) -> dict[str, Any]:
     return qwen3_moe(metadata) | {"norm_topk_prob": False} | shared
 
 
-def gemma(metadata: Metadata) -> dict[str, Any]:
-    """Return the activation."""
-    return {"hidden_activation": "gelu_pytorch_tanh"}
-
-
 def gemma2(metadata: Metadata) -> dict[str, Any]:
     """Return windows in every other layer, and the caps of the logits."""
     return {
-        **gemma(metadata),
+        "hidden_activation": "gelu_pytorch_tanh",
         **_windows(metadata, period=2),
         "query_pre_attn_scalar": _gemma_query_scalar(metadata),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
@@ -58,7 +53,7 @@ def gemma2(metadata: Metadata) -> dict[str, Any]:
 def gemma3(metadata: Metadata) -> dict[str, Any]:
     """Return windows in five layers of six, which have a rope of their own."""
     return {
-        **gemma(metadata),
+        "hidden_activation": "gelu_pytorch_tanh",
         **_windows(metadata, period=6),
         "query_pre_attn_scalar": _gemma_query_scalar(metadata),
         "attn_logit_softcapping": None,
@@ -111,7 +106,7 @@ def _windows(metadata: Metadata, period: int) -> dict[str, Any]:
     layers = metadata.count("block_count")
     stated = metadata.layers("attention.sliding_window_pattern")
     if not stated:
-        period = metadata.number("attention.sliding_window_pattern", period)
+        period = metadata.count("attention.sliding_window_pattern", period)
         stated = [(layer + 1) % period != 0 for layer in range(layers)]
     return {
         "sliding_window": metadata.number("attention.sliding_window"),

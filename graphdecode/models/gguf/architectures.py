@@ -60,6 +60,7 @@ class Architecture:
                 f"{metadata.architecture}.attention.value_length must be {head_dim} like the keys'"
             )
         _check_counts(metadata, stored)
+        _check_experts(stored)
         return {
             "architectures": [f"{self.name}ForCausalLM"],
             "vocab_size": stored["token_embd.weight"].shape[0],
@@ -148,6 +149,25 @@ def _check_counts(metadata: Metadata, stored: Mapping[str, GgufTensor]) -> None:
             raise UnsupportedModelError(f"{metadata.architecture}.{name} is {stated}, and the tensors are of {there}")
 
 
+def _check_experts(stored: Mapping[str, GgufTensor]) -> None:
+    """Refuse stacks of experts that cannot be taken apart.
+
+    Raises:
+        UnsupportedModelError: one has not an axis of experts before those of a weight or a bias, or two that are one
+            product in transformers are not alike.
+    """
+    for name, tensor in stored.items():
+        place, _, kind = name.rpartition(".")
+        if not place.endswith("_exps"):
+            continue
+        dims = 3 if kind == "weight" else 2
+        if len(tensor.shape) != dims:
+            raise UnsupportedModelError(f"{name} has the shape {list(tensor.shape)}, and should have {dims} dimensions")
+        gate = stored.get(name.replace("ffn_up_exps", "ffn_gate_exps"), tensor)
+        if gate.shape != tensor.shape:
+            raise UnsupportedModelError(f"{name} has the shape {list(tensor.shape)}, and its gate {list(gate.shape)}")
+
+
 def _dtype(stored: Mapping[str, GgufTensor]) -> str:
     """Return what to compute in where nobody says: float32 for a file of nothing else, else what holds any range."""
     kinds = {tensor.block.name for tensor in stored.values() if len(tensor.shape) > 1}
@@ -203,7 +223,6 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "qwen2moe": Architecture("Qwen2Moe", _ATTENTION | _NORMS_BEFORE | _EXPERTS | _SHARED_EXPERT, more=more.qwen2_moe),
     "qwen3": Architecture("Qwen3", _DENSE | _QK_NORMS),
     "qwen3moe": Architecture("Qwen3Moe", _ATTENTION | _QK_NORMS | _NORMS_BEFORE | _EXPERTS, more=more.qwen3_moe),
-    "gemma": Architecture("Gemma", _DENSE, norm_shift=-1.0, more=more.gemma),
     "gemma2": Architecture("Gemma2", _ATTENTION | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma2),
     "gemma3": Architecture("Gemma3", _ATTENTION | _QK_NORMS | _NORMS_AROUND | _MLP, norm_shift=-1.0, more=more.gemma3),
     "phi3": Architecture("Phi3", _FUSED | _NORMS_BEFORE | _FUSED_MLP, more=more.phi3),
@@ -228,12 +247,13 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     Raises:
         UnsupportedModelError: it is not known; the message lists those that are.
     """
-    name = fields.get("general.architecture")
-    if name == "llama" and fields.get("llama.expert_count"):
+    metadata = Metadata(fields)
+    name = metadata.architecture
+    if name == "llama" and metadata.number("expert_count", 0):
         name = "mixtral"
-    if name == "olmo2" and fields.get("olmo2.attention.sliding_window"):
+    if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"
-    found = _ARCHITECTURES.get(name) if isinstance(name, str) else None
+    found = _ARCHITECTURES.get(name)
     if found is None:
         known = ", ".join(_ARCHITECTURES)
         raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")

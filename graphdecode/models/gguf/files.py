@@ -15,7 +15,7 @@ def models_among(names: Iterable[str]) -> list[str]:
     """Return the names of GGUF files, of those that are shards of one model the first alone."""
     found = []
     for name in sorted(name for name in names if name.endswith(SUFFIX) and not name.startswith(_NO_MODEL)):
-        shard = _SHARD.fullmatch(name)
+        shard = _shard(name)
         if shard is None or int(shard["number"]) == 1:
             found.append(name)
     return found
@@ -28,7 +28,7 @@ def of_quantization(names: Iterable[str], wanted: str) -> list[str]:
 
 def shards_of(name: str) -> list[str]:
     """Return the names of all shards of a model, given that of one; of a model in one file, that file."""
-    shard = _SHARD.fullmatch(name)
+    shard = _shard(name)
     if shard is None:
         return [name]
     count = int(shard["count"])
@@ -36,6 +36,15 @@ def shards_of(name: str) -> list[str]:
 
 
 def models_in(folder: Path) -> list[str]:
-    """Return the models in GGUF that a folder holds; none where it holds safetensors, which are a model with them."""
-    names = [path.name for path in folder.iterdir()]
+    """Return the models in GGUF that a folder holds; none where it holds safetensors, which are a model with them.
+
+    What is there and is no file is none: a pipe would be waited for without end.
+    """
+    names = [path.name for path in folder.iterdir() if path.is_file() or not path.exists()]
     return [] if any(".safetensors" in name for name in names) else models_among(names)
+
+
+def _shard(name: str) -> re.Match[str] | None:
+    """Return what a name says of a shard; None: it is a model by itself, whose name may hold other numbers."""
+    found = _SHARD.fullmatch(name)
+    return found if found and 1 <= int(found["number"]) <= int(found["count"]) else None

@@ -1,0 +1,40 @@
+"""What holds an answer to a form, token by token: the engine asks it, and knows nothing of texts or grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from graphdecode.errors import GraphdecodeError
+
+
+class ConstraintError(GraphdecodeError):
+    """A form that cannot be kept any further, or not be read at all."""
+
+
+class Constraint(Protocol):
+    """The state of one answer; whoever makes it knows what the tokens spell."""
+
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """Write which tokens may come next, one bit a token.
+
+        Args:
+            words: int32 [ceil(vocab / 32)]; bit i of word w is for token 32 w + i.
+            stop_ids: tokens that end the answer, and may come wherever it may end.
+
+        Raises:
+            ConstraintError: finding that out takes more than it may.
+        """
+
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came; return whether nothing can follow it.
+
+        Raises:
+            ConstraintError: it is not one of those that `fill` wrote.
+        """
+
+
+# makes a constraint of the text of a grammar; raises ConstraintError
+Constrain: TypeAlias = Callable[[str], Constraint]

@@ -1,0 +1,207 @@
+"""From the form that an answer must have to the tokens that may come next, by llguidance."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT = 64  # grammars that stay compiled: clients ask for the same few again and again
+_MAX_GRAMMAR_LENGTH = 1 << 20  # characters
+
+
+def is_available() -> bool:
+    """Return whether llguidance is installed."""
+    return find_spec("llguidance") is not None
+
+
+class Grammars:
+    """Reads forms, and makes constraints of them, for one vocabulary; any thread may use it.
+
+    Args:
+        tokenizer: a `tokenizers.Tokenizer`, or what its `to_str` gives.
+        vocab_size: of the model.
+        eos_token_ids: of the model.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._good: OrderedDict[str, None] = OrderedDict()  # that were looked at, and can be kept
+        self._books = threading.Lock()  # of the three above
+
+    def load(self) -> LLTokenizer:
+        """Return the vocabulary, read at the first call; large ones take a second.
+
+        Raises:
+            ArgumentError: llguidance is not installed, or cannot read this tokenizer.
+        """
+        if not is_available():
+            raise ArgumentError("structured_outputs: needs llguidance: pip install 'graphdecode[structured]'")
+        from llguidance import LLTokenizer
+
+        with self._books:
+            if self._vocabulary is None:
+                source = self._source if isinstance(self._source, str) else self._source.to_str()
+                try:
+                    self._vocabulary = LLTokenizer(
+                        source, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+                    )
+                except ValueError as error:
+                    raise ArgumentError(f"structured_outputs: this tokenizer cannot be used: {error}") from error
+            return self._vocabulary
+
+    def grammar(self, params: StructuredOutputsParams) -> str:
+        """Return the text of the grammar for a form, which `constraint` takes.
+
+        Raises:
+            ArgumentError: it cannot be kept; the message names the keyword or the place.
+        """
+        vocabulary = self.load()
+        from llguidance import LLMatcher, grammar_from
+
+        form = params.form
+        try:
+            if form in ("json", "json_object"):
+                grammar = LLMatcher.grammar_from_json_schema(_schema_text(params), overrides=_json_options(params))
+            elif form == "regex":
+                grammar = LLMatcher.grammar_from_regex(str(params.regex))
+            elif form == "choice":
+                grammar = grammar_from("choice", json.dumps(list(params.choice or ())))
+            else:
+                grammar = grammar_from("grammar", str(params.grammar))
+        except ValueError as error:
+            raise ArgumentError(f"structured_outputs: {form} cannot be read: {error}") from error
+        if len(grammar) > _MAX_GRAMMAR_LENGTH:
+            raise ArgumentError(
+                f"structured_outputs: {form} must have at most {_MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
+            )
+        with self._books:
+            is_known = grammar in self._good or grammar in self._compiled
+        if not is_known:
+            is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+            if is_wrong:
+                raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
+            self._keep(self._good, grammar, None)
+        return grammar
+
+    def constraint(self, grammar: str) -> TokenGrammar:
+        """Return what holds one answer to a grammar.
+
+        Args:
+            grammar: what `grammar` gave.
+
+        Raises:
+            ConstraintError: it cannot be read.
+        """
+        try:
+            vocabulary = self.load()
+        except ArgumentError as error:
+            raise ConstraintError(str(error)) from error
+        with self._books:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+        if compiled is None:
+            compiled = _compile(vocabulary, grammar)
+            self._keep(self._compiled, grammar, compiled)
+        return TokenGrammar(compiled.deep_copy(), vocabulary.vocab_size)
+
+    def _keep(self, kept: OrderedDict[str, Any], grammar: str, value: Any) -> None:
+        with self._books:
+            kept[grammar] = value
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
+
+
+def _compile(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
+    from llguidance import LLMatcher, LLParserLimits
+
+    # an error goes to the owner of the answer, and to the log: without the text and the state of the grammar
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise ConstraintError(f"the grammar cannot be read: {matcher.get_error()}")
+    matcher.compute_bitmask()  # the first one takes longest, and its copies have it
+    return matcher
+
+
+class TokenGrammar:
+    """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
+
+    Args:
+        matcher: at the beginning of the answer.
+        vocab_size: of the vocabulary that it was made for.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """Write which tokens may come next; see `Constraint.fill`."""
+        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        self._check()
+        count = min(len(words), len(self._words))  # a tokenizer may know more tokens than the model, or fewer
+        words[:count] = self._words[:count]
+        words[count:] = 0
+        if (
+            self._matcher.is_accepting()
+        ):  # the end-of-sequence tokens are allowed then, but not those of a chat template
+            bits = words.view(np.uint32)
+            for token in stop_ids:
+                bits[token // 32] |= np.uint32(1 << token % 32)
+
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came; see `Constraint.accept`."""
+        self._matcher.consume_token(token_id)
+        self._check()
+        return self._matcher.is_stopped()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ConstraintError(f"its grammar cannot be followed further: {self._matcher.get_error()}")
+
+
+def _schema_text(params: StructuredOutputsParams) -> str:
+    schema = {"type": "object"} if params.json is None else params.schema
+    if params.disable_additional_properties:
+        schema = _closed(schema)
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _closed(schema: Any) -> Any:
+    """Return a schema whose objects have no properties but those that it speaks of."""
+    if isinstance(schema, list):
+        return [_closed(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(value) for name, value in schema.items()}
+    if isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+def _json_options(params: StructuredOutputsParams) -> Any:
+    """Return the options of llguidance's JSON; those that a schema states in `x-guidance` do not count."""
+    return {
+        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_pattern": params.whitespace_pattern,
+        "lenient": False,
+        "coerce_one_of": False,
+    }

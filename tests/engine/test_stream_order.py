@@ -1,0 +1,278 @@
+"""The Runner, its rings and the engine's loop on a device that runs late: the tokens are those of an eager engine.
+
+More orders than these are tried by `GRAPHDECODE_LAZY_SEEDS=200 pytest tests/engine/test_stream_order.py -k queued`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import textwrap
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from lazy_stream import LazyStreams, installed, lazy_runner
+
+from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
+from graphdecode.buffers import _StagingBlock
+from graphdecode.config import EngineConfig
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.loop import EngineLoop
+from graphdecode.engine.prefill import Prefill
+from graphdecode.engine.runner import Runner
+from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.graphs import capture
+from graphdecode.graphs.capture import CudaCapture
+from graphdecode.models import Model, load_model
+
+SEEDS = 8
+SEEDS_FOR_A_FAULT = 25
+MOST_ROUNDS, MOST_ABORTS = 250, 3
+REQUESTS_OF_A_RUN = 9
+REQUESTS = 24
+ROWS, LENGTH, PAGE = 4, 48, 4
+PAGES = 13  # of 48 for four full rows: some have to give way
+BUCKETS = (1, 2, ROWS)
+ARRIVAL_SHARE, ABORT_SHARE, REFUSAL_SHARE = 0.4, 0.06, 0.4
+SHARED = list(b"rev oceanic=")
+
+Answer = tuple[list[int], list[float]]
+
+
+def made_requests() -> list[Request]:
+    chosen, requests = random.Random(0), []
+    for number in range(REQUESTS):
+        prompt = SHARED[: chosen.choice([0, 0, 8])] + [chosen.randrange(97, 123) for _ in range(chosen.randint(1, 9))]
+        options: dict = {"temperature": chosen.choice([0.0, 1.5]), "seed": number}
+        if number % 3 == 0:
+            options |= {"repetition_penalty": 1.4, "frequency_penalty": 0.5}
+        if number % 4 == 0:
+            options |= {"logprobs": 3}
+        if number % 5 == 0:
+            options |= {"logit_bias": {101: 4.0, 110: 4.0}}
+        if number % 7 == 0:
+            options |= {"stop_token_ids": [101, 111, 116]}
+        requests.append(Request(prompt, SamplingParams(max_tokens=chosen.randint(1, 20), ignore_eos=True, **options)))
+    return requests
+
+
+REQUESTED = made_requests()
+
+
+def settings(chosen: random.Random) -> EngineConfig:
+    buckets = BucketConfig(
+        max_batch_size=ROWS,
+        max_sequence_length=LENGTH,
+        page_size=PAGE,
+        total_num_pages=chosen.choice([PAGES, 4 * LENGTH // PAGE]),
+        batch_sizes=BUCKETS,
+        capture_when=chosen.choice(["startup", "first-use", "first-use"]),
+        steps_per_launch=chosen.choice([1, 1, 3]),
+        max_logprobs=4,
+    )
+    tokens = chosen.choice([8, 64])
+    return EngineConfig(buckets, max_prefill_tokens=tokens, prefix_cache=chosen.random() < 0.5, batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("demo", device="cpu", dtype="float32", batch_invariant=True)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Model) -> list[Answer]:
+    """What each request is answered with on a CPU, where nothing is under way while the host goes on."""
+    buckets = BucketConfig(max_batch_size=ROWS, max_sequence_length=LENGTH, page_size=PAGE, max_logprobs=4)
+    engine = Engine(make_runner(model, EngineConfig(buckets, batch_invariant=True)))
+    engine.graphs.capture(progress=False)
+    names = {engine.add(request): number for number, request in enumerate(REQUESTED)}
+    answers: list[Answer] = [([], []) for _ in REQUESTED]
+    while engine.has_work:
+        for event in engine.step():
+            take(answers[names[event.request_id]], event)
+    engine.close()
+    return answers
+
+
+def take(answer: Answer, event: Event) -> None:
+    assert event.error is None, event.error
+    answer[0].extend(event.token_ids)
+    answer[1].extend(entry.sampled for entry in event.logprobs or ())
+
+
+class Visit:
+    """An engine on a lazy device, its callers, and what they were told.
+
+    Args:
+        engine: ready to serve.
+        expected: what each request is to be answered with.
+        chosen: who comes and goes, and when.
+    """
+
+    def __init__(self, engine: Engine, expected: list[Answer], chosen: random.Random) -> None:
+        self.engine, self.expected, self.chosen = engine, expected, chosen
+        self.to_come = chosen.sample(range(REQUESTS), REQUESTS_OF_A_RUN)
+        self.number_of: dict[int, int] = {}
+        self.told: dict[int, Answer] = {}
+        self.failed_steps = self.aborted = 0
+
+    def enter(self) -> None:
+        number = self.to_come.pop()
+        name = self.engine.add(REQUESTED[number])
+        self.number_of[name], self.told[name] = number, ([], [])
+
+    def leave(self) -> None:
+        """Abort a request; what it was told is the beginning of what it would have been."""
+        name = self.chosen.choice(sorted(self.told))
+        self.aborted += 1
+        self.engine.abort(name)
+        tokens, _ = self.told.pop(name)
+        assert tokens == self.expected[self.number_of[name]][0][: len(tokens)], f"request {self.number_of[name]}"
+
+    def step(self) -> None:
+        """Take a round's events; whose request is given up comes again."""
+        try:
+            events = self.engine.step()
+        except RuntimeError as error:
+            if str(error) != "the device refuses this launch":
+                raise
+            self.failed_steps += 1
+            return
+        for event in events:
+            if event.finish_reason == "error":
+                assert self.failed_steps, event.error
+                self.to_come.append(self.number_of[event.request_id])
+                del self.told[event.request_id]
+                continue
+            take(self.told[event.request_id], event)
+            if event.finish_reason is not None:
+                number = self.number_of[event.request_id]
+                assert self.told.pop(event.request_id) == self.expected[number], f"request {number}"
+
+    def run(self) -> None:
+        for _ in range(MOST_ROUNDS):
+            while self.to_come and self.chosen.random() < ARRIVAL_SHARE:
+                self.enter()
+            self.step()
+            if self.told and self.aborted < MOST_ABORTS and self.chosen.random() < ABORT_SHARE:
+                self.leave()
+            if not self.to_come and not self.engine.has_work:
+                break
+        assert not self.to_come
+        assert not self.told
+
+
+def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
+    """Serve requests that come and go as a seed says, and compare every answer; then close in the middle of a step."""
+    chosen = random.Random(seed)
+    with (
+        installed(seed, has_while_nodes=chosen.random() < 0.5) as streams,
+        lazy_runner(streams, model, settings(chosen)) as runner,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "bucket . stays eager:")
+        engine = Engine(runner)
+        engine.graphs.capture(progress=False)
+        if chosen.random() < REFUSAL_SHARE:
+            streams.refused_bucket = chosen.choice(BUCKETS)
+        if chosen.random() < REFUSAL_SHARE:
+            streams.refused_launch = chosen.randint(1, 20)
+        Visit(engine, expected, chosen).run()
+        streams.refused_launch = None
+        engine.add(REQUESTED[0])
+        engine.step()
+        engine.close()
+        return streams
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("GRAPHDECODE_LAZY_SEEDS", SEEDS))))
+def test_whenever_the_device_runs_what_is_queued_the_tokens_are_the_same(
+    model: Model, expected: list[Answer], seed: int
+) -> None:
+    assert serve(model, expected, seed).ran > 100
+
+
+def test_on_the_device_a_launch_is_read_while_the_next_one_runs(model: Model) -> None:
+    with installed(0) as streams, lazy_runner(streams, model, settings(random.Random(0))) as runner:
+        assert Engine(runner).lookahead == 1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line of the production code as it is, and as somebody might have written it.
+
+    Attributes:
+        owner: the class or module.
+        name: of its function.
+        line: a part of its source that is there once.
+        wrong: what to put there.
+    """
+
+    owner: Any
+    name: str
+    line: str
+    wrong: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.line} -> {self.wrong}"
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        found = inspect.getattr_static(self.owner, self.name)
+        function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.line) == 1, f"{self.name} was rewritten: plant this fault anew"
+        made: dict[str, Any] = {}
+        code = "from __future__ import annotations\n" + source.replace(self.line, self.wrong)
+        exec(code, function.__globals__, made)
+        patch.setattr(self.owner, self.name, made[self.name])
+
+
+FAULTS = [
+    # the engine's loop
+    Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
+    Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
+    Fault(EngineLoop, "_reserve_pages", "reserve(under_way + num_steps)", "reserve(num_steps)"),
+    Fault(EngineLoop, "_launch", "elif pages_changed:", "elif False:"),
+    Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
+    Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
+    # the Runner
+    Fault(Runner, "read", "launch.done.synchronize()", "pass"),
+    Fault(Runner, "launch", "done.record()", "pass"),
+    Fault(Runner, "launch", "self.step.rewind(first)", "pass"),
+    Fault(Runner, "close", "torch.cuda.synchronize(self.model.device)", "pass"),
+    # staging
+    Fault(_StagingBlock, "wait", "self._copied.synchronize()", "pass"),
+    Fault(_StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
+    Fault(_StagingBlock, "upload", "self._copied.record(", "str("),
+    Fault(Prefill, "run", "self._buffers.staging(_CHUNKS)", "self._buffers._blocks[_CHUNKS].arrays"),
+    # the rings
+    Fault(StepSetting, "ring_length", "max(2 * steps, steps + self.config.warmup_steps + 2)", "steps"),
+    Fault(StepSetting, "ring_length", "steps + self.config.warmup_steps + 2", "0"),
+    Fault(DecodeStep, "_end_launch", "self._copy_rings(batch)", "pass"),
+    # captures at a first use
+    Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
+    Fault(CudaCapture, "on_stream", "self.stream.wait_stream(outer)", "pass"),
+    Fault(CudaCapture, "on_stream", "outer.wait_stream(self.stream)", "pass"),
+]
+
+
+def first_wrong(model: Model, expected: list[Answer]) -> Exception | None:
+    for seed in range(SEEDS_FOR_A_FAULT):
+        try:
+            serve(model, expected, seed)
+        except Exception as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
+def test_a_planted_fault_is_found(
+    model: Model, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, fault: Fault
+) -> None:
+    fault.plant(monkeypatch)
+    found = first_wrong(model, expected)
+    assert found is not None, f"{SEEDS_FOR_A_FAULT} seeds gave the right tokens all the same"
+    assert not isinstance(found, (NameError, AttributeError, TypeError)), "no fault, but nonsense"

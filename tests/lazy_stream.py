@@ -1,0 +1,459 @@
+"""A GPU's streams on a CPU, as lazy as they may be: what is queued runs late, in any legal order that a seed picks.
+
+Between `installed()` and its end a device "cuda:0" seems to be there. Its tensors have their memory on the CPU. Copies,
+fills, prompts and steps are queued on streams; the host goes on at once, as it does in front of a GPU, and what is
+queued runs when an event or a synchronisation asks for it, or earlier where the seed says so. What the driver promises
+is kept and nothing more: a stream runs in order, two streams in any order that their events allow, a copy from or to
+pinned memory touches that memory when it runs, memory that was freed belongs to others as soon as the stream that it
+was allocated on comes by. Host code that counts on more reads or writes the wrong tokens.
+
+An operation of the tests' is a whole step or a whole prompt, and runs the CPU's operators. What the production code
+does with tensors of the device beside these (views, `fill_`, `copy_`, `clone`, reading) is known by name; anything else
+is refused, so that nothing runs at once by mistake.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from weakref import finalize
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from graphdecode.buffers import Batch
+from graphdecode.config import EngineConfig
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.runner import Runner
+from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.graphs import cuda_loop, cuda_nodes
+from graphdecode.graphs.capture import CudaStepGraph
+from graphdecode.graphs.loop import LoopControl, StepLoop
+from graphdecode.models import Model
+
+DEVICE = torch.device("cuda", 0)
+GARBAGE = 0x55  # in memory that belongs to somebody else now
+_WORD_BYTES = 8
+_FREE_BYTES = 1 << 30
+_EAGERNESS = (0.0, 0.2, 0.8)  # how likely something runs that nobody has waited for yet
+_PREFERENCES = (0.1, 0.9)  # how likely the first stream goes on where another one could
+_FACTORIES = {torch.zeros, torch.empty, torch.full, torch.ones}
+_READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.cpu}
+_LOOKS = {
+    Tensor.data_ptr,
+    Tensor.untyped_storage,
+    Tensor.size,
+    Tensor.stride,
+    Tensor.numel,
+    Tensor.dim,
+    Tensor.is_contiguous,
+    Tensor.element_size,
+    Tensor.storage_offset,
+}
+
+
+class Mark:
+    """A place in a stream, which an event stands for."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+
+@dataclass
+class Wait:
+    """A stream goes no further before another one has come to a mark."""
+
+    mark: Mark
+
+
+Work = Callable[[], None]
+
+
+class Stream:
+    """Stands for `torch.cuda.Stream`: operations that wait for their turn."""
+
+    cuda_stream = 0
+
+    def __init__(self) -> None:
+        self.queue: deque[Work | Mark | Wait] = deque()
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.queue) and not (isinstance(self.queue[0], Wait) and not self.queue[0].mark.is_reached)
+
+    def mark(self) -> Mark:
+        mark = Mark()
+        self.queue.append(mark)
+        return mark
+
+    def wait_stream(self, other: Stream) -> None:
+        self.queue.append(Wait(other.mark()))
+
+
+@dataclass
+class Memory:
+    """What a tensor of the device, or a pinned one, lies in.
+
+    Attributes:
+        raw: the bytes, which outlive the tensors that production code holds.
+        is_pinned: memory of the host.
+        stream: on which it was allocated.
+    """
+
+    raw: Tensor
+    is_pinned: bool
+    stream: Stream
+
+
+def memory_of(tensor: Tensor) -> Memory | None:
+    """Return where a tensor of the device, or a pinned one, lies; None for any other."""
+    return getattr(tensor.untyped_storage(), "memory", None)
+
+
+def _as_operations_know(value: Any) -> Any:
+    """Return the place of a tensor as an operation knows it: by its address, whoever it belongs to by then."""
+    memory = memory_of(value) if isinstance(value, Tensor) else None
+    if memory is None:
+        return value
+    return memory.raw.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+class Graph:
+    """Stands for `torch.cuda.CUDAGraph`: what was queued while it captured, queued again by each replay."""
+
+    def __init__(self, streams: LazyStreams) -> None:
+        self._streams = streams
+        self.works: list[Work] = []
+        self.is_there = True
+        self.under_way = 0
+        self.instantiate = lambda: None
+        self.raw_cuda_graph = lambda: 1
+
+    def capture_begin(self, **_options: object) -> None:
+        assert self._streams.capturing is None
+        self._streams.capturing = self
+
+    def capture_end(self) -> None:
+        self._streams.capturing = None
+
+    def replay(self) -> None:
+        assert self.is_there, "a graph is launched after its reset"
+        self._streams.count_launch()
+        self.under_way += 1
+        self._streams.enqueue(self.run, last=self._ended)
+
+    def run(self) -> None:
+        for work in self.works:
+            work()
+
+    def _ended(self) -> None:
+        self.under_way -= 1
+
+    def reset(self) -> None:
+        if self.under_way and not self._streams.is_over:
+            raise RuntimeError("a graph is reset, and its memory freed, while it is under way")
+        self.is_there = False
+
+
+class Event:
+    """Stands for `torch.cuda.Event`."""
+
+    def __init__(self, streams: LazyStreams) -> None:
+        self._streams = streams
+        self._mark: Mark | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        assert self._streams.capturing is None
+        self._mark = (stream or self._streams.current).mark()
+        self._streams.go_on()
+
+    def synchronize(self) -> None:
+        if self._mark is not None:
+            self._streams.run_until(self._mark)
+
+
+@dataclass
+class LazyStreams:
+    """The device: its streams, and the scheduler that runs them.
+
+    Args:
+        seed: of the order.
+
+    Attributes:
+        refused_launch: the number of a graph's launch that is refused.
+        refused_bucket: rows for which the step fails where it is made ready to be captured.
+        launches: of graphs up to now.
+        ran: operations up to now.
+        is_over: the device is gone, and what was under way with it.
+    """
+
+    seed: int
+    refused_launch: int | None = None
+    refused_bucket: int | None = None
+    capturing: Graph | None = None
+    launches: int = 0
+    ran: int = 0
+    is_over: bool = False
+    streams: list[Stream] = field(default_factory=lambda: [Stream()])
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._eagerness, self._preference = self._random.choice(_EAGERNESS), self._random.choice(_PREFERENCES)
+        self.current = self.streams[0]
+
+    def enqueue(self, work: Work, last: Work | None = None) -> None:
+        """Queue an operation on the current stream, or make it a part of the graph that is being captured."""
+        if self.capturing is not None:
+            self.capturing.works.append(work)
+            return
+        self.current.queue.append(work)
+        if last is not None:
+            self.current.queue.append(last)
+
+    def count_launch(self) -> None:
+        """Take note of a graph's launch, or refuse it."""
+        self.launches += 1
+        if self.launches == self.refused_launch:
+            raise RuntimeError("the device refuses this launch")
+
+    def go_on(self) -> None:
+        """Run some of what nobody has waited for yet, as a device does while the host is busy."""
+        while self.capturing is None and self._random.random() < self._eagerness and self._ready():
+            self._run_one()
+
+    def _ready(self) -> list[Stream]:
+        return [stream for stream in self.streams if stream.is_ready]
+
+    def _run_one(self) -> None:
+        ready = self._ready()
+        if not ready:
+            raise RuntimeError("streams wait for one another, or the host for what was never queued")
+        stream = ready[0] if self._random.random() < self._preference else self._random.choice(ready)
+        work = stream.queue.popleft()
+        if isinstance(work, Mark):
+            work.is_reached = True
+        elif not isinstance(work, Wait):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                work()
+            self.ran += 1
+
+    def run_until(self, mark: Mark) -> None:
+        """Let the host wait for a mark; others may come further meanwhile."""
+        assert self.capturing is None, "the host waits for what is only being captured"
+        while not mark.is_reached:
+            self._run_one()
+
+    def synchronize(self, *_device: object) -> None:
+        """Run all there is."""
+        assert self.capturing is None, "the host waits for what is only being captured"
+        while any(stream.queue for stream in self.streams):
+            self._run_one()
+
+    def new_stream(self, *_device: object) -> Stream:
+        self.streams.append(Stream())
+        return self.streams[-1]
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        outer, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = outer
+
+    def allocate(self, sizes: tuple[int, ...], dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
+        """Return a tensor of the device, or a pinned one; it holds zeros."""
+        tensor = torch.empty(sizes, dtype=dtype)
+        raw = torch.zeros(-(-tensor.nbytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8)
+        tensor = torch.from_numpy(raw.numpy())[: tensor.nbytes].view(dtype).view(sizes)
+        storage = tensor.untyped_storage()
+        storage.memory = memory = Memory(raw, is_pinned, self.current)
+        if not is_pinned:  # torch keeps pinned memory until the copies that it knows of have run
+            freed = finalize(storage, lambda: memory.stream.queue.append(lambda: memory.raw.fill_(GARBAGE)))
+            freed.atexit = False
+        return tensor
+
+    def copy(self, target: Tensor, source: Tensor, *, non_blocking: bool) -> None:
+        """Queue a copy; the host waits where one side is pageable memory, or where it was not told to go on."""
+        ends = [memory_of(tensor) for tensor in (target, source)]
+        both_here = all(end is not None and not end.is_pinned for end in ends)
+        self.enqueue(partial(_as_operations_know(target).copy_, _as_operations_know(source)))
+        if not both_here and (not non_blocking or None in ends):
+            self.run_until(self.current.mark())
+        self.go_on()
+
+
+class DeviceTensors(TorchFunctionMode):
+    """What production code does with tensors of the device: queued, or waited for, or refused."""
+
+    def __init__(self, streams: LazyStreams) -> None:
+        super().__init__()
+        self._streams = streams
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTORIES:
+            return self._made(func, args, kwargs)
+        involved = [memory for value in args[:2] if isinstance(value, Tensor) and (memory := memory_of(value))]
+        if func is Tensor.is_pinned:
+            return bool(involved) and involved[0].is_pinned
+        here = [memory for memory in involved if not memory.is_pinned]
+        if not here:
+            return func(*args, **kwargs)
+        return self._of_device(func, args, kwargs)
+
+    def _made(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        device, is_pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
+        on_host = device is None or torch.device(device).type == "cpu"
+        made = func(*args, **kwargs)
+        if on_host and not is_pinned:
+            return made
+        tensor = self._streams.allocate(tuple(made.shape), made.dtype, is_pinned=is_pinned)
+        return tensor.copy_(made) if func is not torch.empty else tensor
+
+    def _of_device(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        tensor = args[0]
+        if getattr(func, "__name__", "") == "__get__":
+            return DEVICE if func == Tensor.device.__get__ else func(*args, **kwargs)
+        if func is Tensor.fill_:
+            self._streams.enqueue(partial(_as_operations_know(tensor).fill_, *args[1:]))
+            self._streams.go_on()
+            return tensor
+        if func is Tensor.copy_:
+            self._streams.copy(*args, non_blocking=kwargs.get("non_blocking", False))
+            return tensor
+        if func is Tensor.clone:
+            clone = self._streams.allocate(tuple(tensor.shape), tensor.dtype, is_pinned=False)
+            self._streams.copy(clone, tensor, non_blocking=True)
+            return clone
+        if func in _READS:
+            self._streams.run_until(self._streams.current.mark())
+            return func(*args, **kwargs)
+        if func in _LOOKS:
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", str(func))
+        if name == "numpy" or (name.endswith("_") and not name.startswith("__")):
+            raise TypeError(f"{name} of a tensor on the device")
+        result = func(*args, **kwargs)
+        views = result if isinstance(result, (tuple, list)) else [result]
+        if not all(isinstance(view, Tensor) and memory_of(view) is memory_of(tensor) for view in views):
+            raise TypeError(f"{name} of a tensor on the device: only views, fill_, copy_, clone and reads are known")
+        return result
+
+
+class LazyDecodeStep(DecodeStep):
+    """The step as one operation of the device."""
+
+    def __init__(self, streams: LazyStreams, setting: StepSetting) -> None:
+        self._streams = streams
+        super().__init__(setting)
+
+    def __call__(self, batch: Batch) -> None:
+        self._streams.enqueue(partial(self._later, super().__call__, batch.size))
+        if batch.size == self._streams.refused_bucket and self._streams.current is not self._streams.streams[0]:
+            raise ValueError("not fit to be captured")
+
+    def _end_launch(self, batch: Batch) -> None:
+        self._streams.enqueue(partial(self._later, super()._end_launch, batch.size))
+
+    def _later(self, work: Callable[[Batch], None], size: int) -> None:
+        work(self.buffers.narrow(size))
+
+
+class DeviceLoop(StepLoop):
+    """Stands for a WHILE node: how many steps run is decided when they run, from the slots."""
+
+    kind = "while"
+
+    def __init__(self, streams: LazyStreams, control: LoopControl, step: Graph, epilogue: Graph) -> None:
+        self._streams, self._control, self._step, self._epilogue = streams, control, step, epilogue
+        self.reason = None
+
+    def launch(self, num_steps: int) -> int:
+        self._streams.count_launch()
+        for graph in (self._step, self._epilogue):
+            graph.under_way += 1
+        self._streams.enqueue(self._run, last=self._ended)
+        return 0
+
+    def _run(self) -> None:
+        count, goes_on = self._control.count, True
+        count.zero_()
+        while goes_on:
+            self._step.run()
+            count.add_(1)
+            goes_on = bool(count < self._control.limit) and bool(self._control.running > 0)
+        self._epilogue.run()
+
+    def _ended(self) -> None:
+        for graph in (self._step, self._epilogue):
+            graph.under_way -= 1
+
+
+@contextmanager
+def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStreams]:
+    """Let there be a device, whose order a seed picks; with WHILE nodes, or with a driver that knows none."""
+    streams = LazyStreams(seed)
+    cuda = {
+        "Stream": streams.new_stream,
+        "Event": partial(Event, streams),
+        "CUDAGraph": lambda **_options: Graph(streams),
+        "current_stream": lambda *_device: streams.current,
+        "stream": streams.on,
+        "device": lambda _device: nullcontext(),
+        "synchronize": streams.synchronize,
+        "graph_pool_handle": lambda: 1,
+        "empty_cache": lambda: None,
+        "memory_reserved": lambda *_device: 0,
+        "mem_get_info": lambda *_device: (_FREE_BYTES, _FREE_BYTES),
+        "memory_snapshot": list,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=2),
+    }
+
+    def over(loops: cuda_loop.CudaLoops, step: CudaStepGraph, epilogue: CudaStepGraph) -> StepLoop:
+        return DeviceLoop(streams, loops._control, step._graph, epilogue._graph)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch, DeviceTensors(streams):
+        for name, replacement in cuda.items():
+            patch.setattr(torch.cuda, name, replacement)
+        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
+        patch.setattr(cuda_nodes, "driver", None)
+        patch.setattr(cuda_loop, "driver", None)
+        if has_while_nodes:
+            patch.setattr(cuda_loop.CudaLoops, "over", over)
+        try:
+            yield streams
+        finally:
+            streams.is_over = True
+
+
+@contextmanager
+def lazy_runner(streams: LazyStreams, model: Model, config: EngineConfig) -> Iterator[Runner]:
+    """Give a runner that takes its model to be on the device; nothing is captured yet."""
+    prefill = model.prefill
+
+    def later(*arguments: Any) -> None:
+        """Queue a prompt. It gives nothing back: its logits are for prompts that are scored."""
+        places = [_as_operations_know(argument) for argument in arguments]
+
+        def work() -> None:
+            prefill(*places)
+
+        streams.enqueue(work)
+        streams.go_on()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "device", DEVICE)
+        patch.setattr(model, "prefill", later)
+        yield make_runner(model, config, step=partial(LazyDecodeStep, streams))

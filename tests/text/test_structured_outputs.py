@@ -1,0 +1,281 @@
+"""Answers of a form: whatever the logits say, and whoever sits beside them."""
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from graphdecode import LLM, ArgumentError, Request, RequestError, SamplingParams, StructuredOutputsParams
+from graphdecode.text import RequestOutput
+
+LAUNCHES = {"one step": {}, "five steps": {"steps_per_launch": 5}}
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM("demo", max_batch_size=8, max_sequence_length=512, **LAUNCHES[request.param]) as made:
+        yield made
+
+
+def answers(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
+    return llm.generate([f"{index}+1=" for index in range(len(params))], params, use_tqdm=False)
+
+
+def wild(seed: int, max_tokens: int = 400, **form: Any) -> SamplingParams:
+    """A form that is asked of a model whose logits are as good as random."""
+    return SamplingParams(
+        temperature=2.0, seed=seed, max_tokens=max_tokens, structured_outputs=StructuredOutputsParams(**form)
+    )
+
+
+def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
+    """A schema whose answers are short, of everything that can be kept."""
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"type": "integer", "minimum": (low := rng.randint(-999, 999)), "maximum": low + rng.randint(0, 5000)},
+        lambda: {"type": "number", "exclusiveMinimum": 0, "maximum": rng.choice([1, 2.5, 100])},
+        lambda: {"type": "integer", "minimum": 0, "maximum": 99, "multipleOf": rng.choice([2, 3, 7])},
+        lambda: {"type": "string", "minLength": rng.randint(0, 3), "maxLength": rng.randint(3, 9)},
+        lambda: {"type": "string", "pattern": rng.choice(["^[a-c]{2,5}$", "^(x|yy)z?$", r"^\d{3}-[A-Z]\w?$"])},
+        lambda: {"type": "string", "format": rng.choice(["date", "ipv4", "uuid"])},
+        lambda: {"enum": rng.sample([1, "one", None, True, 2.5, 't"\\w\n', [1, "a"], {"k": 1}], rng.randint(1, 4))},
+        lambda: {"const": rng.choice(["fixed", 0, {"a": [1]}])},
+        lambda: {"type": rng.sample(["boolean", "null"], rng.randint(1, 2))},
+    ]
+    if depth:
+        kinds += 3 * [
+            lambda: {
+                "type": "array",
+                "items": random_schema(rng, depth - 1),
+                "minItems": rng.randint(0, 2),
+                "maxItems": rng.randint(2, 3),
+            },
+            lambda: {"type": "array", "prefixItems": [random_schema(rng, depth - 1) for _ in range(2)], "items": False},
+            lambda: random_object(rng, depth),
+            lambda: {"anyOf": [random_schema(rng, depth - 1) for _ in range(2)]},
+        ]
+    return rng.choice(kinds)()
+
+
+def random_object(rng: random.Random, depth: int) -> dict[str, Any]:
+    names = rng.sample(["a", "b c", 'd"', "é", "e"], rng.randint(0, 3))
+    properties = {name: random_schema(rng, depth - 1) for name in names}
+    required = rng.sample(names, rng.randint(0, len(names)))
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def test_every_finished_answer_is_valid_whatever_the_schema_and_the_logits(llm: LLM) -> None:
+    rng = random.Random(11)
+    schemas = [random_object(rng, 2) | {"$defs": {"n": {"type": "integer"}}} for _ in range(120)]
+    for schema in schemas[::3]:
+        schema["properties"]["ref"] = {"$ref": "#/$defs/n"}
+    asked = [wild(index, json=schema, disable_any_whitespace=index % 2 == 0) for index, schema in enumerate(schemas)]
+    finished = 0
+    for schema, output in zip(schemas, answers(llm, asked), strict=True):
+        answer = output.outputs[0]
+        assert output.error is None, (schema, output.error)
+        if answer.finish_reason == "stop":
+            finished += 1
+            jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker()).validate(
+                json.loads(answer.text)
+            )
+        else:
+            assert (answer.finish_reason, len(answer.token_ids)) == ("length", 400)
+    assert finished > 100
+
+
+def test_the_mask_of_every_step_is_the_librarys_and_choices_are_what_brute_force_allows(llm: LLM) -> None:
+    choices = ["yes", "no", "yesterday", "nothing", 'ü"']
+    forms: list[dict[str, Any]] = [
+        {"choice": choices},
+        {"json": {"type": "array", "items": {"enum": [1, "ab"]}, "maxItems": 4}},
+        {"regex": "[ab]{3}(c|dd)*e"},
+    ]
+    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+    eos = list(llm.engine.rules.eos_token_ids)
+    vocabulary = LLTokenizer(llm.tokenizer.backend_tokenizer.to_str(), n_vocab=259, eos_token=eos)
+    matchers, rows = {}, []  # the requests in the order of their rows
+    for row, text in enumerate(texts):
+        params = SamplingParams(temperature=3.0, max_tokens=40, seed=5)
+        rows.append(llm.engine.add(Request([97 + row], params, grammar=text)))
+        matchers[rows[-1]] = LLMatcher(vocabulary, text)
+    of_choices, said, steps = rows[0], b"", 0
+    while llm.engine.has_work:
+        events = llm.engine.step()
+        masks = dict(zip(rows, llm.engine.runner.buffers.token_mask.numpy(), strict=False))
+        for event in events:
+            (token,) = event.token_ids
+            matcher = matchers[event.request_id]
+            assert masks[event.request_id].tobytes() == matcher.compute_bitmask()
+            if event.request_id == of_choices:
+                bits = np.unpackbits(masks[of_choices].view(np.uint8), bitorder="little")
+                assert set(np.flatnonzero(bits)) == continuations(choices, said, eos)
+                said += bytes([token] if token < 256 else [])
+            assert matcher.consume_token(token)
+            steps += 1
+            if event.finish_reason is not None:
+                rows.remove(event.request_id)
+    assert steps > 8
+    assert said.decode() in choices
+
+
+def continuations(choices: list[str], said: bytes, eos: list[int]) -> set[int]:
+    """The bytes that may follow, from the definition."""
+    spelled = [choice.encode() for choice in choices]
+    following = {word[len(said)] for word in spelled if word.startswith(said) and len(word) > len(said)}
+    return following | (set(eos) if said in spelled else set())
+
+
+def test_law_9_a_form_changes_nothing_beside_it_and_nothing_beside_it_changes_an_answer_of_a_form(llm: LLM) -> None:
+    free = [SamplingParams(temperature=1.0, seed=seed, max_tokens=20, ignore_eos=True, logprobs=1) for seed in range(4)]
+    held = [
+        wild(1, 60, json_object=True),
+        wild(2, 60, regex="(a|b){5,40}"),
+        wild(3, 60, choice=["left", "right"]),
+        wild(4, 60, json={"type": "array", "items": {"type": "integer"}, "minItems": 3}),
+    ]
+    prompts = ["417+385=", "rev oceanic=", "sort zebra=", "x"]
+
+    def texts(which: list[int], params: list[SamplingParams]) -> list[Any]:
+        return [
+            (output.outputs[0].token_ids, output.outputs[0].logprobs, output.outputs[0].finish_reason)
+            for output in llm.generate([prompts[index % 4] for index in which], params, use_tqdm=False)
+        ]
+
+    alone = [texts([index], [params])[0] for index, params in enumerate(free + held)]
+    mixed = [0, 4, 1, 5, 2, 6, 3, 7]
+    together = texts(mixed, [(free + held)[index] for index in mixed])
+    assert together == [alone[index] for index in mixed]
+
+
+def test_an_answer_that_gave_way_goes_on_where_it_was() -> None:
+    asked = [wild(seed, 60, json={"type": "array", "items": {"type": "integer"}, "minItems": 9}) for seed in range(6)]
+    with LLM("demo", max_batch_size=6, max_sequence_length=80, page_size=4) as llm:
+        expected = [output.outputs[0] for output in answers(llm, asked)]
+    with LLM("demo", max_batch_size=6, max_sequence_length=80, page_size=4, total_num_pages=40) as llm:
+        assert [output.outputs[0] for output in answers(llm, asked)] == expected
+        assert llm.num_preemptions
+
+
+def test_an_answer_ends_with_what_completes_it_and_a_cut_one_says_so(llm: LLM) -> None:
+    (output,) = answers(llm, [wild(1, 3, choice=["yes"])])
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("yes", "stop")
+    assert len(output.outputs[0].token_ids) == 3
+    (output,) = answers(llm, [wild(1, 2, choice=["yes"])])
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("ye", "length")
+    (output,) = answers(llm, [SamplingParams(ignore_eos=True, structured_outputs=StructuredOutputsParams(regex="ab?"))])
+    assert output.outputs[0].text in ("a", "ab")
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_stop_token_may_come_where_the_answer_may_end_and_nowhere_else(llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="(ab){1,90}")
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=180,
+        stop_token_ids=[258],  # as the token that ends a turn of a chat, which is no end-of-sequence token
+        logit_bias={258: 1e6},
+        structured_outputs=form,
+    )
+    (output,) = answers(llm, [params])
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("ab", 258)
+    assert output.outputs[0].token_ids == [97, 98, 258]
+
+
+def test_forms_of_each_kind(llm: LLM) -> None:
+    matched = re.compile(r"\d{2}-[a-z]{1,4}")
+    forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [
+        ({"regex": r"\d{2}-[a-z]{1,4}"}, matched.fullmatch),
+        ({"choice": ["a\nb", "ä"]}, lambda text: text in ("a\nb", "ä")),
+        ({"grammar": 'root ::= "<" [0-9] ">"'}, re.compile("<[0-9]>").fullmatch),
+        ({"grammar": 'start: "<" /[0-9]/ ">"'}, re.compile("<[0-9]>").fullmatch),
+        (
+            {
+                "json": '{"type": "object", "properties": {"b": {"enum": [1]}, "a": {"enum": [2]}}, '
+                '"required": ["b", "a"], "additionalProperties": false}',
+                "disable_any_whitespace": True,
+            },
+            lambda text: text == '{"b":1,"a":2}',
+        ),
+        (
+            {
+                "json": {"properties": {"b": {"enum": [1]}}, "type": "object", "required": ["b"]},
+                "disable_additional_properties": True,
+                "whitespace_pattern": " ",
+            },
+            re.compile('{ ?"b" ?: ?1 ?}').fullmatch,
+        ),
+    ]
+    for output, (form, is_right) in zip(answers(llm, [wild(3, **form) for form, _ in forms]), forms, strict=True):
+        assert output.outputs[0].finish_reason == "stop"
+        assert is_right(output.outputs[0].text), (form, output.outputs[0].text)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"json": {"type": "object", "not": {}}}, '^structured_outputs: json cannot be kept: .*"not"'),
+        ({"json": {"type": "array", "uniqueItems": True}}, '"uniqueItems"'),
+        ({"json": {"x-guidance": {"lenient": True}, "if": {}, "then": {}}}, '"if", "then"'),
+        ({"json": {"$ref": "https://example.com/schema"}}, "json cannot be kept: .*example.com"),
+        ({"json": {"type": "string", "format": "colour"}}, "Unknown format: colour"),
+        ({"regex": "a(?=b)"}, "(?s)regex cannot be kept: .*look-around"),
+        ({"regex": "("}, "unclosed group"),
+        ({"grammar": "start: word"}, 'grammar cannot be kept: .*unknown name: "word"'),
+        ({"grammar": "no grammar"}, "grammar cannot be read"),
+        ({"json": {"description": "x" * 2**20}}, "json must have at most 1048576 characters"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_its_keyword_and_touches_no_other_answer(
+    llm: LLM, form: dict[str, Any], message: str
+) -> None:
+    plain = SamplingParams(temperature=0.0, max_tokens=8)
+    outputs = llm.generate(["417+385=", "x", "rev abc="], [plain, wild(1, **form), plain], use_tqdm=False)
+    assert outputs[1].outputs[0].finish_reason == "refused"
+    assert outputs[1].error is not None
+    assert re.search(message, outputs[1].error), outputs[1].error
+    assert [outputs[0].outputs[0].text, outputs[2].outputs[0].text] == ["802", "cba"]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({}, "structured_outputs must have exactly one of json, .*, got None"),
+        ({"json": {}, "regex": "a"}, "exactly one of .*, got json and regex"),
+        ({"json": "no json"}, "json must be a JSON Schema that is an object, got 'no json'"),
+        ({"choice": []}, "choice must be a list of 1..10000 texts"),
+        ({"choice": "yes"}, "choice must be a list"),
+        ({"regex": ""}, "regex must be a text that is not empty"),
+        ({"structural_tag": "{}"}, "structural_tag is not supported"),
+        ({"json_object": 7}, "json_object must be True or None"),
+    ],
+)
+def test_what_is_no_form_is_refused_where_it_is_made(form: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        StructuredOutputsParams(**form)
+
+
+def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_row(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="structured_outputs must be resolved above it"):
+        llm.engine.add(Request([97], wild(1, regex="a")))
+    with pytest.raises(RequestError, match="not together with allowed_token_ids"):
+        llm.engine.add(Request([97], SamplingParams(allowed_token_ids=[97]), grammar="start: /a/"))
+    with pytest.raises(RequestError, match="the grammar cannot be read"):
+        llm.engine.add(Request([97], grammar="start: b"))
+    with pytest.raises(ArgumentError, match="structured_outputs must be None or a StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, staged = llm.engine.runner, []
+    stage = runner.stage_masks
+    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(len(masks)), stage(masks)))
+    answers(llm, [SamplingParams(max_tokens=9, ignore_eos=True)] * 3)
+    assert not staged
+    answers(llm, [wild(1, 9, regex="a{9}"), SamplingParams(max_tokens=9, ignore_eos=True)])
+    assert len(staged) >= 7
