@@ -257,7 +257,7 @@ static void fill_rows(struct memory *m) {
             m->bad_words[row * WORDS * BAD_WORD_LENGTH + place] = place % BAD_WORD_LENGTH < BAD_WORD_LENGTH - 1 ? -1 : 7;
         m->bad_words[(row * WORDS + 2) * BAD_WORD_LENGTH - 1] = INT32_MAX;
     }
-    m->rows[4] = INT32_MAX, m->rows[3] = -1, m->lens[5] = INT32_MAX; /* longer than its pages are */
+    m->rows[0] = INT32_MAX, m->rows[1] = -1, m->lens[5] = INT32_MAX; /* longer than its pages are */
     int32_t q[EXTENDED + 1] = {0, 3, 4, 6, 9, 2}, kv[EXTENDED + 1] = {0, 30, 31, 43, 60, 50};
     memcpy(m->cu_q, q, sizeof q), memcpy(m->cu_kv, kv, sizeof kv);
 }
