@@ -14,7 +14,7 @@ import gguf.quants
 import numpy as np
 import torch
 from gguf_checkpoints import random_model, write
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from attacks.checkpoints import PROMPT, TOLERANCE, our_logits
 from attacks.gguf_content import ARRAY, BOOL, SIZES, STRING, UINT32, Field, fields_of, header_of, spoil_field
@@ -128,7 +128,8 @@ def _their_logits(file: Path) -> torch.Tensor | None:
             rms_norm_eps=stated["attention.layer_norm_rms_epsilon"], max_position_embeddings=stated["context_length"],
             rope_parameters=rope, tie_word_embeddings="output.weight" not in held,
         )  # fmt: skip
-        model = LlamaForCausalLM(config).eval()
+        # eager, for the fused kernels of a CPU make numbers of what is none
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
         stored = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
         state = {}
