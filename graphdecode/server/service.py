@@ -18,6 +18,7 @@ from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
 from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.structured import Form
+from graphdecode.server.tracing import Tracer, otlp_tracer
 from graphdecode.server.wire import Ready, Setup
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.grammar import is_available
@@ -77,6 +78,8 @@ class Service:
         self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
+        endpoint = limits.otlp_traces_endpoint
+        self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()
         self._unknown_fields: set[str] = set()
 
@@ -219,6 +222,8 @@ class Service:
         """
         self.client.close(at_once=at_once)
         self.router.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 def _steps_by_itself() -> None:
