@@ -167,8 +167,10 @@ def tool_names(body: ChatCompletion) -> list[str]:
         HttpError: one has none.
     """
     functions = [tool.get("function") for tool in body.tools or []]
-    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    wrong = [place for place, name in enumerate(names) if not isinstance(name, str)]
-    if wrong:
-        raise HttpError(400, f"tools[{wrong[0]}] must be a function with a name", param="tools")
+    names = []
+    for place, function in enumerate(functions):
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise HttpError(400, f"tools[{place}] must be a function with a name", param="tools")
+        names.append(name)
     return names
