@@ -43,7 +43,8 @@ DEVICE = torch.device("cuda", 0)
 GARBAGE = 0x55  # in memory that belongs to somebody else now
 _WORD_BYTES = 8
 _FREE_BYTES = 1 << 30
-_LAZINESS = (0.0, 0.2, 0.8)  # how likely something runs that nobody has waited for yet
+_EAGERNESS = (0.0, 0.2, 0.8)  # how likely something runs that nobody has waited for yet
+_PREFERENCES = (0.1, 0.9)  # how likely the first stream goes on where another one could
 _FACTORIES = {torch.zeros, torch.empty, torch.full, torch.ones}
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.cpu}
 _LOOKS = {
@@ -157,7 +158,7 @@ class Graph:
         self.under_way -= 1
 
     def reset(self) -> None:
-        if self.under_way:
+        if self.under_way and not self._streams.is_over:
             raise RuntimeError("a graph is reset, and its memory freed, while it is under way")
         self.is_there = False
 
@@ -191,6 +192,7 @@ class LazyStreams:
         refused_bucket: rows for which the step fails where it is made ready to be captured.
         launches: of graphs up to now.
         ran: operations up to now.
+        is_over: the device is gone, and what was under way with it.
     """
 
     seed: int
@@ -199,11 +201,12 @@ class LazyStreams:
     capturing: Graph | None = None
     launches: int = 0
     ran: int = 0
+    is_over: bool = False
     streams: list[Stream] = field(default_factory=lambda: [Stream()])
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
-        self._laziness = self._random.choice(_LAZINESS)
+        self._eagerness, self._preference = self._random.choice(_EAGERNESS), self._random.choice(_PREFERENCES)
         self.current = self.streams[0]
 
     def enqueue(self, work: Work, last: Work | None = None) -> None:
@@ -223,7 +226,7 @@ class LazyStreams:
 
     def go_on(self) -> None:
         """Run some of what nobody has waited for yet, as a device does while the host is busy."""
-        while self.capturing is None and self._random.random() < self._laziness and self._ready():
+        while self.capturing is None and self._random.random() < self._eagerness and self._ready():
             self._run_one()
 
     def _ready(self) -> list[Stream]:
@@ -233,7 +236,7 @@ class LazyStreams:
         ready = self._ready()
         if not ready:
             raise RuntimeError("streams wait for one another, or the host for what was never queued")
-        stream = self._random.choice(ready)
+        stream = ready[0] if self._random.random() < self._preference else self._random.choice(ready)
         work = stream.queue.popleft()
         if isinstance(work, Mark):
             work.is_reached = True
@@ -429,7 +432,10 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
         patch.setattr(cuda_loop, "driver", None)
         if has_while_nodes:
             patch.setattr(cuda_loop.CudaLoops, "over", over)
-        yield streams
+        try:
+            yield streams
+        finally:
+            streams.is_over = True
 
 
 @contextmanager

@@ -22,6 +22,7 @@ class ToolFormat:
         closing: text behind it; "" where it ends with its JSON.
         sign: what the chat template of such a model contains.
         is_special: whether `opening` is a special token, which is left out of texts unless asked for.
+        arguments: what a call's arguments are called.
     """
 
     name: str
@@ -29,13 +30,14 @@ class ToolFormat:
     closing: str
     sign: str
     is_special: bool = False
+    arguments: str = "arguments"
 
 
 FORMATS = (
     ToolFormat("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
     ToolFormat("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]", is_special=True),
     ToolFormat("granite", "<|tool_call|>", "", "<|tool_call|>", is_special=True),
-    ToolFormat("llama", "", "", "<|python_tag|>"),
+    ToolFormat("llama", "", "", "<|python_tag|>", arguments="parameters"),
 )
 
 

@@ -1,4 +1,7 @@
-"""The Runner, its rings and the engine's loop on a device that runs late: the tokens are those of an eager engine."""
+"""The Runner, its rings and the engine's loop on a device that runs late: the tokens are those of an eager engine.
+
+More orders than these are tried by `GRAPHDECODE_LAZY_SEEDS=200 pytest tests/engine/test_stream_order.py -k queued`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 from lazy_stream import LazyStreams, installed, lazy_runner
 
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
-from graphdecode.buffers import StepBuffers, _StagingBlock
+from graphdecode.buffers import _StagingBlock
 from graphdecode.config import EngineConfig
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
@@ -27,11 +30,11 @@ from graphdecode.models import Model, load_model
 
 SEEDS = 8
 SEEDS_FOR_A_FAULT = 25
-MOST_ROUNDS = 1000
+MOST_ROUNDS, MOST_ABORTS = 250, 3
 REQUESTS_OF_A_RUN = 9
 REQUESTS = 24
 ROWS, LENGTH, PAGE = 4, 48, 4
-PAGES = 22  # of 48 for four full rows: some have to give way
+PAGES = 13  # of 48 for four full rows: some have to give way
 BUCKETS = (1, 2, ROWS)
 ARRIVAL_SHARE, ABORT_SHARE, REFUSAL_SHARE = 0.4, 0.06, 0.4
 SHARED = list(b"rev oceanic=")
@@ -66,7 +69,7 @@ def settings(chosen: random.Random) -> EngineConfig:
         page_size=PAGE,
         total_num_pages=chosen.choice([PAGES, 4 * LENGTH // PAGE]),
         batch_sizes=BUCKETS,
-        capture_when=chosen.choice(["startup", "first-use"]),
+        capture_when=chosen.choice(["startup", "first-use", "first-use"]),
         steps_per_launch=chosen.choice([1, 1, 3]),
         max_logprobs=4,
     )
@@ -114,7 +117,7 @@ class Visit:
         self.to_come = chosen.sample(range(REQUESTS), REQUESTS_OF_A_RUN)
         self.number_of: dict[int, int] = {}
         self.told: dict[int, Answer] = {}
-        self.failed_steps = 0
+        self.failed_steps = self.aborted = 0
 
     def enter(self) -> None:
         number = self.to_come.pop()
@@ -124,6 +127,7 @@ class Visit:
     def leave(self) -> None:
         """Abort a request; what it was told is the beginning of what it would have been."""
         name = self.chosen.choice(sorted(self.told))
+        self.aborted += 1
         self.engine.abort(name)
         tokens, _ = self.told.pop(name)
         assert tokens == self.expected[self.number_of[name]][0][: len(tokens)], f"request {self.number_of[name]}"
@@ -133,7 +137,8 @@ class Visit:
         try:
             events = self.engine.step()
         except RuntimeError as error:
-            assert str(error) == "the device refuses this launch"
+            if str(error) != "the device refuses this launch":
+                raise
             self.failed_steps += 1
             return
         for event in events:
@@ -152,7 +157,7 @@ class Visit:
             while self.to_come and self.chosen.random() < ARRIVAL_SHARE:
                 self.enter()
             self.step()
-            if self.told and self.chosen.random() < ABORT_SHARE:
+            if self.told and self.aborted < MOST_ABORTS and self.chosen.random() < ABORT_SHARE:
                 self.leave()
             if not self.to_come and not self.engine.has_work:
                 break
@@ -168,7 +173,7 @@ def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
         lazy_runner(streams, model, settings(chosen)) as runner,
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings("ignore", "bucket . stays eager: ValueError: not fit to be captured")
+        warnings.filterwarnings("ignore", "bucket . stays eager:")
         engine = Engine(runner)
         engine.graphs.capture(progress=False)
         if chosen.random() < REFUSAL_SHARE:
@@ -176,6 +181,7 @@ def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
         if chosen.random() < REFUSAL_SHARE:
             streams.refused_launch = chosen.randint(1, 20)
         Visit(engine, expected, chosen).run()
+        streams.refused_launch = None
         engine.add(REQUESTED[0])
         engine.step()
         engine.close()
@@ -242,7 +248,6 @@ FAULTS = [
     Fault(_StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
     Fault(_StagingBlock, "upload", "self._copied.record(", "str("),
     Fault(Prefill, "run", "self._buffers.staging(_CHUNKS)", "self._buffers._blocks[_CHUNKS].arrays"),
-    Fault(StepBuffers, "upload", "arrays = self.staging(block)", "arrays = self._blocks[block].arrays"),
     # the rings
     Fault(StepSetting, "ring_length", "max(2 * steps, steps + self.config.warmup_steps + 2)", "steps"),
     Fault(StepSetting, "ring_length", "steps + self.config.warmup_steps + 2", "0"),
@@ -254,16 +259,20 @@ FAULTS = [
 ]
 
 
+def first_wrong(model: Model, expected: list[Answer]) -> Exception | None:
+    for seed in range(SEEDS_FOR_A_FAULT):
+        try:
+            serve(model, expected, seed)
+        except Exception as error:
+            return error
+    return None
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(
     model: Model, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     fault.plant(monkeypatch)
-    tried = 0
-    try:
-        for tried in range(SEEDS_FOR_A_FAULT):
-            serve(model, expected, tried)
-    except (AssertionError, RuntimeError, IndexError) as error:
-        print(f"seed {tried}: {type(error).__name__}: {str(error)[:200]}")
-    else:
-        pytest.fail(f"{SEEDS_FOR_A_FAULT} seeds gave the right tokens all the same")
+    found = first_wrong(model, expected)
+    assert found is not None, f"{SEEDS_FOR_A_FAULT} seeds gave the right tokens all the same"
+    assert not isinstance(found, (NameError, AttributeError, TypeError)), "no fault, but nonsense"
