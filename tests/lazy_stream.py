@@ -112,6 +112,10 @@ class Memory:
     is_pinned: bool
     stream: Stream
 
+    def forget(self) -> None:
+        """Let somebody else have written there."""
+        self.raw.fill_(GARBAGE)
+
 
 def memory_of(tensor: Tensor) -> Memory | None:
     """Return where a tensor of the device, or a pinned one, lies; None for any other."""
@@ -275,9 +279,10 @@ class LazyStreams:
         raw = torch.zeros(-(-tensor.nbytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8)
         tensor = torch.from_numpy(raw.numpy())[: tensor.nbytes].view(dtype).view(sizes)
         storage = tensor.untyped_storage()
-        storage.memory = memory = Memory(raw, is_pinned, self.current)
+        memory = Memory(raw, is_pinned, self.current)
+        storage.memory = memory  # type: ignore[attr-defined]
         if not is_pinned:  # torch keeps pinned memory until the copies that it knows of have run
-            freed = finalize(storage, lambda: memory.stream.queue.append(lambda: memory.raw.fill_(GARBAGE)))
+            freed = finalize(storage, lambda: memory.stream.queue.append(memory.forget))
             freed.atexit = False
         return tensor
 
@@ -418,7 +423,7 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
         "mem_get_info": lambda *_device: (_FREE_BYTES, _FREE_BYTES),
         "memory_snapshot": list,
         "current_device": lambda: 0,
-        "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=2),
+        "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=2, total_memory=_FREE_BYTES),
     }
 
     def over(loops: cuda_loop.CudaLoops, step: CudaStepGraph, epilogue: CudaStepGraph) -> StepLoop:
