@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from lazy_stream import DEVICE, GARBAGE, LazyStreams, Mark, installed
+from lazy_device import installed
+from lazy_stream import DEVICE, GARBAGE, LazyStreams, Mark
 
 SEEDS = range(20)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lazy_stream import LazyStreams, installed, lazy_runner
+from lazy_device import installed, lazy_runner
+from lazy_stream import LazyStreams
 
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
 from graphdecode.buffers import _StagingBlock
