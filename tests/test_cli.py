@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 from command_line import ROOT, spawn_command
 from command_line import run_command as run
+
+from graphdecode.models import resolve_model_path
 
 COMMAND = [sys.executable, "-m", "graphdecode"]
 MANY = 4000  # prompts that take seconds together
@@ -89,6 +92,17 @@ def test_json_is_one_object_a_line() -> None:
     records = [json.loads(line) for line in result.stdout.splitlines()]
     assert [record["outputs"][0]["text"] for record in records] == ["1000", "3"]
     assert records[0]["metrics"]["time_to_first_token"] > 0
+
+
+def test_the_tokenizer_may_come_from_elsewhere(tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(resolve_model_path("demo") / name, tmp_path / name)
+    (tmp_path / "last.jinja").write_text("{{ messages[-1].content }}")
+    model = ["--model", str(tmp_path), "--temperature", "0"]
+    assert "holds no tokenizer that can be read" in run("generate", *model, "--prompt", "12+30=").stderr
+    assert run("generate", *model, "--tokenizer", "demo", "--prompt", "12+30=").stdout == "42\n"
+    template = ["--chat-template", str(tmp_path / "last.jinja")]
+    assert run("chat", *model, *template, "--tokenizer", "demo", "12+30=").stdout == "42\n"
 
 
 def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:

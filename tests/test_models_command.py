@@ -13,11 +13,14 @@ from graphdecode.models import resolve_model_path
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """One model that runs, and one whose weights are missing."""
+    """One model that runs, one whose weights are missing, and a GGUF file that is none beside a config.json."""
     models = tmp_path / "models"
     shutil.copytree(resolve_model_path("demo"), models / "adder")
     shutil.copytree(resolve_model_path("demo"), models / "broken")
     (models / "broken" / "model.safetensors").unlink()
+    (models / "packed").mkdir()
+    (models / "packed" / "config.json").write_text("{}")
+    (models / "packed" / "m.gguf").write_text("nothing")
     monkeypatch.setenv("GRAPHDECODE_MODELS", str(models))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return models
@@ -37,6 +40,8 @@ def test_each_model_is_listed_with_what_it_takes(folder: Path) -> None:
     assert (adder["fits"], adder["error"]) == (True, None)
     assert records["demo"]["place"] == "shipped"
     assert "holds no model.safetensors" in records["broken"]["error"]
+    assert records["packed"]["format"] == "gguf"
+    assert "m.gguf is no GGUF file" in records["packed"]["error"]
 
 
 def test_the_table_says_what_cannot_run_and_why() -> None:

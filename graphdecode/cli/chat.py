@@ -17,8 +17,11 @@ from graphdecode.cli.options import (
     DeviceOption,
     DtypeOption,
     ModelImplOption,
+    TokenizerOption,
+    TrustRemoteCodeOption,
     settings_of,
     stdin_text,
+    tokenizer_for,
 )
 from graphdecode.cli.sampling_options import (
     FrequencyPenaltyOption,
@@ -68,6 +71,8 @@ def chat(
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
     model_impl: ModelImplOption = None,
+    trust_remote_code: TrustRemoteCodeOption = False,
+    tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk with a model. Answers go to stdout as they come, all else to stderr.
 
@@ -81,13 +86,21 @@ def chat(
     if any(not turn.strip() for turn in turns):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
     settings = limited(
-        settings_of(config, device=device, dtype=dtype, seed=seed, quantize=quantize, model_impl=model_impl),
+        settings_of(
+            config,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            quantize=quantize,
+            model_impl=model_impl,
+            trust_remote_code=trust_remote_code or None,
+        ),
         max_sequence_length=max_sequence_length,
     )
     from graphdecode import LLM, SamplingParams
     from graphdecode.cli.chat_session import ChatSession, make_prompt_session
     from graphdecode.models import check_model, resolve_model_path
-    from graphdecode.text import Conversation, RunSummary, load_tokenizer, render_chat
+    from graphdecode.text import Conversation, RunSummary, render_chat
 
     given = sampling_fields(
         logit_bias=None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=settings.seed,
@@ -99,11 +112,11 @@ def chat(
     described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     trained_length = described.max_position_embeddings
     check_length(max_sequence_length, trained_length)
-    tokenizer = load_tokenizer(path)
+    loaded = tokenizer_for(path, tokenizer, settings)
     messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
-    render_chat(tokenizer, messages, chat_template=chat_template)  # no template: said before the weights are read
+    render_chat(loaded, messages, chat_template=chat_template)  # no template: said before the weights are read
     settings = fitted(settings, [1], None, answers=1, trained_length=trained_length)
-    with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
+    with LLM(path, config=settings, tokenizer=loaded, progress=True) as llm:
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
         if is_session:

@@ -21,9 +21,12 @@ from graphdecode.cli.options import (
     DtypeOption,
     ModelImplOption,
     ModelOption,
+    TokenizerOption,
+    TrustRemoteCodeOption,
     print_error,
     settings_of,
     stdin_text,
+    tokenizer_for,
 )
 from graphdecode.cli.sampling_options import (
     AnswersOption,
@@ -84,10 +87,8 @@ def generate(
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
     model_impl: ModelImplOption = None,
-    trust_remote_code: Annotated[
-        bool,
-        typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code where transformers needs it."),
-    ] = False,
+    trust_remote_code: TrustRemoteCodeOption = False,
+    tokenizer: TokenizerOption = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
@@ -116,7 +117,7 @@ def generate(
     from graphdecode import LLM, SamplingParams
     from graphdecode.models import check_model, resolve_model_path
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
-    from graphdecode.text import RunSummary, load_tokenizer
+    from graphdecode.text import RunSummary
 
     given = sampling_fields(
         n=n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
@@ -130,9 +131,9 @@ def generate(
     described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
     trained_length = described.max_position_embeddings
     check_length(max_sequence_length, trained_length)
-    tokenizer = load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
-    settings = _sized(settings, trained_length, tokenizer, texts, SamplingParams(**given))
-    with LLM(path, config=settings, tokenizer=tokenizer, progress=True) as llm:
+    loaded = tokenizer_for(path, tokenizer, settings)
+    settings = _sized(settings, trained_length, loaded, texts, SamplingParams(**given))
+    with LLM(path, config=settings, tokenizer=loaded, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:

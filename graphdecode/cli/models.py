@@ -105,8 +105,9 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
     from graphdecode.engine.capacity import free_bytes, plan_capacity
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
+    from graphdecode.models.gguf.files import SUFFIX, models_in
 
-    is_gguf = model.path.suffix == ".gguf" or not (model.path / "config.json").exists()
+    is_gguf = model.path.suffix == SUFFIX or (model.path.is_dir() and bool(models_in(model.path)))
     record = ModelRecord(
         model.name, model.place, str(model.path), "gguf" if is_gguf else "safetensors", model.disk_bytes
     )

@@ -25,6 +25,13 @@ DtypeOption = Annotated[
 ModelImplOption = Annotated[
     str | None, typer.Option(help="auto, native or transformers: who runs the model; left out: the configuration's.")
 ]
+TrustRemoteCodeOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code where transformers needs it."),
+]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")
+]
 
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
 
@@ -46,6 +53,24 @@ def settings_of(config: Path | None, **options: Any) -> EngineConfig:
         ConfigError: the file or an option cannot be used.
     """
     return EngineConfig.of(config, **{name: value for name, value in options.items() if value is not None})
+
+
+def tokenizer_for(model: Path, other: str | None, settings: EngineConfig) -> Any:
+    """Return the tokenizer of a model, or the one that is asked for instead.
+
+    Args:
+        model: its folder or file.
+        other: as `resolve_model_path` takes it, or None.
+        settings: say whether a tokenizer's own code may run.
+
+    Raises:
+        ModelSourceError: there is none that can be read.
+    """
+    from graphdecode.models import resolve_model_path
+    from graphdecode.text import load_tokenizer
+
+    path = model if other is None else resolve_model_path(other)
+    return load_tokenizer(path, trust_remote_code=settings.trust_remote_code)
 
 
 def check_new_file(option: str, path: Path) -> None:

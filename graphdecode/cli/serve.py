@@ -17,7 +17,10 @@ from graphdecode.cli.options import (
     DtypeOption,
     ModelImplOption,
     ModelOption,
+    TokenizerOption,
+    TrustRemoteCodeOption,
     settings_of,
+    tokenizer_for,
 )
 from graphdecode.errors import ArgumentError
 
@@ -43,6 +46,8 @@ def serve(
     dtype: DtypeOption = None,
     quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
     model_impl: ModelImplOption = None,
+    trust_remote_code: TrustRemoteCodeOption = False,
+    tokenizer: TokenizerOption = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
     ] = None,
@@ -54,7 +59,10 @@ def serve(
         raise ArgumentError(f"serving needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
     from graphdecode.config import ServerConfig, load_server_config
 
-    settings = settings_of(config, device=device, dtype=dtype, quantize=quantize, model_impl=model_impl)
+    settings = settings_of(
+        config, device=device, dtype=dtype, quantize=quantize, model_impl=model_impl,
+        trust_remote_code=trust_remote_code or None,
+    )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {
         "host": host,
@@ -66,10 +74,10 @@ def serve(
     }
     limits = load_server_config(config) if config is not None else ServerConfig()
     limits = limits.with_settings(**{name: value for name, value in options.items() if value is not None})
-    _run(model, settings, limits)
+    _run(model, tokenizer, settings, limits)
 
 
-def _run(model: str, settings: object, limits: object) -> None:
+def _run(model: str, tokenizer: str | None, settings: object, limits: object) -> None:
     import asyncio
     import logging
 
@@ -78,7 +86,6 @@ def _run(model: str, settings: object, limits: object) -> None:
     from graphdecode.models import check_model, generation_defaults, resolve_model_path
     from graphdecode.server.run import bind, run
     from graphdecode.server.service import Service
-    from graphdecode.text import load_tokenizer
 
     assert isinstance(settings, EngineConfig)
     assert isinstance(limits, ServerConfig)
@@ -91,7 +98,7 @@ def _run(model: str, settings: object, limits: object) -> None:
     service = Service(
         path,
         name,
-        load_tokenizer(path),
+        tokenizer_for(path, tokenizer, settings),
         generation_defaults(path),
         settings,
         limits,

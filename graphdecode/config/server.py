@@ -49,6 +49,12 @@ class ServerConfig:
     cors_origins: tuple[str, ...] | list[str] = key(
         SERVER, (), texts(), 'Origins whose pages may call the server; "*" is all.'
     )
+    otlp_traces_endpoint: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"https?://\S+", "an http address"), '"http://127.0.0.1:4318/v1/traces"'),
+        "Where OpenTelemetry's traces go, over OTLP's HTTP; it needs the extra `otel`.",
+    )
     trust_request_chat_template: bool = key(
         SERVER,
         False,

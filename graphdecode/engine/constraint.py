@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -17,11 +17,12 @@ class ConstraintError(GraphdecodeError):
 class Constraint(Protocol):
     """The state of one answer; whoever makes it knows what the tokens spell."""
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next, one bit a token.
 
         Args:
             words: int32 [ceil(vocab / 32)]; bit i of word w is for token 32 w + i.
+            stop_ids: tokens that end the answer, and may come wherever it may end.
 
         Raises:
             ConstraintError: finding that out takes more than it may.

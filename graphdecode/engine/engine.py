@@ -150,11 +150,11 @@ class Engine:
         if self._closed:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
-        constraint, mask = self._constraint(request.grammar)
-        request_id = next(self._request_ids)
         params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids = self.rules.stop_ids(request)
+        constraint, mask = self._constraint(request.grammar, stop_ids)
+        request_id = next(self._request_ids)
         max_length = self.capacity.token_limit
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
@@ -186,7 +186,9 @@ class Engine:
         self._settle()
         return request_id
 
-    def _constraint(self, grammar: str | None) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
+    def _constraint(
+        self, grammar: str | None, stop_ids: tuple[int, ...]
+    ) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
         """Return what holds an answer to a grammar, and the mask of its first token."""
         if grammar is None:
             return None, None
@@ -195,7 +197,7 @@ class Engine:
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
         try:
             constraint = self.constrain(grammar)
-            constraint.fill(mask)
+            constraint.fill(mask, stop_ids)
         except ConstraintError as error:
             raise RequestError(f"structured_outputs: {error}") from error
         return constraint, mask

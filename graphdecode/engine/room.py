@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,18 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.steps.rings import step_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.models import ModelShape
 
 _LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
 _SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
+_TOP_BYTES = 8  # of a likely token in the slots: its id and its log-probability
+_REQUESTS = {  # what grows with each
+    "max_logprobs": "the likeliest tokens",
+    "max_stop_token_ids": "tokens that end answers",
+    "max_logit_biases": "biases",
+    "max_bad_words": "forbidden words",
+}
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -75,15 +84,40 @@ def _needs(config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_
             "page tables and rotary angles",
             4 * (positions * model.head_dim) + 4 * table,
         ),
-        _Need("max_batch_size", rows, "counts of tokens and logits", rows * (8 * model.vocab_size + _SLOT_BYTES)),
+        _Need("max_batch_size", rows, "counts of tokens, logits and masks", rows * _row_bytes(model)),
+        *_request_needs(config, rows, model),
         _Need(
             "steps_per_launch",
             config.steps_per_launch,
             f"tokens of {rows} rows",
-            ring_length(config) * rows * step_bytes(config.max_logprobs),
+            ring_length(config) * rows * step_bytes(min(config.max_logprobs, model.vocab_size)),
         ),
         _Need("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
     ]
+
+
+def _row_bytes(model: ModelShape) -> int:
+    """Return what a row takes that may ask for nothing."""
+    return 8 * model.vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + _slots_bytes(SamplingCapacity(0, 0, 0, 0), model)
+
+
+def _request_needs(config: BucketConfig, rows: int, model: ModelShape) -> list[_Need]:
+    """Return what the keys take that say how much one request may ask for."""
+    nothing = SamplingCapacity(0, 0, 0, 0)
+    without = _slots_bytes(nothing, model)
+    needs = []
+    for key, what in _REQUESTS.items():
+        value = getattr(config, key)
+        slots = _slots_bytes(nothing._replace(**{key: value}), model) - without
+        tops = _TOP_BYTES * min(value, model.vocab_size) if key == "max_logprobs" else 0
+        needs.append(_Need(key, value, f"{what} of {rows} rows", rows * (slots + tops)))
+    return needs
+
+
+def _slots_bytes(capacity: SamplingCapacity, model: ModelShape) -> int:
+    """Return the bytes of one row's slots."""
+    specs = sampling_slots(capacity, model.vocab_size)
+    return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
 
 
 def total_bytes(device: torch.device) -> int:

@@ -119,7 +119,7 @@ class Sequence:
             self.finish_reason = "length"
         elif self.constraint is not None:
             assert self.sampling.token_mask is not None
-            self.constraint.fill(self.sampling.token_mask)
+            self.constraint.fill(self.sampling.token_mask, self.stop_ids)
 
     def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen; return an error that says so.

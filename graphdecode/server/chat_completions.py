@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from graphdecode.engine import StructuredOutputsParams
 from graphdecode.server.completions import prompt_logprobs
 from graphdecode.server.cursor import Cursor, Delta
 from graphdecode.server.http_errors import HttpError
@@ -14,6 +15,7 @@ from graphdecode.server.protocol import ChatCompletion, Tokenize
 from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
 from graphdecode.server.service import LONG_TEXT, Service
+from graphdecode.server.structured import form_of, form_of_calls
 from graphdecode.server.tool_calls import ToolCallReader, ToolFormat, format_of
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.intake import Order
@@ -87,7 +89,9 @@ class ChatReply(Reply):
             first = self._call_counts[cursor.index]
             message["tool_calls"] = [call.as_choice(index) for index, call in enumerate(calls, first)]
             self._call_counts[cursor.index] += len(calls)
-        called = finish_reason == "stop" and self._call_counts[cursor.index]
+        # OpenAI ends the call of a function that was named with "stop"
+        is_named = isinstance(self.body_fields.tool_choice, dict)
+        called = finish_reason == "stop" and self._call_counts[cursor.index] and not is_named
         return message, "tool_calls" if called else finish_reason
 
 
@@ -115,14 +119,15 @@ async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    form = format_of(service.tokenizer.chat_template) if wants_tools else None
+    form = format_of(body.chat_template or service.tokenizer.chat_template) if wants_tools else None
     if wants_tools and form is None:
         raise HttpError(400, "this model's chat template knows of no tools", param="tools")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise HttpError(400, "tool_choice must be none or auto", param="tool_choice")
+    held = await _checked_form(service, body, form)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(body, service.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    params = sampling_params(
+        body, service.sampling_defaults, max_tokens=limit, logprobs=logprobs, structured_outputs=held
+    )
     if form is not None and form.is_special:
         params = replace(params, skip_special_tokens=False)
     rendered = await rendered_chat(service, body, with_tools=wants_tools)
@@ -130,6 +135,26 @@ async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply
         caller, rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0
     )
     return ChatReply(service, body, order, form)
+
+
+async def _checked_form(
+    service: Service, body: ChatCompletion, tools: ToolFormat | None
+) -> StructuredOutputsParams | None:
+    """Return the form that the answer must have.
+
+    Raises:
+        HttpError: it cannot be kept, or there are two.
+    """
+    asked = form_of(body)
+    if tools is None:
+        if body.tool_choice not in (None, "none", "auto"):
+            raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
+        return await service.checked(asked)
+    opening_id = service.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
+    calls = form_of_calls(body, tools, opening_id)
+    if calls is not None and asked is not None:
+        raise HttpError(400, f"{asked.field} and calls of tools that have a form: ask for one", param=asked.field)
+    return await service.checked(asked or calls)
 
 
 async def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
@@ -166,9 +191,11 @@ def tool_names(body: ChatCompletion) -> list[str]:
     Raises:
         HttpError: one has none.
     """
-    functions = [tool.get("function") for tool in body.tools or []]
-    names = [function.get("name") if isinstance(function, dict) else None for function in functions]
-    wrong = [place for place, name in enumerate(names) if not isinstance(name, str)]
-    if wrong:
-        raise HttpError(400, f"tools[{wrong[0]}] must be a function with a name", param="tools")
+    names = []
+    for place, tool in enumerate(body.tools or []):
+        function = tool.get("function")
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str):
+            raise HttpError(400, f"tools[{place}] must be a function with a name", param="tools")
+        names.append(name)
     return names

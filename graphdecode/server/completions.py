@@ -12,6 +12,7 @@ from graphdecode.server.protocol import Completion
 from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
 from graphdecode.server.service import Service
+from graphdecode.server.structured import form_of
 from graphdecode.text.outputs import Logprob
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -114,8 +115,14 @@ async def complete(service: Service, body: Completion, caller: str) -> Completio
         raise HttpError(400, "best_of is not supported: ask for n answers and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+    form = await service.checked(form_of(body))
     params = sampling_params(
-        body, service.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
+        body,
+        service.sampling_defaults,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=scored,
+        structured_outputs=form,
     )
     special, priority = body.add_special_tokens is not False, body.priority or 0
     return CompletionReply(

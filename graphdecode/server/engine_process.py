@@ -14,16 +14,21 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from graphdecode.engine import Engine, Event, RequestMetrics
+from graphdecode.engine.constraint import Constraint
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import GraphdecodeError
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.server.wire import Abort, Add, Finish, Ready, Refused, Setup, Vitals, Wire, pack_event
+from graphdecode.text.grammar import Grammars
 
 _VITALS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
+_READERS = 2  # grammars that are read at a time
+_LOOK_EVERY_SECONDS = 0.005  # for messages, while grammars are read and there is nothing else to do
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +47,9 @@ class EngineProcess:
         self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
         self._ours: dict[int, int] = {}
         self._begun: set[int] = set()  # whose first event went out
+        # a grammar may take long to read, and nobody's step waits for it: their number of a request -> its reading
+        self._reading: dict[int, tuple[Future[Constraint], Add]] = {}
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
         self._told = 0.0  # when the vitals went out
 
     def serve(self) -> None:
@@ -50,8 +58,10 @@ class EngineProcess:
         self._tell_vitals()
         while True:
             try:
-                for message in self._wire.receive(wait=not engine.has_work):
+                for message in self._wire.receive(wait=not (engine.has_work or self._reading)):
                     self._take(message)
+                if self._reading:
+                    self._add_read()
                 if engine.has_work:
                     self._send(engine.step())
                 self._tell_vitals()
@@ -64,11 +74,25 @@ class EngineProcess:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Add):
-            self._add(message)
+            grammar, constrain = message.request.grammar, self._engine.constrain
+            if grammar is None or constrain is None:
+                self._add(message)
+            else:
+                self._reading[message.request_id] = self._readers.submit(constrain, grammar), message
         elif isinstance(message, Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
         elif isinstance(message, Abort):
+            self._reading.pop(message.request_id, None)
             self._engine.abort(self._forget(message.request_id))
+
+    def _add_read(self) -> None:
+        """Hand in the requests whose grammars are read by now; what is wrong with one is said again, to its owner."""
+        if not self._engine.has_work:
+            wait([future for future, _ in self._reading.values()], _LOOK_EVERY_SECONDS, FIRST_COMPLETED)
+        for request_id, (future, message) in list(self._reading.items()):
+            if future.done():
+                del self._reading[request_id]
+                self._add(message)
 
     def _add(self, message: Add) -> None:
         try:
@@ -143,6 +167,13 @@ def main() -> None:
     except GraphdecodeError as error:
         wire.send(Refused(str(error)))
         return
+    if setup.tokenizer is not None:
+        grammars = Grammars(setup.tokenizer, engine.rules.vocab_size, engine.rules.eos_token_ids)
+        try:
+            grammars.load()
+            engine.constrain = grammars.constraint
+        except GraphdecodeError as error:  # such requests are refused, and others served
+            log.warning("%s", error)
     load_seconds = time.perf_counter() - began
     bandwidth = read_bandwidth(engine.model.device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
     floor = engine.model.weight_bytes / bandwidth

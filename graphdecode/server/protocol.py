@@ -57,6 +57,8 @@ class Generation(Body):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     add_special_tokens: bool | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
 
@@ -81,7 +83,6 @@ class ChatCompletion(Generation):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None

@@ -93,6 +93,10 @@ class Reply(Response, ABC):
             results = await asyncio.gather(work, gone, return_exceptions=True)
         if self.service.limits.log_requests:
             self._log()
+        if self.service.tracer is not None:
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+            for order in self.orders:
+                self.service.tracer.trace(str(self._head["id"]), order, self.body_fields, headers)
         if isinstance(results[0], Exception):
             raise results[0]
 

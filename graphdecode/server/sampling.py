@@ -10,7 +10,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.server.protocol import Generation
 
 _KNOWN = {field.name for field in fields(SamplingParams) if field.init}
-_OWN_MEANING = {"logprobs", "logit_bias", "max_tokens"}  # that a request states in another way
+_OWN_MEANING = {"logprobs", "logit_bias", "max_tokens", "structured_outputs"}  # that a request states in another way
 
 
 def sampling_params(

@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.config import EngineConfig, ServerConfig
-from graphdecode.engine import RequestError, SamplingParams
+from graphdecode.engine import RequestError, SamplingParams, StructuredOutputsParams
+from graphdecode.errors import ArgumentError
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import FairQueue
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.metrics import Metrics
 from graphdecode.server.protocol import ChatCompletion, Completion
+from graphdecode.server.structured import Form
+from graphdecode.server.tracing import Tracer, otlp_tracer
 from graphdecode.server.wire import Ready, Setup
 from graphdecode.text.async_front import AsyncFront
+from graphdecode.text.grammar import is_available
 from graphdecode.text.intake import Intake, Order
 from graphdecode.text.prompts import as_prompt
 from graphdecode.text.router import Router
@@ -68,11 +72,14 @@ class Service:
         self.request_timeout = limits.request_timeout_s or None
         self.draining = False
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
-        self.client = EngineClient(Setup(path, config, progress), on_events=self._deliver, on_vitals=self._take_vitals)
+        setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
+        self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
         self.router = Router(self.client)
         self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
+        endpoint = limits.otlp_traces_endpoint
+        self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()
         self._unknown_fields: set[str] = set()
 
@@ -179,6 +186,21 @@ class Service:
         turn = self.queue.turn(caller, most * params.n)
         return Order(order.output, [(replace(request, turn=turn), answer) for request, answer in order.requests])
 
+    async def checked(self, form: Form | None) -> StructuredOutputsParams | None:
+        """Return the form of an answer, once it is known that it can be kept.
+
+        Raises:
+            HttpError: it cannot; the message names what is in the way.
+        """
+        if form is None:
+            return None
+        try:
+            await asyncio.to_thread(self.intake.grammars.grammar, form.params)  # a large one takes seconds
+        except ArgumentError as error:
+            message = form.field + str(error).removeprefix("structured_outputs")
+            raise HttpError(400, message, param=form.field) from error
+        return form.params
+
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
         """Return a prompt's token ids."""
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
@@ -200,6 +222,8 @@ class Service:
         """
         self.client.close(at_once=at_once)
         self.router.close()
+        if self.tracer is not None:
+            self.tracer.close()
 
 
 def _steps_by_itself() -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 _DECODER = json.JSONDecoder()
+_BETWEEN = "\n; "  # what stands between two calls, or behind the last one
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ToolFormat:
         closing: text behind it; "" where it ends with its JSON.
         sign: what the chat template of such a model contains.
         is_special: whether `opening` is a special token, which is left out of texts unless asked for.
+        arguments: what a call's arguments are called.
     """
 
     name: str
@@ -28,13 +30,14 @@ class ToolFormat:
     closing: str
     sign: str
     is_special: bool = False
+    arguments: str = "arguments"
 
 
 FORMATS = (
     ToolFormat("hermes", "<tool_call>", "</tool_call>", "<tool_call>"),
     ToolFormat("mistral", "[TOOL_CALLS]", "", "[TOOL_CALLS]", is_special=True),
     ToolFormat("granite", "<|tool_call|>", "", "<|tool_call|>", is_special=True),
-    ToolFormat("llama", "", "", "<|python_tag|>"),
+    ToolFormat("llama", "", "", "<|python_tag|>", arguments="parameters"),
 )
 
 
@@ -77,9 +80,10 @@ class ToolCallReader:
     def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
         self._form = form
         self._names = names
-        self._text = ""
-        self._is_inside = False
-        self._begun = False
+        self._text = ""  # that is neither content nor a call yet
+        self._is_inside = False  # it begins like a call, behind white space
+        self._is_behind = False  # a call came last
+        self._may_begin = True  # where calls are bare: at the beginning, and behind another call
 
     def feed(self, piece: str, *, final: bool) -> tuple[str, list[ToolCall]]:
         """Take a piece; return the content and the calls that are complete.
@@ -92,8 +96,7 @@ class ToolCallReader:
         content, calls = "", list[ToolCall]()
         while True:
             if not self._is_inside:
-                released = self._content(final)
-                content += released
+                content += self._content(final)
                 if not self._is_inside:
                     return content, calls
             found = self._complete(final)
@@ -101,33 +104,43 @@ class ToolCallReader:
                 return content, calls
             calls += found
             if not found:
-                content, self._text = content + self._text, ""
-                self._is_inside = False
-                return content, calls
+                content += self._no_call()
 
     def _content(self, final: bool) -> str:
         """Return content up to the next call, holding back what may become its beginning."""
-        opening = self._form.opening
+        if self._is_behind:
+            self._text = self._text.lstrip(_BETWEEN)
+            self._is_behind = not self._text
+        opening, text = self._form.opening, self._text
         if not opening:
-            stripped = self._text.lstrip()
-            if not self._begun and (stripped.startswith("{") or not stripped) and not (final and not stripped):
-                self._is_inside = bool(stripped)
+            self._is_inside = self._may_begin and text.lstrip().startswith("{")
+            if self._is_inside or (self._may_begin and not text.strip() and not final):
                 return ""
-            self._begun = True
-            released, self._text = self._text, ""
-            return released
-        at = self._text.find(opening)
-        if at >= 0:
-            released, self._text, self._is_inside = self._text[:at].rstrip(), self._text[at:], True
-            return released
-        held = 0 if final else next((n for n in range(len(opening) - 1, 0, -1) if self._text.endswith(opening[:n])), 0)
-        released, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
+            self._may_begin = False
+            return self._release(len(text))
+        at = text.find(opening)
+        if at < 0 and final:
+            return self._release(len(text))
+        if at < 0:
+            held = next((n for n in range(len(opening) - 1, 0, -1) if text.endswith(opening[:n])), 0)
+            return self._release(len(text[: len(text) - held].rstrip()))
+        self._is_inside = True
+        return self._release(len(text[:at].rstrip()))
+
+    def _release(self, length: int) -> str:
+        released, self._text = self._text[:length], self._text[length:]
         return released
+
+    def _no_call(self) -> str:
+        """Return as content what looked like the beginning of a call."""
+        self._is_inside = self._may_begin = False
+        opening = self._form.opening
+        return self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
 
     def _complete(self, final: bool) -> list[ToolCall] | None:
         """Take calls from the front of the text; None where they are not complete yet, nothing where there is none."""
         form = self._form
-        body = self._text[len(form.opening) :]
+        body = self._text.lstrip()[len(form.opening) :]
         start = len(body) - len(body.lstrip())
         try:
             value, end = _DECODER.raw_decode(body, start)
@@ -145,13 +158,15 @@ class ToolCallReader:
     def _taken(self, value: Any, rest: str) -> list[ToolCall]:
         calls = list(self._calls(value))
         if calls:
-            self._text = rest.lstrip("\n; ")
-            self._is_inside, self._begun = False, True
+            self._text = rest
+            self._is_inside, self._is_behind, self._may_begin = False, True, True
         return calls
 
     def _calls(self, value: Any) -> Iterator[ToolCall]:
         for item in value if isinstance(value, list) else [value]:
-            if not isinstance(item, dict) or item.get("name") not in self._names:
+            if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+                continue
+            if item["name"] not in self._names:
                 continue
             arguments = item.get("arguments", item.get("parameters", {}))
             yield ToolCall(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))

@@ -20,11 +20,19 @@ _READ_BYTES = 1 << 20
 
 
 class Setup(NamedTuple):
-    """The first message to the engine's process: what it loads."""
+    """The first message to the engine's process: what it loads.
+
+    Attributes:
+        model: the path.
+        config: of the engine.
+        progress: show bars while loading.
+        tokenizer: as `tokenizers.Tokenizer.to_str` writes it, for answers of a form; None: there are none.
+    """
 
     model: Path
     config: EngineConfig
     progress: bool
+    tokenizer: str | None = None
 
 
 class Add(NamedTuple):

@@ -91,7 +91,7 @@ class _Vocabulary:
 
     def fault(self, wrong: str) -> ModelSourceError:
         """Return the error for a field, whose name begins what is wrong."""
-        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}; another tokenizer can be given by `tokenizer=`")
+        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}; give another tokenizer (--tokenizer, `tokenizer=`)")
 
 
 class _Uncopied:

@@ -42,7 +42,8 @@ class Grammars:
         self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._books = threading.Lock()  # of the two above
+        self._good: OrderedDict[str, None] = OrderedDict()  # that were looked at, and can be kept
+        self._books = threading.Lock()  # of the three above
 
     def load(self) -> LLTokenizer:
         """Return the vocabulary, read at the first call; large ones take a second.
@@ -90,9 +91,13 @@ class Grammars:
             raise ArgumentError(
                 f"structured_outputs: {form} must have at most {_MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
             )
-        is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
-        if is_wrong:
-            raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
+        with self._books:
+            is_known = grammar in self._good or grammar in self._compiled
+        if not is_known:
+            is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
+            if is_wrong:
+                raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
+            self._keep(self._good, grammar, None)
         return grammar
 
     def constraint(self, grammar: str) -> TokenGrammar:
@@ -114,19 +119,25 @@ class Grammars:
                 self._compiled.move_to_end(grammar)
         if compiled is None:
             compiled = _compile(vocabulary, grammar)
-            with self._books:
-                self._compiled[grammar] = compiled
-                if len(self._compiled) > _KEPT:
-                    self._compiled.popitem(last=False)
+            self._keep(self._compiled, grammar, compiled)
         return TokenGrammar(compiled.deep_copy(), vocabulary.vocab_size)
+
+    def _keep(self, kept: OrderedDict[str, Any], grammar: str, value: Any) -> None:
+        with self._books:
+            kept[grammar] = value
+            if len(kept) > _KEPT:
+                kept.popitem(last=False)
 
 
 def _compile(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(vocabulary, grammar, log_level=0)
+    # an error goes to the owner of the answer, and to the log: without the text and the state of the grammar
+    limits = LLParserLimits(verbose_errors=False)
+    matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     if matcher.is_error():
         raise ConstraintError(f"the grammar cannot be read: {matcher.get_error()}")
+    matcher.compute_bitmask()  # the first one takes longest, and its copies have it
     return matcher
 
 
@@ -142,13 +153,19 @@ class TokenGrammar:
         self._matcher = matcher
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         self._check()
         count = min(len(words), len(self._words))  # a tokenizer may know more tokens than the model, or fewer
         words[:count] = self._words[:count]
         words[count:] = 0
+        if (
+            self._matcher.is_accepting()
+        ):  # the end-of-sequence tokens are allowed then, but not those of a chat template
+            bits = words.view(np.uint32)
+            for token in stop_ids:
+                bits[token // 32] |= np.uint32(1 << token % 32)
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""

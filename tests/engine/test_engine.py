@@ -159,7 +159,7 @@ def test_a_step_that_fails_gives_everything_up_and_the_engine_serves_on(
 
     monkeypatch.setattr(engine.runner, "prefill", failing)
     ids.append(engine.add(Request([120], GREEDY)))
-    monkeypatch.setattr(engine.scheduler, "next_chunks", lambda: failing(None))
+    monkeypatch.setattr(engine.scheduler, "next_chunks", failing)
     with pytest.raises(MemoryError):
         engine.step()
     monkeypatch.undo()

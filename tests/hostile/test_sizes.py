@@ -21,6 +21,14 @@ GIB = 2**30
             {"max_batch_size": 65536, "config": {"loop": {"steps_per_launch": 4096}}},
             r"steps_per_launch=4096 takes \d{11,} bytes for tokens of 65536 rows",
         ),
+        (
+            {"max_batch_size": 4096, "config": {"capacity": {"max_logit_biases": 2**20}}},
+            rf"max_logit_biases={2**20} takes {2**20 * 8 * 4096} bytes for biases of 4096 rows",
+        ),
+        (
+            {"max_batch_size": 8192, "config": {"capacity": {"max_bad_words": 65536}}},
+            rf"max_bad_words=65536 takes {65536 * 16 * 4 * 8192} bytes for forbidden words of 8192 rows",
+        ),
         ({"max_prefill_tokens": 2**31 - 1}, r"max_prefill_tokens=2147483647 takes \d+ bytes for tokens of prompts"),
     ],
 )

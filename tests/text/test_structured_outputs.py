@@ -173,6 +173,20 @@ def test_an_answer_ends_with_what_completes_it_and_a_cut_one_says_so(llm: LLM) -
     assert output.outputs[0].finish_reason == "stop"
 
 
+def test_a_stop_token_may_come_where_the_answer_may_end_and_nowhere_else(llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="(ab){1,90}")
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=180,
+        stop_token_ids=[258],  # as the token that ends a turn of a chat, which is no end-of-sequence token
+        logit_bias={258: 1e6},
+        structured_outputs=form,
+    )
+    (output,) = answers(llm, [params])
+    assert (output.outputs[0].text, output.outputs[0].stop_reason) == ("ab", 258)
+    assert output.outputs[0].token_ids == [97, 98, 258]
+
+
 def test_forms_of_each_kind(llm: LLM) -> None:
     matched = re.compile(r"\d{2}-[a-z]{1,4}")
     forms: list[tuple[dict[str, Any], Callable[[str], object]]] = [

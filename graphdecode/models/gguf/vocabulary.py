@@ -21,7 +21,7 @@ def stop_token_ids(fields: Mapping[str, Any]) -> list[int]:
     named = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
     known = {}
-    if isinstance(tokens, list) and isinstance(kinds, np.ndarray):  # else the tokenizer says what is wrong
+    if isinstance(tokens, list) and isinstance(kinds, (list, np.ndarray)):  # else the tokenizer says what is wrong
         known = {
             token: index
             for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))

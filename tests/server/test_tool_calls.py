@@ -1,0 +1,99 @@
+"""Calls of tools are found in the text of an answer, however it comes in pieces, and nothing else is taken from it."""
+
+import json
+
+import pytest
+
+from graphdecode.server.tool_calls import FORMATS, ToolCall, ToolCallReader, ToolFormat, format_of
+
+HERMES, MISTRAL, GRANITE, LLAMA = FORMATS
+NAMES = frozenset({"add", "look_up"})
+ADD = ToolCall("add", '{"a": 417, "b": 385}')
+LOOK_UP = ToolCall("look_up", '{"word": "\\u00e9 }] </tool_call>"}')
+ADD_JSON = '{"name": "add", "arguments": {"a": 417, "b": 385}}'
+LOOK_UP_JSON = '{"name": "look_up", "arguments": {"word": "\\u00e9 }] </tool_call>"}}'
+
+ANSWERS = [
+    (HERMES, f"<tool_call>\n{ADD_JSON}\n</tool_call>", "", [ADD]),
+    (HERMES, f"I add.\n<tool_call>{ADD_JSON}</tool_call>", "I add.", [ADD]),
+    (HERMES, f"<tool_call>{ADD_JSON}</tool_call>\n<tool_call>{LOOK_UP_JSON}</tool_call>", "", [ADD, LOOK_UP]),
+    (HERMES, f"<tool_call>{ADD_JSON}</tool_call>That is it.", "That is it.", [ADD]),
+    (HERMES, f"<tool_call>{{}}</tool_call> <tool_call>{ADD_JSON}</tool_call>", "<tool_call>{}</tool_call>", [ADD]),
+    (HERMES, f"<tool_call>oh\n<tool_call>{ADD_JSON}</tool_call>", "<tool_call>oh", [ADD]),
+    (HERMES, f"<tool_call>{ADD_JSON}", "", [ADD]),  # the end of the text is the end of the call
+    (MISTRAL, f"[TOOL_CALLS] [{ADD_JSON}, {LOOK_UP_JSON}]", "", [ADD, LOOK_UP]),
+    (MISTRAL, f"I add.[TOOL_CALLS][{ADD_JSON}]", "I add.", [ADD]),
+    (GRANITE, f"<|tool_call|>[{ADD_JSON}]", "", [ADD]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 417, "b": 385}}', "", [ADD]),
+    (LLAMA, f"{ADD_JSON}; {LOOK_UP_JSON}", "", [ADD, LOOK_UP]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{}"}</tool_call>', "", [ToolCall("add", "{}")]),
+    (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [ToolCall("add", "{}")]),
+]
+CONTENT = [
+    (HERMES, "1 < 2 and <tool_ or <tool_call"),
+    (HERMES, 'Hi \n<tool_call>{"name": "other"}</tool_call>\n'),
+    (HERMES, "  Hello,\n\n world  "),
+    (HERMES, '<tool_call>{"name": "drop_tables", "arguments": {}}</tool_call>'),
+    (HERMES, "<tool_call>no JSON</tool_call> and on"),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {}} </tool>'),
+    (HERMES, "<tool_call>[1, null, {}]</tool_call>"),
+    (HERMES, '<tool_call>{"name": {"add": 1}}</tool_call>'),
+    (HERMES, "<tool_call>" + "[" * 5000),
+    (MISTRAL, "[TOOL_CALLS"),
+    (MISTRAL, '[TOOL_CALLS][{"name": "other"}]'),
+    (LLAMA, "Hello {world}"),
+    (LLAMA, '{"answer": 42}'),
+    (LLAMA, "  \n"),
+    (LLAMA, ""),
+]
+
+
+def read(form: ToolFormat, pieces: list[str]) -> tuple[str, list[ToolCall]]:
+    reader, content, calls = ToolCallReader(form, NAMES), "", list[ToolCall]()
+    for number, piece in enumerate(pieces, 1):
+        released, found = reader.feed(piece, final=number == len(pieces))
+        content, calls = content + released, calls + found
+    return content, calls
+
+
+def splits(text: str) -> list[list[str]]:
+    every = [[text[:at], text[at:]] for at in range(0, len(text) + 1, max(len(text) // 200, 1))]
+    return [[text], list(text) or [""], [*text, ""], *every]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), ANSWERS, ids=lambda value: getattr(value, "name", ""))
+def test_a_call_is_found_however_the_text_is_split(
+    form: ToolFormat, text: str, content: str, calls: list[ToolCall]
+) -> None:
+    for pieces in splits(text):
+        found, called = read(form, pieces)
+        assert (found, [call.name for call in called]) == (content, [call.name for call in calls]), pieces
+        assert [json.loads(call.arguments) for call in called] == [json.loads(call.arguments) for call in calls]
+
+
+@pytest.mark.parametrize(("form", "text"), CONTENT, ids=lambda value: getattr(value, "name", ""))
+def test_what_only_looks_like_a_call_stays_content(form: ToolFormat, text: str) -> None:
+    for pieces in splits(text) if len(text) < 1000 else [[text], [text[:20], text[20:]]]:
+        assert read(form, pieces) == (text, []), pieces
+
+
+def test_content_is_not_held_back_longer_than_it_may_be_a_call() -> None:
+    reader = ToolCallReader(HERMES, NAMES)
+    assert reader.feed("Hello <tool", final=False) == ("Hello", [])
+    assert reader.feed("box>", final=False) == (" <toolbox>", [])
+    reader = ToolCallReader(LLAMA, NAMES)
+    assert reader.feed("Hello", final=False) == ("Hello", [])
+
+
+def test_a_call_is_told_as_soon_as_it_is_whole() -> None:
+    reader = ToolCallReader(HERMES, NAMES)
+    assert reader.feed(f"<tool_call>{ADD_JSON}</tool_call", final=False) == ("", [])
+    assert [call.name for call in reader.feed(">", final=False)[1]] == ["add"]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_a_template_tells_its_format(form: ToolFormat) -> None:
+    assert format_of(f"{{{{ x }}}}{form.sign}") is form
+    assert format_of("{{ messages }}") is None
+    assert format_of(None) is None
