@@ -10,6 +10,7 @@ import os
 import random
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Letters:
     def __init__(self, _grammar: str) -> None:
         self.last = 0
 
-    def fill(self, words: np.ndarray) -> None:
+    def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
         words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
 
     def accept(self, token_id: int) -> bool:
