@@ -29,6 +29,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
     """
     vocabulary = _Vocabulary(path, GgufFile(path).fields)
     kind = vocabulary.fields.get(f"{_PREFIX}model")
+    if not isinstance(kind, str):  # of numbers it may be an array, which compares like one
+        raise vocabulary.fault(f"model must be str, got {kind!r:.80}")
     if kind == "gpt2":
         pre = vocabulary.pre_tokenizer()
         return _wrapped(vocabulary, _byte_level(vocabulary, pre), adds_bos=pre.adds_bos)
@@ -123,7 +125,8 @@ def _add_whole(vocabulary: _Vocabulary, tokenizer: Any) -> None:
     """Let the tokens that are never made of parts be found before all else."""
     from tokenizers import AddedToken
 
-    swallows = vocabulary.fields.get("general.architecture") == "phi3" and tokenizer.normalizer is not None
+    architecture = vocabulary.fields.get("general.architecture")
+    swallows = isinstance(architecture, str) and architecture == "phi3" and tokenizer.normalizer is not None
     tokenizer.add_tokens(
         [
             AddedToken(

@@ -120,6 +120,14 @@ def test_a_tokenizer_that_fails_at_a_prompt_touches_no_other_request(llm: LLM, m
     assert answers(llm) == alone
 
 
+def test_a_set_of_allowed_tokens_is_as_good_as_a_list(llm: LLM) -> None:
+    first, second = (
+        llm.generate("417+385=", SamplingParams(temperature=0.0, allowed_token_ids=allowed), use_tqdm=False)[0]
+        for allowed in ([48, 49, 257], frozenset({48, 49, 257}))
+    )
+    assert first.outputs[0].token_ids == second.outputs[0].token_ids != []
+
+
 def test_as_many_answers_as_may_be_asked_for_are_given(llm: LLM) -> None:
     [output] = llm.generate("12+30=", SamplingParams(n=MAX_ANSWERS, max_tokens=1), use_tqdm=False)
     assert len(output.outputs) == MAX_ANSWERS

@@ -133,6 +133,7 @@ def test_special_tokens_of_phi_3_swallow_the_spaces_behind_them(tmp_path: Path) 
         ("pieces", lambda writer: writer.add_token_types([1, 1]), "token_type has 2 entries, and there are"),
         ("pieces", lambda writer: writer.add_token_list(["a", "b", "a"]), "tokens has 'a' twice"),
         ("pieces", lambda writer: writer.add_eos_token_id(10**6), "eos_token_id is 1000000; there are"),
+        ("pieces", lambda writer: writer.add_array("tokenizer.ggml.model", [1, 2]), "model must be str, got array"),
         ("pieces", lambda writer: writer.add_tokenizer_model("bert"), "model 'bert' is not supported; supported are"),
     ],
 )

@@ -22,8 +22,8 @@ from graphdecode.text import load_tokenizer
 from graphdecode.text.intake import Intake
 
 DEMO = resolve_model_path("demo")
-_PROMPT = [52, 49, 55, 43, 51, 56, 53, 61]
-_TOLERANCE = 2e-3  # of logits in float32, of which the largest is about 20
+PROMPT = [52, 49, 55, 43, 51, 56, 53, 61]
+TOLERANCE = 2e-3  # of logits in float32, of which the largest is about 20
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
 _LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _CHANGES: list[dict[str, Any]] = [
@@ -55,13 +55,14 @@ def _copied(folder: Path, *, links: bool = True) -> Path:
     return model
 
 
-def _our_logits(model: Path) -> torch.Tensor:
+def our_logits(model: Path) -> torch.Tensor:
+    """Return the library's logits behind `PROMPT`, in float32."""
     from driven_decoder import DrivenDecoder
 
     decoder = load_model(model, device="cpu", dtype="float32", max_sequence_length=64)
     driven = DrivenDecoder(decoder, 1, max_length=32)
-    driven.prefill([_PROMPT[:-1]], [0])
-    return driven.decode(_PROMPT[-1:], [len(_PROMPT) - 1])[0]
+    driven.prefill([PROMPT[:-1]], [0])
+    return driven.decode(PROMPT[-1:], [len(PROMPT) - 1])[0]
 
 
 def _their_logits(model: Path) -> torch.Tensor | None:
@@ -69,7 +70,7 @@ def _their_logits(model: Path) -> torch.Tensor | None:
     try:
         theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
-            return theirs.eval()(torch.tensor([_PROMPT])).logits[0, -1]
+            return theirs.eval()(torch.tensor([PROMPT])).logits[0, -1]
     except Exception:  # it has no error of its own
         return None
 
@@ -81,7 +82,7 @@ class ConfigAttack:
 
     def __init__(self) -> None:
         self._settings = json.loads((DEMO / "config.json").read_text())
-        self._logits = _our_logits(DEMO)
+        self._logits = our_logits(DEMO)
         _their_logits(DEMO)
 
     def run(self, rng: random.Random, folder: Path) -> None:
@@ -93,9 +94,9 @@ class ConfigAttack:
             settings[name] = hostile_value(rng)
         content = json.dumps(settings).encode() if rng.random() < 0.4 else mutated_json(rng, settings)
         (model / "config.json").write_bytes(content)
-        if describe_model(model).max_position_embeddings < len(_PROMPT):
+        if describe_model(model).max_position_embeddings < len(PROMPT):
             return  # an engine refuses such a prompt
-        ours = _our_logits(model)
+        ours = our_logits(model)
         if ours.shape == self._logits.shape and torch.equal(ours, self._logits):
             return  # what was changed is not read
         theirs = _their_logits(model)
@@ -105,7 +106,7 @@ class ConfigAttack:
             return
         difference = (ours - theirs).abs().max().item()
         both_lost = not ours.isfinite().all() and not theirs.isfinite().all()
-        if not difference < _TOLERANCE and not both_lost:
+        if not difference < TOLERANCE and not both_lost:
             raise Wrong(f"logits differ by {difference} from those of transformers: {content[:900]!r}")
 
 
@@ -268,7 +269,7 @@ class TokenizerAttack:
             except GraphdecodeError as error:
                 refusal = error
         again = (
-            llm.generate([_PROMPT], SamplingParams(temperature=0.0, detokenize=False), use_tqdm=False)[0]
+            llm.generate([PROMPT], SamplingParams(temperature=0.0, detokenize=False), use_tqdm=False)[0]
             .outputs[0]
             .token_ids
         )

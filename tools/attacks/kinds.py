@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from attacks.checkpoints import ConfigAttack, GenerationAttack, IndexAttack, SafetensorsAttack, TokenizerAttack
+from attacks.gguf_files import GgufAttack, GgufTokenizerAttack
 from attacks.requests import ParamsAttack, PromptAttack
 from attacks.settings import ChoicesAttack, TomlAttack
 from attacks.trial import Attack
@@ -17,6 +18,8 @@ KINDS: dict[str, Callable[[], Attack]] = {
         SafetensorsAttack,
         IndexAttack,
         TokenizerAttack,
+        GgufAttack,
+        GgufTokenizerAttack,
         TomlAttack,
         PromptAttack,
         ParamsAttack,
