@@ -1,6 +1,6 @@
 """A GPU's streams on a CPU, as lazy as they may be: what is queued runs late, in any legal order that a seed picks.
 
-Between `installed()` and its end a device "cuda:0" seems to be there. Its tensors have their memory on the CPU. Copies,
+While `lazy_device` is installed, a device "cuda:0" seems to be there. Its tensors have their memory on the CPU. Copies,
 fills, prompts and steps are queued on streams; the host goes on at once, as it does in front of a GPU, and what is
 queued runs when an event or a synchronisation asks for it, or earlier where the seed says so. What the driver promises
 is kept and nothing more: a stream runs in order, two streams in any order that their events allow, a copy from or to
@@ -17,32 +17,19 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from weakref import finalize
 
-import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from graphdecode.buffers import Batch
-from graphdecode.config import EngineConfig
-from graphdecode.engine.loading import make_runner
-from graphdecode.engine.runner import Runner
-from graphdecode.engine.steps import DecodeStep, StepSetting
-from graphdecode.graphs import cuda_loop, cuda_nodes
-from graphdecode.graphs.capture import CudaStepGraph
-from graphdecode.graphs.loop import LoopControl, StepLoop
-from graphdecode.models import Model
-
 DEVICE = torch.device("cuda", 0)
 GARBAGE = 0x55  # in memory that belongs to somebody else now
 _WORD_BYTES = 8
-_FREE_BYTES = 1 << 30
 _EAGERNESS = (0.0, 0.2, 0.8)  # how likely something runs that nobody has waited for yet
 _PREFERENCES = (0.1, 0.9)  # how likely the first stream goes on where another one could
 _FACTORIES = {torch.zeros, torch.empty, torch.full, torch.ones}
@@ -112,13 +99,17 @@ class Memory:
     is_pinned: bool
     stream: Stream
 
+    def forget(self) -> None:
+        """Let somebody else have written there."""
+        self.raw.fill_(GARBAGE)
+
 
 def memory_of(tensor: Tensor) -> Memory | None:
     """Return where a tensor of the device, or a pinned one, lies; None for any other."""
     return getattr(tensor.untyped_storage(), "memory", None)
 
 
-def _as_operations_know(value: Any) -> Any:
+def as_operations_know(value: Any) -> Any:
     """Return the place of a tensor as an operation knows it: by its address, whoever it belongs to by then."""
     memory = memory_of(value) if isinstance(value, Tensor) else None
     if memory is None:
@@ -275,9 +266,10 @@ class LazyStreams:
         raw = torch.zeros(-(-tensor.nbytes // _WORD_BYTES) * _WORD_BYTES, dtype=torch.uint8)
         tensor = torch.from_numpy(raw.numpy())[: tensor.nbytes].view(dtype).view(sizes)
         storage = tensor.untyped_storage()
-        storage.memory = memory = Memory(raw, is_pinned, self.current)
+        memory = Memory(raw, is_pinned, self.current)
+        storage.memory = memory  # type: ignore[attr-defined]
         if not is_pinned:  # torch keeps pinned memory until the copies that it knows of have run
-            freed = finalize(storage, lambda: memory.stream.queue.append(lambda: memory.raw.fill_(GARBAGE)))
+            freed = finalize(storage, lambda: memory.stream.queue.append(memory.forget))
             freed.atexit = False
         return tensor
 
@@ -285,7 +277,7 @@ class LazyStreams:
         """Queue a copy; the host waits where one side is pageable memory, or where it was not told to go on."""
         ends = [memory_of(tensor) for tensor in (target, source)]
         both_here = all(end is not None and not end.is_pinned for end in ends)
-        self.enqueue(partial(_as_operations_know(target).copy_, _as_operations_know(source)))
+        self.enqueue(partial(as_operations_know(target).copy_, as_operations_know(source)))
         if not both_here and (not non_blocking or None in ends):
             self.run_until(self.current.mark())
         self.go_on()
@@ -326,7 +318,7 @@ class DeviceTensors(TorchFunctionMode):
         if getattr(func, "__name__", "") == "__get__":
             return DEVICE if func == Tensor.device.__get__ else func(*args, **kwargs)
         if func is Tensor.fill_:
-            self._streams.enqueue(partial(_as_operations_know(tensor).fill_, *args[1:]))
+            self._streams.enqueue(partial(as_operations_know(tensor).fill_, *args[1:]))
             self._streams.go_on()
             return tensor
         if func is Tensor.copy_:
@@ -349,111 +341,3 @@ class DeviceTensors(TorchFunctionMode):
         if not all(isinstance(view, Tensor) and memory_of(view) is memory_of(tensor) for view in views):
             raise TypeError(f"{name} of a tensor on the device: only views, fill_, copy_, clone and reads are known")
         return result
-
-
-class LazyDecodeStep(DecodeStep):
-    """The step as one operation of the device."""
-
-    def __init__(self, streams: LazyStreams, setting: StepSetting) -> None:
-        self._streams = streams
-        super().__init__(setting)
-
-    def __call__(self, batch: Batch) -> None:
-        self._streams.enqueue(partial(self._later, super().__call__, batch.size))
-        if batch.size == self._streams.refused_bucket and self._streams.current is not self._streams.streams[0]:
-            raise ValueError("not fit to be captured")
-
-    def _end_launch(self, batch: Batch) -> None:
-        self._streams.enqueue(partial(self._later, super()._end_launch, batch.size))
-
-    def _later(self, work: Callable[[Batch], None], size: int) -> None:
-        work(self.buffers.narrow(size))
-
-
-class DeviceLoop(StepLoop):
-    """Stands for a WHILE node: how many steps run is decided when they run, from the slots."""
-
-    kind = "while"
-
-    def __init__(self, streams: LazyStreams, control: LoopControl, step: Graph, epilogue: Graph) -> None:
-        self._streams, self._control, self._step, self._epilogue = streams, control, step, epilogue
-        self.reason = None
-
-    def launch(self, num_steps: int) -> int:
-        self._streams.count_launch()
-        for graph in (self._step, self._epilogue):
-            graph.under_way += 1
-        self._streams.enqueue(self._run, last=self._ended)
-        return 0
-
-    def _run(self) -> None:
-        count, goes_on = self._control.count, True
-        count.zero_()
-        while goes_on:
-            self._step.run()
-            count.add_(1)
-            goes_on = bool(count < self._control.limit) and bool(self._control.running > 0)
-        self._epilogue.run()
-
-    def _ended(self) -> None:
-        for graph in (self._step, self._epilogue):
-            graph.under_way -= 1
-
-
-@contextmanager
-def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStreams]:
-    """Let there be a device, whose order a seed picks; with WHILE nodes, or with a driver that knows none."""
-    streams = LazyStreams(seed)
-    cuda = {
-        "Stream": streams.new_stream,
-        "Event": partial(Event, streams),
-        "CUDAGraph": lambda **_options: Graph(streams),
-        "current_stream": lambda *_device: streams.current,
-        "stream": streams.on,
-        "device": lambda _device: nullcontext(),
-        "synchronize": streams.synchronize,
-        "graph_pool_handle": lambda: 1,
-        "empty_cache": lambda: None,
-        "memory_reserved": lambda *_device: 0,
-        "mem_get_info": lambda *_device: (_FREE_BYTES, _FREE_BYTES),
-        "memory_snapshot": list,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=2),
-    }
-
-    def over(loops: cuda_loop.CudaLoops, step: CudaStepGraph, epilogue: CudaStepGraph) -> StepLoop:
-        return DeviceLoop(streams, loops._control, step._graph, epilogue._graph)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch, DeviceTensors(streams):
-        for name, replacement in cuda.items():
-            patch.setattr(torch.cuda, name, replacement)
-        patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
-        patch.setattr(cuda_nodes, "driver", None)
-        patch.setattr(cuda_loop, "driver", None)
-        if has_while_nodes:
-            patch.setattr(cuda_loop.CudaLoops, "over", over)
-        try:
-            yield streams
-        finally:
-            streams.is_over = True
-
-
-@contextmanager
-def lazy_runner(streams: LazyStreams, model: Model, config: EngineConfig) -> Iterator[Runner]:
-    """Give a runner that takes its model to be on the device; nothing is captured yet."""
-    prefill = model.prefill
-
-    def later(*arguments: Any) -> None:
-        """Queue a prompt. It gives nothing back: its logits are for prompts that are scored."""
-        places = [_as_operations_know(argument) for argument in arguments]
-
-        def work() -> None:
-            prefill(*places)
-
-        streams.enqueue(work)
-        streams.go_on()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "device", DEVICE)
-        patch.setattr(model, "prefill", later)
-        yield make_runner(model, config, step=partial(LazyDecodeStep, streams))

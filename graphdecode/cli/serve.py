@@ -121,4 +121,4 @@ def _how_to_try(address: str, *, has_template: bool, guarded: bool) -> list[str]
     if has_template:
         path, body = "chat/completions", {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
     key = "-H 'Authorization: Bearer KEY' " if guarded else ""
-    return [f"try: {address} in a browser, or", f"curl {address}/v1/{path} {key}-d '{json.dumps(body)}'"]
+    return [f"try: {address} in a browser, or", f"curl {address}/v1/{path} {key}--json '{json.dumps(body)}'"]

@@ -86,8 +86,8 @@ class EngineLoop:
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         if goes_on:
             self._launch()
-        ahead = self.lookahead if goes_on and self.scheduler.decoding and not self._is_constrained else 0
-        while len(self._under_way) > ahead:
+        may_look_ahead = goes_on and not self._is_constrained
+        while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
         return events

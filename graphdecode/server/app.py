@@ -185,7 +185,12 @@ class Endpoints:
 
     async def page(self, _: Request) -> Response:
         """`GET /`: the page, which needs nothing from elsewhere."""
-        return FileResponse(_PAGE / "index.html", headers={"Content-Security-Policy": _PAGE_MAY})
+        headers = {
+            "Content-Security-Policy": _PAGE_MAY,
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        return FileResponse(_PAGE / "index.html", headers=headers)
 
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -72,32 +73,24 @@ class Grammars:
         Raises:
             ArgumentError: it cannot be kept; the message names the keyword or the place.
         """
-        vocabulary = self.load()
-        from llguidance import LLMatcher, grammar_from
+        vocabulary, form = self.load(), params.form
+        from llguidance import LLMatcher
 
-        form = params.form
-        try:
-            if form in ("json", "json_object"):
-                grammar = LLMatcher.grammar_from_json_schema(_schema_text(params), overrides=_json_options(params))
-            elif form == "regex":
-                grammar = LLMatcher.grammar_from_regex(str(params.regex))
-            elif form == "choice":
-                grammar = grammar_from("choice", json.dumps(list(params.choice or ())))
-            else:
-                grammar = grammar_from("grammar", str(params.grammar))
-        except ValueError as error:
-            raise ArgumentError(f"structured_outputs: {form} cannot be read: {error}") from error
+        with _taken(form):
+            grammar = _grammar_text(params)
+            grammar.encode()  # half of a surrogate pair is no text
         if len(grammar) > _MAX_GRAMMAR_LENGTH:
             raise ArgumentError(
                 f"structured_outputs: {form} must have at most {_MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
             )
         with self._books:
-            is_known = grammar in self._good or grammar in self._compiled
-        if not is_known:
+            if grammar in self._good or grammar in self._compiled:
+                return grammar
+        with _taken(form):
             is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
-            if is_wrong:
-                raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
-            self._keep(self._good, grammar, None)
+        if is_wrong:
+            raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
+        self._keep(self._good, grammar, None)
         return grammar
 
     def constraint(self, grammar: str) -> TokenGrammar:
@@ -111,15 +104,16 @@ class Grammars:
         """
         try:
             vocabulary = self.load()
+            with self._books:
+                compiled = self._compiled.get(grammar)
+                if compiled is not None:
+                    self._compiled.move_to_end(grammar)
+            if compiled is None:
+                with _taken("grammar"):
+                    compiled = _compile(vocabulary, grammar)
+                self._keep(self._compiled, grammar, compiled)
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
-        with self._books:
-            compiled = self._compiled.get(grammar)
-            if compiled is not None:
-                self._compiled.move_to_end(grammar)
-        if compiled is None:
-            compiled = _compile(vocabulary, grammar)
-            self._keep(self._compiled, grammar, compiled)
         return TokenGrammar(compiled.deep_copy(), vocabulary.vocab_size)
 
     def _keep(self, kept: OrderedDict[str, Any], grammar: str, value: Any) -> None:
@@ -127,6 +121,31 @@ class Grammars:
             kept[grammar] = value
             if len(kept) > _KEPT:
                 kept.popitem(last=False)
+
+
+@contextmanager
+def _taken(form: str) -> Iterator[None]:
+    """Say of a form that llguidance stumbles over that it cannot be read; its panics are no `Exception`."""
+    try:
+        yield
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"structured_outputs: {form} cannot be read: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ArgumentError(f"structured_outputs: {form} cannot be read") from error
+
+
+def _grammar_text(params: StructuredOutputsParams) -> str:
+    from llguidance import LLMatcher, grammar_from
+
+    if params.form in ("json", "json_object"):
+        return LLMatcher.grammar_from_json_schema(_schema_text(params), overrides=_json_options(params))
+    if params.form == "regex":
+        return LLMatcher.grammar_from_regex(str(params.regex))
+    if params.form == "choice":
+        return grammar_from("choice", json.dumps(list(params.choice or ())))
+    return grammar_from("grammar", str(params.grammar))
 
 
 def _compile(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
@@ -160,9 +179,7 @@ class TokenGrammar:
         count = min(len(words), len(self._words))  # a tokenizer may know more tokens than the model, or fewer
         words[:count] = self._words[:count]
         words[count:] = 0
-        if (
-            self._matcher.is_accepting()
-        ):  # the end-of-sequence tokens are allowed then, but not those of a chat template
+        if self._matcher.is_accepting():  # it allows end-of-sequence tokens by itself, and not those that end a turn
             bits = words.view(np.uint32)
             for token in stop_ids:
                 bits[token // 32] |= np.uint32(1 << token % 32)

@@ -10,11 +10,14 @@ import os
 import random
 import textwrap
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
-from lazy_stream import LazyStreams, installed, lazy_runner
+from lazy_device import installed, lazy_runner
+from lazy_stream import LazyStreams
 
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
 from graphdecode.buffers import _StagingBlock
@@ -23,7 +26,8 @@ from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.prefill import Prefill
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.engine.steps import DecodeStep, step
+from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.graphs import capture
 from graphdecode.graphs.capture import CudaCapture
 from graphdecode.models import Model, load_model
@@ -33,6 +37,7 @@ SEEDS_FOR_A_FAULT = 25
 MOST_ROUNDS, MOST_ABORTS = 250, 3
 REQUESTS_OF_A_RUN = 9
 REQUESTS = 24
+VOCABULARY = 259
 ROWS, LENGTH, PAGE = 4, 48, 4
 PAGES = 13  # of 48 for four full rows: some have to give way
 BUCKETS = (1, 2, ROWS)
@@ -40,6 +45,20 @@ ARRIVAL_SHARE, ABORT_SHARE, REFUSAL_SHARE = 0.4, 0.06, 0.4
 SHARED = list(b"rev oceanic=")
 
 Answer = tuple[list[int], list[float]]
+
+
+class Letters:
+    """A form whose next letters depend on the last one."""
+
+    def __init__(self, _grammar: str) -> None:
+        self.last = 0
+
+    def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
+        words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
+
+    def accept(self, token_id: int) -> bool:
+        self.last = token_id + 1
+        return False
 
 
 def made_requests() -> list[Request]:
@@ -55,7 +74,10 @@ def made_requests() -> list[Request]:
             options |= {"logit_bias": {101: 4.0, 110: 4.0}}
         if number % 7 == 0:
             options |= {"stop_token_ids": [101, 111, 116]}
-        requests.append(Request(prompt, SamplingParams(max_tokens=chosen.randint(1, 20), ignore_eos=True, **options)))
+        bad_words = ((101,), (110, 101), (118, 118)) if number % 6 == 1 else ()
+        params = SamplingParams(max_tokens=chosen.randint(1, 20), ignore_eos=True, **options)
+        grammar = "a letter" if number % 8 == 3 else None
+        requests.append(Request(prompt, params, bad_words_token_ids=bad_words, grammar=grammar))
     return requests
 
 
@@ -87,6 +109,7 @@ def expected(model: Model) -> list[Answer]:
     """What each request is answered with on a CPU, where nothing is under way while the host goes on."""
     buckets = BucketConfig(max_batch_size=ROWS, max_sequence_length=LENGTH, page_size=PAGE, max_logprobs=4)
     engine = Engine(make_runner(model, EngineConfig(buckets, batch_invariant=True)))
+    engine.constrain = Letters
     engine.graphs.capture(progress=False)
     names = {engine.add(request): number for number, request in enumerate(REQUESTED)}
     answers: list[Answer] = [([], []) for _ in REQUESTED]
@@ -175,6 +198,7 @@ def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
     ):
         warnings.filterwarnings("ignore", "bucket . stays eager:")
         engine = Engine(runner)
+        engine.constrain = Letters
         engine.graphs.capture(progress=False)
         if chosen.random() < REFUSAL_SHARE:
             streams.refused_bucket = chosen.choice(BUCKETS)
@@ -220,8 +244,7 @@ class Fault:
         return f"{self.name}: {self.line} -> {self.wrong}"
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        found = inspect.getattr_static(self.owner, self.name)
-        function = inspect.unwrap(found.fget if isinstance(found, property) else found)
+        function = inspect.unwrap(getattr(self.owner, self.name))
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.line) == 1, f"{self.name} was rewritten: plant this fault anew"
         made: dict[str, Any] = {}
@@ -235,7 +258,9 @@ FAULTS = [
     Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
     Fault(EngineLoop, "_reserve_pages", "reserve(under_way + num_steps)", "reserve(num_steps)"),
-    Fault(EngineLoop, "_launch", "elif pages_changed:", "elif False:"),
+    Fault(EngineLoop, "_launch", "if pages_changed:", "if False:"),
+    Fault(EngineLoop, "_launch", "1 if self._is_constrained else self", "self"),
+    Fault(EngineLoop, "step", " and not self._is_constrained", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
     # the Runner
@@ -249,8 +274,8 @@ FAULTS = [
     Fault(_StagingBlock, "upload", "self._copied.record(", "str("),
     Fault(Prefill, "run", "self._buffers.staging(_CHUNKS)", "self._buffers._blocks[_CHUNKS].arrays"),
     # the rings
-    Fault(StepSetting, "ring_length", "max(2 * steps, steps + self.config.warmup_steps + 2)", "steps"),
-    Fault(StepSetting, "ring_length", "steps + self.config.warmup_steps + 2", "0"),
+    Fault(step, "ring_length", "max(2 * steps, steps + config.warmup_steps + 2)", "steps"),
+    Fault(step, "ring_length", "steps + config.warmup_steps + 2", "0"),
     Fault(DecodeStep, "_end_launch", "self._copy_rings(batch)", "pass"),
     # captures at a first use
     Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),

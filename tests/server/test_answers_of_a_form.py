@@ -40,8 +40,10 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving("--max-batch-size", "8", "--max-sequence-length", "512") as server:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("server") / "server.toml"
+    file.write_text("[server]\ntrust_request_chat_template = true\n")
+    with serving("--config", str(file), "--max-batch-size", "8", "--max-sequence-length", "512") as server:
         yield server
 
 

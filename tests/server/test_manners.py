@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 
 import httpx2 as httpx
+import openai
 import pytest
 from served import AT_LENGTH, Served, serving
 
@@ -115,6 +116,21 @@ def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None
         assert int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert http.post("/v1/completions", json=SHORT | {"n": 4}).status_code == 200
+
+
+def test_openais_client_comes_again_when_it_is_told_to_and_leaves_when_it_has_waited_enough(served: Served) -> None:
+    with openai.OpenAI(base_url=f"{served.address}/v1", api_key="any", max_retries=5) as client:
+        waiting = [begin(served, LONG | {"n": 2}) for _ in range(2)]  # all there is room for
+        answer = client.completions.with_raw_response.create(model="demo", **SHORT)
+        assert answer.retries_taken >= 1
+        assert answer.parse().choices[0].text.strip() == "42"
+        for connection in waiting:
+            connection.close()
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.05, max_retries=0).completions.create(
+                model="demo", prompt="abc", extra_body=LONG
+            )
+    served.until_idle()
 
 
 def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> None:

@@ -228,6 +228,9 @@ def test_forms_of_each_kind(llm: LLM) -> None:
         ({"regex": "("}, "unclosed group"),
         ({"grammar": "start: word"}, 'grammar cannot be kept: .*unknown name: "word"'),
         ({"grammar": "no grammar"}, "grammar cannot be read"),
+        ({"json": {"const": "\ud800"}}, "json cannot be read"),
+        ({"regex": "\ud800"}, "regex cannot be read"),
+        ({"json": {"required": {"type": "x" * 83 + "\u00e9" * 40}}}, "json cannot be"),
         ({"json": {"description": "x" * 2**20}}, "json must have at most 1048576 characters"),
     ],
 )
