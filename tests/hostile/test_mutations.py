@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-KINDS, EACH, LIVES = 11, 9, 1
+KINDS, EACH, LIVES = 11, 7, 1
 
 
 @pytest.mark.slow
