@@ -88,7 +88,7 @@ class Batch:
         raise AttributeError(f"no slot {name!r}; declared are {declared}")
 
 
-class _StagingBlock:
+class StagingBlock:
     """A host block and the device block that it is copied to, with one view a slot into each."""
 
     def __init__(self, slots: list[Slot], max_batch_size: int, device: torch.device) -> None:
@@ -125,6 +125,7 @@ class _StagingBlock:
             self._copied.synchronize()
 
     def upload(self) -> None:
+        """Copy the host block to the device; the host goes on, and `wait` says when it may write again."""
         self._device_words.copy_(self._host_words, non_blocking=True)
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
@@ -164,7 +165,7 @@ class StepBuffers:
                 raise ValueError(f"slot {slot.name!r} is declared twice, or the name is reserved")
             self.slots[slot.name] = slot
         self.frozen = False
-        self._blocks: dict[str, _StagingBlock] = {}
+        self._blocks: dict[str, StagingBlock] = {}
         self._tensors: dict[str, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live_rows = 0
@@ -174,7 +175,7 @@ class StepBuffers:
     def _allocate(self) -> None:
         for name in dict.fromkeys(slot.staged for slot in self.slots.values() if slot.staged is not None):
             members = [slot for slot in self.slots.values() if slot.staged == name]
-            self._blocks[name] = _StagingBlock(members, self.max_batch_size, self.device)
+            self._blocks[name] = StagingBlock(members, self.max_batch_size, self.device)
             self._tensors.update(self._blocks[name].device_views)
         for slot in self.slots.values():
             if slot.staged is None:

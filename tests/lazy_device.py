@@ -96,7 +96,7 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
     }
 
     def over(loops: cuda_loop.CudaLoops, step: CudaStepGraph, epilogue: CudaStepGraph) -> StepLoop:
-        return DeviceLoop(streams, loops._control, step._graph, epilogue._graph)  # type: ignore[arg-type]
+        return DeviceLoop(streams, loops._control, step.raw_graph(), epilogue.raw_graph())  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch, DeviceTensors(streams):
         for name, replacement in cuda.items():

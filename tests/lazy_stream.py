@@ -126,7 +126,7 @@ class Graph:
         self.is_there = True
         self.under_way = 0
         self.instantiate = lambda: None
-        self.raw_cuda_graph = lambda: 1
+        self.raw_cuda_graph = lambda: self
 
     def capture_begin(self, **_options: object) -> None:
         assert self._streams.capturing is None

@@ -20,7 +20,7 @@ from lazy_device import installed, lazy_runner
 from lazy_stream import LazyStreams
 
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
-from graphdecode.buffers import _StagingBlock
+from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
@@ -269,9 +269,9 @@ FAULTS = [
     Fault(Runner, "launch", "self.step.rewind(first)", "pass"),
     Fault(Runner, "close", "torch.cuda.synchronize(self.model.device)", "pass"),
     # staging
-    Fault(_StagingBlock, "wait", "self._copied.synchronize()", "pass"),
-    Fault(_StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
-    Fault(_StagingBlock, "upload", "self._copied.record(", "str("),
+    Fault(StagingBlock, "wait", "self._copied.synchronize()", "pass"),
+    Fault(StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
+    Fault(StagingBlock, "upload", "self._copied.record(", "str("),
     Fault(Prefill, "run", "self._buffers.staging(_CHUNKS)", "self._buffers._blocks[_CHUNKS].arrays"),
     # the rings
     Fault(step, "ring_length", "max(2 * steps, steps + config.warmup_steps + 2)", "steps"),

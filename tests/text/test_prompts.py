@@ -106,7 +106,7 @@ def test_a_stream_takes_no_list_of_parameters(llm):
 
 @pytest.mark.parametrize("wrong", [None, 5, b"demo", ["demo"]], ids=repr)
 def test_a_model_is_named_by_text_or_path(wrong):
-    with pytest.raises(ValueError, match="model must be a folder"):
+    with pytest.raises(ValueError, match="model must be a checkpoint folder"):
         LLM(wrong)
 
 
