@@ -86,7 +86,7 @@ def test_a_step_that_fails_is_told_to_every_task(monkeypatch: pytest.MonkeyPatch
         async with AsyncLLM("demo", config=CONFIG) as llm:
             scheduler = llm.llm.engine.scheduler
 
-            def failing() -> None:
+            def failing(budget: int) -> None:
                 monkeypatch.undo()
                 raise MemoryError("no room")
 
