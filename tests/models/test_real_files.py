@@ -1,11 +1,11 @@
-"""Real GGUF files mean to us what they mean to transformers; they run where the packages that hold them are installed."""
+"""Real GGUF files mean to us what they mean to transformers; this runs where the packages that hold them are."""
 
 import importlib.util
 from pathlib import Path
 
 import pytest
-from gguf_against_peers import compare_answers, compare_perplexity, reference_model
 
+from gguf_against_peers import compare_answers, compare_perplexity, reference_model
 from graphdecode import LLM
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
