@@ -43,6 +43,8 @@ class ChunkBudget:
             prefilled: tokens of prompts that were computed in it.
             seconds: of it.
         """
+        if not self._target:
+            return
         if not prefilled:
             self._step_seconds = _moved(self._step_seconds, seconds)
         elif self._step_seconds is not None:

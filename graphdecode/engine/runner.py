@@ -46,7 +46,10 @@ def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Conca
 
     @wraps(entry)
     def guarded(self: Runner, *arguments: P.args, **options: P.kwargs) -> T:
-        with on_device(self.model.device):
+        device = self.model.device
+        if device.type != "cuda":  # asked here, for a context that does nothing costs each step some microseconds
+            return entry(self, *arguments, **options)
+        with on_device(device):
             return entry(self, *arguments, **options)
 
     return guarded
