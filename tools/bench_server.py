@@ -1,7 +1,7 @@
 """Compare servers that speak OpenAI's HTTP with one another, and ours with the engine below it, in one run.
 
     python tools/bench_server.py --model smollm2 --clients 32 --answer-tokens 64 --out server
-    python tools/bench_server.py --server 'llama.cpp=python -m llama_cpp.server --model FILE --port {port}'
+    python tools/bench_server.py --server 'other=COMMAND --port {port}'
 
 The engine runs on the first core, HTTP and the clients on the others: `library` is the engine on that core alone,
 called in process; `server` is the same engine behind `graphdecode serve`. Further servers are commands in which {port}
