@@ -19,8 +19,10 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
+    QuantizeOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     print_error,
@@ -77,12 +79,10 @@ def generate(
     max_batch_size: Annotated[
         int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
     ] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
-    ] = None,
+    max_sequence_length: MaxSequenceLengthOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    quantize: QuantizeOption = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,

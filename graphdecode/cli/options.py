@@ -22,6 +22,10 @@ DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left 
 DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
 ]
+QuantizeOption = Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")]
+MaxSequenceLengthOption = Annotated[
+    int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
+]
 ModelImplOption = Annotated[
     str | None, typer.Option(help="auto, native or transformers: who runs the model; left out: the configuration's.")
 ]

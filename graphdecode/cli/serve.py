@@ -15,8 +15,10 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
+    QuantizeOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
@@ -39,12 +41,10 @@ def serve(
     max_batch_size: Annotated[
         int | None, typer.Option(help="Requests side by side at most; left out: the configuration's.")
     ] = None,
-    max_sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
-    ] = None,
+    max_sequence_length: MaxSequenceLengthOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
-    quantize: Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")] = None,
+    quantize: QuantizeOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
     tokenizer: TokenizerOption = None,

@@ -117,22 +117,7 @@ class Decoder:
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
     ) -> Stream:
-        """Append the keys and values of many tokens; a prompt's last token is not one of them: a decode step is fed it.
-
-        Args:
-            token_ids: int64 [t], the rows' tokens one after another.
-            rows: int32 [t], the row of each token.
-            positions: int32 [t].
-            live: int32 [1], t.
-            cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
-            cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
-            page_table: int32 [b, pages].
-            caches: keys and values of each layer.
-            attention: gives each token the bits of a decode step; None: the faster way, many queries at once.
-
-        Returns:
-            What the last layer leaves, from which `logits` makes those of the tokens whose successors are scored.
-        """
+        """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
 
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
             if attention is not None:

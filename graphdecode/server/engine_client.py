@@ -48,7 +48,6 @@ class EngineClient:
     Attributes:
         ready: what the running process said when it had loaded; None while it does not serve.
         restarts: how often the process was started again.
-        pid: of the process.
     """
 
     def __init__(
@@ -67,12 +66,6 @@ class EngineClient:
         self._seed = 0
         self.ready: Ready | None = None
         self.restarts = 0
-
-    @property
-    def pid(self) -> int:
-        """Of the engine's process."""
-        assert self._process is not None
-        return self._process.pid
 
     @property
     def rules(self) -> RequestRules:
