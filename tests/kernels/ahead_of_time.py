@@ -1,7 +1,7 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
-Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, the
-loads from global memory before the wait, for kernels that may start early. It has to be a process of its own, for
+Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, how
+many arguments it reads through before the wait, for kernels that start early. It has to be a process of its own, for
 Triton's interpreter cannot be switched off again.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import re
-import subprocess
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,10 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from graphdecode.kernels.attention import attention_plan, extend_attention, split_decode
 from graphdecode.kernels.cache import rope_append
@@ -41,18 +39,10 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
     sampling_slots,
 )
+from step_code.compiled import Measured
+from step_code.figures import Figures
+from step_code.launches import Launch
 
-POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
@@ -67,49 +57,23 @@ ATTENTION_SHAPES = [
 ]
 
 
-def compiled(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, int]:
-    """Compile one launch, with the specialisation that Triton would give its arguments."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for place, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(place,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    code = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers:\n{usage}")
-    numbers = {"registers": int(found[1]), "stack": int(found[2]), "shared": code.metadata.shared}
-    before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
-    if wait:
-        numbers["early_loads"] = before_wait.count("ld.global")
-    return numbers
+def numbers_of(figures: Figures) -> dict[str, int]:
+    """Return what has a budget, and for a kernel that begins early through how many arguments it reads before."""
+    early = {"early_loads": len(figures.early_loads)} if figures.waits else {}
+    return {"registers": figures.registers, "stack": figures.stack, "shared": figures.shared} | early
 
 
-def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]:
+def launches(launch: Callable[[], None], arch: int, measured: Measured) -> dict[str, dict[str, int]]:
     """Compile what `launch` would launch."""
     results: dict[str, dict[str, int]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-        results[kernel.fn.__name__.strip("_")] = compiled(kernel, arguments, options, arch)
+        name = kernel.fn.__name__.strip("_")
+        figures = measured(Launch(name, "", (), dict(arguments), options, kernel))
+        assert figures is not None
+        results[name] = numbers_of(figures)
 
     def native(cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         return cache, ""
@@ -335,11 +299,13 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)
-    return {
-        f"{case}/{kernel}": numbers
-        for case, launch in cases.items()
-        for kernel, numbers in launches(launch, arch).items()
-    }
+    with tempfile.TemporaryDirectory() as scratch:
+        measured = Measured(arch, Path(os.environ.get("TRITON_CACHE_DIR", scratch)) / "figures")
+        return {
+            f"{case}/{kernel}": numbers
+            for case, launch in cases.items()
+            for kernel, numbers in launches(launch, arch, measured).items()
+        }
 
 
 if __name__ == "__main__":
