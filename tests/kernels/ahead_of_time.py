@@ -1,7 +1,7 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
-Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, how
-many arguments it reads through before the wait, for kernels that start early. It has to be a process of its own, for
+Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, the
+loads from global memory before the wait, for kernels that may start early. It has to be a process of its own, for
 Triton's interpreter cannot be switched off again.
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,9 +37,8 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
     sampling_slots,
 )
-from step_code.compiled import Measured
-from step_code.figures import Figures
-from step_code.launches import Launch
+from step_code.compiled import compiled
+from step_code.sass import usage_of
 
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
@@ -57,23 +54,23 @@ ATTENTION_SHAPES = [
 ]
 
 
-def numbers_of(figures: Figures) -> dict[str, int]:
-    """Return what has a budget, and for a kernel that begins early through how many arguments it reads before."""
-    early = {"early_loads": len(figures.early_loads)} if figures.waits else {}
-    return {"registers": figures.registers, "stack": figures.stack, "shared": figures.shared} | early
+def measured(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, int]:
+    """Compile one launch, and return what has a budget."""
+    code, _ = compiled(kernel, arguments, options, arch)
+    registers, stack = usage_of(code.asm["cubin"])
+    numbers = {"registers": registers, "stack": stack, "shared": code.metadata.shared}
+    before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
+    return numbers | ({"early_loads": before_wait.count("ld.global")} if wait else {})
 
 
-def launches(launch: Callable[[], None], arch: int, measured: Measured) -> dict[str, dict[str, int]]:
+def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]:
     """Compile what `launch` would launch."""
     results: dict[str, dict[str, int]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-        name = kernel.fn.__name__.strip("_")
-        figures = measured(Launch(name, "", (), dict(arguments), options, kernel))
-        assert figures is not None
-        results[name] = numbers_of(figures)
+        results[kernel.fn.__name__.strip("_")] = measured(kernel, dict(arguments), options, arch)
 
     def native(cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         return cache, ""
@@ -299,13 +296,11 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
     cases["plan-fixed"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 1024, -1)
-    with tempfile.TemporaryDirectory() as scratch:
-        measured = Measured(arch, Path(os.environ.get("TRITON_CACHE_DIR", scratch)) / "figures")
-        return {
-            f"{case}/{kernel}": numbers
-            for case, launch in cases.items()
-            for kernel, numbers in launches(launch, arch, measured).items()
-        }
+    return {
+        f"{case}/{kernel}": numbers
+        for case, launch in cases.items()
+        for kernel, numbers in launches(launch, arch).items()
+    }
 
 
 if __name__ == "__main__":

@@ -128,10 +128,7 @@ class Measured:
         seen = hashlib.sha256(cubin + json.dumps([shared, *pointers.items()]).encode() + self._rules)
         file = self._folder / f"{seen.hexdigest()}.json"
         if file.exists():
-            given = json.loads(file.read_text())
-            return Figures(
-                **{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-            )
+            return Figures.from_dict(json.loads(file.read_text()))
         figures = figures_of(sass.Code.of(cubin), shared, pointers)
         self._folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(asdict(figures)))

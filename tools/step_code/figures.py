@@ -76,7 +76,10 @@ class Figures:
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> Figures:
         """Return what `dataclasses.asdict` was given, and JSON perhaps."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+        given: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()
+        }
+        return cls(**given)
 
 
 def figures_of(code: Code, shared: int, pointers: Mapping[int, str]) -> Figures:
@@ -257,10 +260,11 @@ def _longest_path(code: Code, live: set[int]) -> _Moment:
         now.issue(instruction)
         if instruction.operation == "EXIT":
             last = last.joined(now)
-        for behind in code.next_places(place):
-            if behind > place:
-                known = moments.get(behind)
-                moments[behind] = now.copied() if known is None else known.joined(now)
+        ahead = [behind for behind in code.next_places(place) if behind > place]
+        for behind in ahead:
+            known = moments.get(behind)
+            own = now if len(ahead) == 1 else now.copied()
+            moments[behind] = own if known is None else known.joined(own)
     return last
 
 

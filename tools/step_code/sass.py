@@ -90,15 +90,11 @@ class Code:
         Raises:
             RuntimeError: there is nothing in it that is understood.
         """
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(cubin)
-            file.flush()
-            printed, usage = (_printed(option, file.name) for option in ("-sass", "-res-usage"))
-        found = _USAGE.search(usage)
+        printed = _printed(cubin, "-sass", "-res-usage")
         instructions = tuple(_instructions(printed.splitlines()))
-        if found is None or not instructions:
-            raise RuntimeError(f"cuobjdump printed nothing that is understood:\n{usage}\n{printed[:1000]}")
-        return cls(instructions, int(found[1]), int(found[2]))
+        if not instructions:
+            raise RuntimeError(f"cuobjdump printed nothing that is understood:\n{printed[:1000]}")
+        return cls(instructions, *_usage(printed))
 
     @cached_property
     def _places(self) -> dict[int, int]:
@@ -145,9 +141,24 @@ def _is_inside(inner: range, outer: range) -> bool:
     return inner != outer and outer.start <= inner.start and inner.stop <= outer.stop
 
 
-def _printed(option: str, file: str) -> str:
-    command = [str(BINARIES / "cuobjdump"), option, file]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def usage_of(cubin: bytes) -> tuple[int, int]:
+    """Return registers and bytes of stack of a thread, without a look at the code."""
+    return _usage(_printed(cubin, "-res-usage"))
+
+
+def _usage(printed: str) -> tuple[int, int]:
+    found = _USAGE.search(printed)
+    if found is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers:\n{printed[:1000]}")
+    return int(found[1]), int(found[2])
+
+
+def _printed(cubin: bytes, *options: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(BINARIES / "cuobjdump"), *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _instructions(lines: list[str]) -> Iterator[Instruction]:
