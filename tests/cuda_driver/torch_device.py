@@ -22,9 +22,9 @@ from cuda.bindings import driver as cuda
 from cuda_driver.allocator import Block, CachingAllocator, PinnedAllocator, Workspaces, done, pool_handles
 from cuda_driver.stand_in import Driver
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode.graphs import manager
+from graphdecode.graphs.dispatch import TorchDispatchMode
 from graphdecode.graphs.nested import leaves, mapped
 
 STREAMS_OF_TORCH = 4  # torch has 32, and gives them out in turn
