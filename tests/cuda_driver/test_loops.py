@@ -14,6 +14,8 @@ from cuda_driver.torch_device import Device
 from graphdecode import GraphManager
 from graphdecode.buffers import Batch
 from graphdecode.graphs import Loop, cuda_loop
+from graphdecode.graphs.cuda_loop import CudaLoops
+from graphdecode.graphs.loop import LoopControl
 
 CAPACITY = 4
 LAUNCHES = [(3, [9, 2, 5], 8), (3, [1, 1, 1], 8), (3, [20, 3, 4], 5), (2, [0, 0], 8), (4, [8, 8, 8, 8], 1), (1, [5], 5)]
@@ -80,16 +82,17 @@ def test_the_condition_is_loaded_once_for_all_buckets_and_unloaded_behind_the_la
 
 
 def test_what_is_dropped_without_being_closed_is_given_back_the_kernel_last(device: Device, driver: Driver) -> None:
-    _, graphs = captured([1, CAPACITY])
-    loops = [runnable.loop for runnable in graphs._runnables.values()]
+    counting, graphs = captured([CAPACITY])
+    made = CudaLoops(LoopControl(counting.loop(), counting.buffers), torch.device("cuda"))
+    loops = [made.over(graphs.graphs[CAPACITY], None) for _ in range(2)]
     driver.forget_calls()
-    del graphs
+    del made
     gc.collect()
-    assert "cuModuleUnload" not in driver.calls(), "loops hold the kernel that they launch"
+    assert driver.calls() == [], "loops hold the kernel that they launch"
     loops.clear()
     gc.collect()
-    assert driver.calls()[-1] == "cuModuleUnload"
-    assert not [line for line in driver.alive() if line.split()[0] in ("graph", "exec", "module")]
+    assert driver.calls() == ["cuGraphExecDestroy", "cuGraphDestroy"] * 2 + ["cuModuleUnload"]
+    graphs.close()
 
 
 @pytest.mark.parametrize("call", [*WHILE_CALLS, *SHARED_CALLS])
@@ -169,15 +172,18 @@ def test_a_step_with_a_node_that_no_body_may_hold_is_unrolled(device: Device, dr
     graphs.close()
 
 
-def test_a_graph_too_large_is_not_unrolled(device: Device, driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_too_large_is_not_unrolled(device: Device, driver: Driver) -> None:
     driver.set_version(12030)
-    monkeypatch.setattr(cuda_loop, "_MAX_UNROLLED_NODES", 50)
-    _, graphs = captured([CAPACITY])
+    counting, max_steps = Counting(CAPACITY), 50_000
+    graphs = GraphManager(
+        counting.step, counting.buffers, [CAPACITY], loop=Loop(max_steps), constants=[counting.weight]
+    )
+    graphs.capture(progress=False)
     ((kind, reason),) = kinds_and_reasons(graphs)
     assert kind == "single"
     assert reason is not None
     nodes = graphs.graphs[CAPACITY].kinds.total()
-    assert reason.endswith(f"an unrolled graph: {8 * nodes} nodes are more than 50")
+    assert reason.endswith(f"an unrolled graph: {max_steps * nodes} nodes are more than 100000")
     graphs.close()
 
 
