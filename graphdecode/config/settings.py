@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from graphdecode.buckets import BucketLadder
+from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
     Key,
     auto_or,
@@ -237,9 +237,9 @@ class EngineConfig:
     num_tokens: int | str = key(
         "speculation",
         "auto",
-        auto_or(integer(1, 7)),
-        "Guesses of a row and step. auto takes up to 7, as many as pay by what steps cost and how many were right "
-        "lately; a number verifies as many wherever there are guesses.",
+        auto_or(integer(1, MOST_DRAFTS)),
+        f"Guesses of a row and step. auto takes up to {MOST_DRAFTS}, as many as pay by what steps cost and how many "
+        "were right lately; a number verifies as many wherever there are guesses.",
     )
     ngram_min: int = key("speculation", 2, integer(1, 64), "Tokens that must have stood before for a guess.")
     ngram_max: int = key("speculation", 5, integer(1, 64), "Tokens that are compared; the longest match counts.")

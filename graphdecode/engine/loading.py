@@ -9,6 +9,7 @@ from typing import Unpack
 
 import torch
 
+from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine.capacity import Capacity, plan_capacity
@@ -17,7 +18,6 @@ from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_sources import NgramDrafts
-from graphdecode.engine.steps.speculative import MOST_DRAFTS
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype

@@ -24,7 +24,8 @@ class _UnderWay(NamedTuple):
     """A launch, and whose its rows are."""
 
     launch: Launch
-    sequences: tuple[Sequence, ...]
+    sequences: list[Sequence]
+    logprobs: int | None  # most likely tokens that any of them asked for
     prefilled: int  # tokens of prompts that were computed right before it
     since: float  # when that began
     found: list[tuple[int, int]]  # drafts that its first step had, and what spoke for them
@@ -53,7 +54,9 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
+        self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
         self._is_constrained = False  # any of the rows that are decoding
+        self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
         self._prefilled = 0  # tokens of prompts since the last launch
@@ -149,6 +152,8 @@ class EngineLoop:
                 return
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged, self._found = rows, []
+            wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
+            self._logprobs = max(wanted, default=None)
         else:
             if pages_changed:
                 self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
@@ -157,7 +162,8 @@ class EngineLoop:
         queries = self._queries(room)
         launch = self.runner.launch(len(self._staged), min(num_steps, room // queries), queries)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        self._under_way.append(_UnderWay(launch, tuple(self._staged), self._prefilled, self._since, self._found))
+        under_way = _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
+        self._under_way.append(under_way)
 
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
@@ -174,9 +180,15 @@ class EngineLoop:
 
     def _reserve_pages(self, num_tokens: int) -> tuple[int, bool]:
         """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
-        under_way = sum(len(batch.launch.steps) for batch in self._under_way)
+        if num_tokens <= self._steps_with_pages and self.scheduler.decoding == self._staged:
+            self._steps_with_pages -= num_tokens
+            return num_tokens, False
+        self._steps_with_pages = 0
+        ahead = num_tokens + sum(len(batch.launch.steps) for batch in self._under_way)
         try:
-            return num_tokens, self.scheduler.reserve(under_way + num_tokens)
+            changed = self.scheduler.reserve(ahead)
+            self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
+            return num_tokens, changed
         except CacheFullError:
             self._drain()
             return self.scheduler.make_room(num_tokens), True
@@ -188,14 +200,13 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
         launch = batch.launch
-        wanted = [count for sequence in batch.sequences if (count := sequence.params.logprobs) is not None]
-        steps = self.runner.read(launch, logprobs=max(wanted) if wanted else None)
+        steps = self.runner.read(launch, logprobs=batch.logprobs)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
         # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
         first_tokens = steps[:: launch.queries]
-        ran = sum(any(token != ENDED_BEFORE for token in step.tokens) for step in first_tokens)
+        ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens)
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()
@@ -217,7 +228,7 @@ class EngineLoop:
                 if verified:
                     self.stats.count_drafts(verified, accepted)
             found = list(zip(step.drafts.found, step.drafts.matched, strict=True))
-        if self._staged == list(batch.sequences):
+        if self._staged is batch.sequences:
             self._found = found
 
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:

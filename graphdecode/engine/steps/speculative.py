@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.buckets import MOST_DRAFTS, query_widths
 from graphdecode.buffers import Batch, Slot
 from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.draft_sources import DraftSource
@@ -33,8 +34,6 @@ from graphdecode.kernels.speculation.judge_drafts import judge_drafts
 from graphdecode.kernels.speculation.settle_drafts import settle_drafts
 from graphdecode.kernels.speculation.spread_queries import Queries, spread_queries
 
-WIDTHS = (2, 4, 8)  # queries of a row, beside 1: each has graphs of its own
-MOST_DRAFTS = WIDTHS[-1] - 1
 _HISTORY = "history"  # staging block: the rows' tokens, and how many of them may be guessed
 
 
@@ -57,7 +56,7 @@ class SpeculativeStep(DecodeStep):
         adapts: bool = True,
     ) -> None:
         rows, device = setting.config.max_batch_size, setting.model.device
-        widths = [width for width in WIDTHS if width // 2 <= num_drafts]
+        widths = query_widths(num_drafts)
         self._num_drafts = num_drafts
         self._adapts = adapts
         self._source = source(setting)
@@ -204,9 +203,9 @@ class SpeculativeStep(DecodeStep):
 
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return the tokens of some entries of the rings, with what became of the drafts."""
-        read = super().read(steps, num_rows, logprobs=logprobs)
+        read, ring = super().read(steps, num_rows, logprobs=logprobs), self._host_drafts.numpy()
         for index, step in enumerate(steps):
-            entry = self._host_drafts[step % self._host_drafts.shape[0], :, :num_rows].tolist()
+            entry = ring[step % len(ring), :, :num_rows].tolist()
             drafts = StepDrafts(entry[VERIFIED], entry[ACCEPTED], entry[FOUND], entry[MATCHED])
             read[index] = read[index]._replace(drafts=drafts)
         return read
