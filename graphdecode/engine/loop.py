@@ -45,6 +45,7 @@ class EngineLoop:
     Attributes:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
+        pace: chooses how many drafts a launch verifies; None for a step that has none.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
@@ -63,7 +64,7 @@ class EngineLoop:
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
         drafting = runner.drafting
-        self._pace = None if drafting is None else DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed)
+        self.pace = None if drafting is None else DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed)
         self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
     @property
@@ -142,7 +143,7 @@ class EngineLoop:
         # such a row, a launch is one step, and is read before the next one
         self._is_constrained = any(sequence.constraint is not None for sequence in self.scheduler.decoding)
         num_steps = 1 if self._is_constrained else self.runner.steps_per_launch
-        widest = 1 if self._pace is None else self._pace.widths[-1]
+        widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest)
         if self.scheduler.decoding != self._staged:
             self._drain()  # what is under way belongs to the rows as they were
@@ -168,12 +169,12 @@ class EngineLoop:
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
         drafting, rows = self.runner.drafting, len(self._staged)
-        if drafting is None or self._pace is None:
+        if drafting is None or self.pace is None:
             return 1
         found = drafting.found(rows)
         if found is not None:
             self._found = found
-        return self._pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
+        return self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -214,9 +215,9 @@ class EngineLoop:
         self.stats.step_seconds.append(seconds)
         self._budget.saw(batch.prefilled, (now - max(self._last_read, batch.since)) / max(ran, 1))
         self._last_read = now
-        if self._pace is not None:
-            self._pace.saw_step(launch.bucket, launch.queries, seconds)
-            self._count_drafts(batch, first_tokens[:ran], self._pace)
+        if self.pace is not None:
+            self.pace.saw_step(launch.bucket, launch.queries, seconds)
+            self._count_drafts(batch, first_tokens[:ran], self.pace)
 
     def _count_drafts(self, batch: _UnderWay, steps: list[StepTokens], pace: DraftPace) -> None:
         found = batch.found

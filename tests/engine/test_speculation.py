@@ -278,7 +278,7 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     table, _ = planted(texts, lambda: True)
     step = partial(SpeculativeStep, source=lambda _: Planted(table, 7))
     engine = make(decoder, step)
-    pace = engine._loop._pace
+    pace = engine.pace
     assert pace is not None
     seconds = {width: 1.0 + 10.0 * (width > 1) for width in pace.widths}
     pace.saw_step = lambda bucket, width, _: None  # type: ignore[method-assign]
