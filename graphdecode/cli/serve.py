@@ -51,6 +51,9 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A name that clients may call the server by; may be repeated.")
+    ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
@@ -70,6 +73,7 @@ def serve(
         "api_keys": api_key,
         "served_model_name": served_model_name,
         "cors_origins": cors_origin,
+        "allowed_hosts": allowed_host,
         "log_requests": log_requests or None,
     }
     limits = load_server_config(config) if config is not None else ServerConfig()
