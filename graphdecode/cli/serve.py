@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from graphdecode.cli.capacity import limited
+from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -22,7 +23,6 @@ from graphdecode.cli.options import (
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
-    tokenizer_for,
 )
 from graphdecode.errors import ArgumentError
 
@@ -87,7 +87,7 @@ def _run(model: str, tokenizer: str | None, settings: object, limits: object) ->
 
     from graphdecode import __version__
     from graphdecode.config import EngineConfig, ServerConfig
-    from graphdecode.models import check_model, generation_defaults, resolve_model_path
+    from graphdecode.models import generation_defaults
     from graphdecode.server.run import bind, run
     from graphdecode.server.service import Service
 
@@ -96,14 +96,13 @@ def _run(model: str, tokenizer: str | None, settings: object, limits: object) ->
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
     bound = bind(limits.host, limits.port)
-    path = resolve_model_path(model)
-    check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    checkpoint = find_checkpoint(model, tokenizer, settings)
     name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
     service = Service(
-        path,
+        checkpoint.path,
         name,
-        tokenizer_for(path, tokenizer, settings),
-        generation_defaults(path),
+        checkpoint.tokenizer,
+        generation_defaults(checkpoint.path),
         settings,
         limits,
         version=__version__,
