@@ -151,23 +151,24 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
     assert answers(served) == "42"
 
 
-def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much() -> None:
-    async def ask(http: httpx.AsyncClient, key: str, tokens: int) -> float:
-        body = LONG | {"max_tokens": tokens}
+def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priority_goes_first() -> None:
+    async def ask(http: httpx.AsyncClient, key: str, tokens: int, priority: int = 0) -> float:
+        body = LONG | {"max_tokens": tokens, "priority": priority}
         answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
         return time.monotonic()
 
-    async def main(address: str) -> tuple[list[float], float]:
+    async def main(address: str) -> tuple[list[float], float, float]:
         async with httpx.AsyncClient(base_url=address, timeout=60) as http:
             greedy = [asyncio.create_task(ask(http, "greedy", 1000)) for _ in range(6)]
             await asyncio.sleep(0.1)
-            modest = await ask(http, "modest", 20)
-            return await asyncio.gather(*greedy), modest
+            others = await asyncio.gather(ask(http, "modest", 20), ask(http, "greedy", 20, priority=-1))
+            return await asyncio.gather(*greedy), *others
 
     with serving("--max-batch-size", "1", "--api-key", "greedy", "--api-key", "modest") as server:
-        greedy, modest = asyncio.run(main(server.address))
-    assert modest < sorted(greedy)[1]  # it waited for what ran, and for nothing that only waited
+        greedy, modest, urgent = asyncio.run(main(server.address))
+    assert max(modest, urgent) < sorted(greedy)[1]  # they waited for what ran, and for nothing that only waited
+    assert urgent < modest
 
 
 def test_origins_are_let_in_by_name_alone(served: Served) -> None:
