@@ -12,6 +12,7 @@ With `http`: a real server over HTTP, beside the engine alone and beside other s
 """
 
 import json
+import signal
 import statistics
 import sys
 from collections import Counter
@@ -147,6 +148,7 @@ def http(
     out: Annotated[Path | None, typer.Option(help="A folder for server.json.")] = None,
 ) -> None:
     """Compare our server with the engine below it, and with other servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started are ended
     contest = Contest(model, resolve_model_path(model), checkpoint, clients, answer_tokens, rounds)
     found = compare(contest, parse_servers(peer or []), lambda: print("measuring", file=sys.stderr, flush=True))
     medians = {
@@ -163,7 +165,7 @@ def http(
 def show_servers(medians: dict[str, dict[str, float]]) -> None:
     """Print the figures of servers, and those of the library as the limit beside them."""
     table = Table(title="servers", box=box.SIMPLE)
-    for head in ("", "tokens/s", "of the library's", "first token alone, ms", "beyond the library's", "step, ms"):
+    for head in ("", "tokens/s", "of the library's", "first token alone, ms", "over the engine's own", "step, ms"):
         table.add_column(head, justify="right")
     library = medians["library"]
     for name, figures in medians.items():
@@ -172,7 +174,7 @@ def show_servers(medians: dict[str, dict[str, float]]) -> None:
             f"{figures['tokens_per_second']:.0f}",
             f"{figures['tokens_per_second'] / library['tokens_per_second']:.2f}",
             f"{figures['first_token_ms']:.2f}",
-            f"{figures['first_token_ms'] - library['first_token_ms']:+.2f}",
+            f"{figures['over_engine_ms']:.2f}" if "over_engine_ms" in figures else "-",
             f"{figures['step_ms']:.2f}" if "step_ms" in figures else "-",
         )
     wide_console().print(table)

@@ -6,26 +6,12 @@ import asyncio
 import json
 import random
 import re
-import statistics
 import time
-from typing import NamedTuple
 
 _TEXT = "the old river runs under a stone bridge while people walk home and talk about bread rain work music"
 _WORDS = 24  # of a prompt
 _ALONE_REQUESTS = 9
 _PIECE = re.compile(rb'"choices": ?\[\{')
-
-
-class Seen(NamedTuple):
-    """What clients saw of a server.
-
-    Attributes:
-        tokens_per_second: of all answers, asked for at the same time.
-        first_token_ms: of a request alone; the median.
-    """
-
-    tokens_per_second: float
-    first_token_ms: float
 
 
 def prompts_of(count: int, seed: int) -> list[str]:
@@ -39,8 +25,23 @@ def alone_prompts(seed: int) -> list[str]:
     return prompts_of(_ALONE_REQUESTS, seed + 1_000_000)
 
 
-def load(port: int, model: str, *, clients: int, tokens: int, seed: int, ignores_eos: bool = True) -> Seen:
-    """Return what some clients see who all ask at once, and then one alone.
+def first_token_seconds(port: int, model: str, *, seed: int) -> list[float]:
+    """Return how long requests waited for their first token that were asked one behind the other.
+
+    Args:
+        port: of the server, on this machine.
+        model: its name.
+        seed: of the prompts.
+    """
+
+    async def alone() -> list[float]:
+        return [(await _ask(port, _body(model, each, 2)))[0] for each in alone_prompts(seed)]
+
+    return asyncio.run(alone())
+
+
+def tokens_per_second(port: int, model: str, *, clients: int, tokens: int, seed: int, ignores_eos: bool) -> float:
+    """Return the speed of all answers together of some clients who ask at once.
 
     Args:
         port: of the server, on this machine.
@@ -58,12 +59,7 @@ def load(port: int, model: str, *, clients: int, tokens: int, seed: int, ignores
         total = clients * tokens if ignores_eos else sum(pieces) - clients  # the last piece says how it ended
         return total / (time.perf_counter() - began)
 
-    async def alone() -> float:
-        return statistics.median([(await _ask(port, _body(model, each, 2)))[0] for each in alone_prompts(seed)])
-
-    asyncio.run(_ask(port, _body(model, "warm up", 2)))
-    first = 1000 * asyncio.run(alone())
-    return Seen(asyncio.run(together()), first)
+    return asyncio.run(together())
 
 
 def _body(model: str, prompt: str, tokens: int) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import statistics
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import httpx2 as httpx
 import torch
 
 from graphdecode import LLM, SamplingParams
-from peers.http_load import Seen, alone_prompts, load, prompts_of
+from peers.http_load import alone_prompts, first_token_seconds, prompts_of, tokens_per_second
 from peers.servers import Graphdecode, Running, Server, Setting, pin, running
 
 _CAPACITY = 512  # tokens of a prompt and its answer
@@ -77,6 +78,7 @@ def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], No
         own = start(Graphdecode(sys.executable), contest.weights)
         with own.awake():
             pin(own.process.pid, others)
+            own_model = own.model
         os.sched_setaffinity(0, engine)
         torch.set_num_threads(1)
         llm = stack.enter_context(LLM(contest.model, max_batch_size=contest.clients, max_sequence_length=_CAPACITY))
@@ -90,10 +92,18 @@ def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], No
                 os.sched_setaffinity(0, others)
 
         def served(turn: int) -> dict[str, Any]:
+            with own.awake():
+                before = _engines_first_tokens(own)
+                firsts = first_token_seconds(own.port, own_model, seed=2 * turn + 1)
+                after = _engines_first_tokens(own)
             seen = over_http(turn)
             with own.awake():
                 live = httpx.get(f"http://127.0.0.1:{own.port}/live", timeout=60).json()
-            return seen | {"step_ms": 1000 * live["step_seconds"]}
+            within = (after[0] - before[0]) / (after[1] - before[1])
+            return seen | {
+                "over_engine_ms": 1000 * (statistics.mean(firsts) - within),
+                "step_ms": 1000 * live["step_seconds"],
+            }
 
         os.sched_setaffinity(0, others)
         on_ready()
@@ -112,10 +122,12 @@ def _turn_of(server: Running, contest: Contest, ignores_eos: bool) -> Callable[[
 
     def take(turn: int) -> dict[str, Any]:
         with server.awake():
-            seen = load(
+            first_token_seconds(server.port, model, seed=-1 - turn)  # it wakes up
+            firsts = first_token_seconds(server.port, model, seed=2 * turn)
+            speed = tokens_per_second(
                 server.port, model, clients=contest.clients, tokens=contest.tokens, seed=turn, ignores_eos=ignores_eos
             )
-        return seen._asdict()
+        return {"tokens_per_second": speed, "first_token_ms": 1000 * statistics.median(firsts)}
 
     return take
 
@@ -124,7 +136,7 @@ def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
     """Return the same of the library, and its step's time."""
     params = SamplingParams(temperature=0.0, max_tokens=contest.tokens, ignore_eos=True)
     firsts = []
-    for prompt in alone_prompts(turn):
+    for prompt in alone_prompts(2 * turn):
         began = time.perf_counter()
         with llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)) as stream:
             next(stream)
@@ -134,4 +146,12 @@ def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
     llm.generate(prompts_of(contest.clients, turn), params, use_tqdm=False)
     speed = contest.clients * contest.tokens / (time.perf_counter() - began)
     step = statistics.median(llm.stats.step_seconds)
-    return Seen(speed, 1000 * statistics.median(firsts))._asdict() | {"step_ms": 1000 * step}
+    first = statistics.median(firsts)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * first, "step_ms": 1000 * step}
+
+
+def _engines_first_tokens(server: Running) -> tuple[float, int]:
+    """Return the seconds from the engine's `add` to the first token, of all requests, and how many they are."""
+    text = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=60).text
+    found = dict(re.findall(r"^vllm:time_to_first_token_seconds_(sum|count)\{.*\} (\S+)$", text, re.MULTILINE))
+    return float(found["sum"]), int(float(found["count"]))
