@@ -52,8 +52,8 @@ from .sampling_slots import (
 )
 from .token_filters import sample_row
 
-_BLOCK = 4096
-_CAPACITY = 16384  # candidates of a row that are listed
+BLOCK = 4096  # ids of the vocabulary that a program takes at once
+CAPACITY = 16384  # candidates of a row that are listed
 _CONSTANTS = {
     "DEAD_TOKEN": DEAD_TOKEN,
     "COUNT_MASK": COUNT_MASK,
@@ -80,11 +80,11 @@ def sample_triton(
     slots: SamplingSlots,
     token_counts: Tensor | None,
     recent_tokens: Tensor | None,
-    block: int = _BLOCK,
-    capacity: int = _CAPACITY,
+    block: int = BLOCK,
+    capacity: int = CAPACITY,
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program, `capacity` candidates a row; see `sample`."""
-    memory = SamplerMemory.allocate(*logits.shape, block, capacity, logits.device)
+    memory = SamplerMemory.allocate(logits, block, capacity)
     books = (token_counts, recent_tokens)
     launch_block_max(memory, logits, positions, live_rows, slots, *books, logprobs=False)
     launch_choose(memory, sampled, logits, positions, live_rows, slots, None, None)

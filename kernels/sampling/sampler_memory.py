@@ -42,12 +42,13 @@ class SamplerMemory(NamedTuple):
     counters: Tensor
 
     @classmethod
-    def allocate(cls, rows: int, vocab: int, block: int, capacity: int, device: torch.device) -> Self:
-        """Return memory for so many rows."""
+    def allocate(cls, logits: Tensor, block: int, capacity: int) -> Self:
+        """Return memory for the rows of some logits."""
+        rows, vocab = logits.shape
         blocks = -(-vocab // block)
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.empty(sizes, dtype=dtype, device=device)
+            return torch.empty(sizes, dtype=dtype, device=logits.device)
 
         return cls(
             block,
