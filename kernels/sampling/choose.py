@@ -22,8 +22,9 @@ from .sampling_slots import (
 )
 from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
 
-_LIST_BLOCK = 2048
-_PROGRAMS = 256  # that share the rows of a batch
+_LIST_BLOCK = 1024
+_PARTS = 8  # of a block, of which one is looked at for the token
+_PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
 
 
 @triton.jit
@@ -45,6 +46,7 @@ def _draw(
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
 
@@ -91,7 +93,7 @@ def _draw(
             )
         for block in range(tl.cdiv(listed, LIST_BLOCK)):
             places = block * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
-            weights = kept_weights(line, block, listed, largest, lowest_key, lowest_weight, LIST_BLOCK)
+            weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
             is_candidate = places < tl.where(is_listed, listed, 0)
             ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
             ids = tl.where(is_listed, ids, places)
@@ -102,9 +104,15 @@ def _draw(
     target = fraction_of_total(tl.sum(kept, axis=0), bits)
     block = tl.minimum(tl.min(tl.where(reached > target, blocks, BLOCKS), axis=0), BLOCKS - 1)
     before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
-    weights = kept_weights(scaled, block, vocab, largest, lowest_key, lowest_weight, BLOCK)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, columns, 2147483647), axis=0)
+    first = block * BLOCK
+    parts = tl.arange(0, PARTS)
+    columns = first + parts[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
+    kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
+    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, PARTS - 1), axis=0)
+    before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
+    ids = first + part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
+    weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
+    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
 
 
 # Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
@@ -173,6 +181,7 @@ def _choose_kernel(
     BLOCKS: tl.constexpr,
     BLOCKS_PADDED: tl.constexpr,
     LIST_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
     PENALTIES: tl.constexpr,
     PENALTIES_FLAG: tl.constexpr,
@@ -272,6 +281,7 @@ def _choose_kernel(
                     BLOCKS,
                     BLOCKS_PADDED,
                     LIST_BLOCK,
+                    PARTS,
                 )
                 token = tl.minimum(token, vocab - 1)
         elif code == 0:
@@ -404,6 +414,7 @@ def launch_choose(
         BLOCKS=blocks,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
         LIST_BLOCK=min(_LIST_BLOCK, memory.block),
+        PARTS=_PARTS,
         PDL=early,
         num_warps=16,
         **options,

@@ -41,10 +41,9 @@ def weights_of(values, largest):
 
 
 @triton.jit
-def kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
-    """Weights of one block of a row, 0 for what has a key or a weight below the lowest."""
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
+def kept_weights(line, columns, count, largest, lowest_key, lowest_weight):
+    """Weights of some of `count` logits, 0 for what has a key or a weight below the lowest."""
+    values = tl.load(line + columns, mask=columns < count, other=float("-inf"))
     weights = weights_of(values, largest)
     return tl.where((ordered_key(values) >= lowest_key) & (weights >= lowest_weight), weights, 0)
 
@@ -54,7 +53,8 @@ def kept_total(line, count, largest, lowest_key, lowest_weight, BLOCK: tl.conste
     """The sum of `kept_weights` over `count` logits, int64."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
     for block in range(tl.cdiv(count, BLOCK)):
-        sums += kept_weights(line, block, count, largest, lowest_key, lowest_weight, BLOCK)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        sums += kept_weights(line, columns, count, largest, lowest_key, lowest_weight)
     return tl.sum(sums, axis=0)
 
 
