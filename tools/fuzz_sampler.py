@@ -3,8 +3,8 @@
     python tools/fuzz_sampler.py --rows 10000 --seed 0
 
 A batch has rows of every kind of logits (flat, sharp, tied, of two values, huge, -inf, +inf, NaN) and of every wish
-(temperature, top-k, top-p, min-p, penalties, biases, masks, bad words, stops), over a vocabulary of several blocks, with
-lists of candidates that are large enough, too short, or hold nothing. Tokens have to be the same, bit for bit.
+(temperature, top-k, top-p, min-p, penalties, biases, masks, bad words, stops), over a vocabulary of several blocks,
+with lists of candidates that are long enough or too short. Tokens have to be the same, bit for bit.
 """
 
 from __future__ import annotations
