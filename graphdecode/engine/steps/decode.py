@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
-from graphdecode.engine.steps.step import StepSetting
+from graphdecode.engine.steps.step import Drafting, StepSetting
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.model.sample_and_advance import sample_and_advance
@@ -38,19 +39,21 @@ class DecodeStep:
 
     Args:
         setting: model, caches and capacity.
+        queries: tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
     """
 
-    def __init__(self, setting: StepSetting) -> None:
+    drafting: Drafting | None = None
+
+    def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model
-        rows = config.max_batch_size
+        rows, entries = config.max_batch_size, setting.ring_length * queries
         self._model = model
         self._caches = setting.caches
         self._trash_page = setting.trash_page
-        self._attention = decode_attention_of(setting, rows, batch_invariant=setting.batch_invariant)
+        self._attention = decode_attention_of(setting, rows * queries, batch_invariant=setting.batch_invariant)
         self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
-        is_cuda = model.device.type == "cuda"
-        self.rings = Rings.allocate(setting.ring_length, rows, self._logprobs, pin_memory=is_cuda)
+        self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
         self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
@@ -94,11 +97,14 @@ class DecodeStep:
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
-        logits = self._model.decode(batch, self._caches, self._attention)
+        self._take(batch, self._model.decode(batch, self._caches, self._attention), batch.live_rows)
+
+    def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
+        """Sample a token of each row, and take it into the rows' state."""
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        sample_and_advance(state, batch.sampled, logprobs, logits, batch.live_rows, slots)
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""

@@ -18,8 +18,8 @@ def step_bytes(logprobs: int) -> int:
 class Rings(NamedTuple):
     """Views of one block of the host's memory.
 
-    A GPU writes what a step has to tell straight into it, and reads none of it again: the kernel that has a row's token
-    stores it here, and no copy follows.
+    A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
+    follows. Only steps with drafts read their tokens back.
 
     Attributes:
         memory: int32, the whole block.
