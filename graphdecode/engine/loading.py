@@ -114,6 +114,7 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
         engine.runner.warm_up()
     try:
         engine.graphs.capture(progress=progress)
+        engine.runner.capture_prompts(progress=progress)
     except CaptureError as error:
         error.add_note("the model can be run without graphs all the same: backend='eager'")
         raise

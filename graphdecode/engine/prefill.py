@@ -1,7 +1,8 @@
-"""Prompts, chunk by chunk: many tokens of some rows in one eager pass, into the same cache."""
+"""Prompts, chunk by chunk: many tokens of some rows in one pass, into the same cache."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +11,18 @@ import numpy as np
 import torch
 
 from graphdecode.attention import TokenByTokenAttention
-from graphdecode.buffers import Slot, StepBuffers
+from graphdecode.buckets import BucketLadder
+from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.prompt_scoring import PromptScoring
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
+from graphdecode.graphs import CaptureError, GraphManager
 
 _CHUNKS = "chunks"  # the staging block
+# tokens of a pass that has a graph; a CPU's graph keeps what is between its operators, and more tokens are worth less
+_GRAPH_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}
 _DUMMY_TOKEN = 1
 _ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
 
@@ -44,9 +49,15 @@ class PromptChunk:
 class Prefill:
     """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
 
+    A pass of few tokens would take longer to launch, operator by operator, than to run: it replays a graph of its own,
+    of as many tokens or somewhat more. `live_rows` counts tokens here.
+
     Args:
         setting: model, caches and capacity.
         max_tokens: of all chunks of a pass together.
+
+    Attributes:
+        graphs: of passes; None where there are none: with `batch_invariant`, which takes tokens one by one.
     """
 
     def __init__(self, setting: StepSetting, max_tokens: int) -> None:
@@ -55,37 +66,86 @@ class Prefill:
         self._caches = setting.caches
         self._trash_page = setting.trash_page
         self._page_size = setting.page_size
-        rows = setting.config.max_batch_size
+        self._rows = min(setting.config.max_batch_size, max_tokens)
         self._buffers = StepBuffers(
             [
-                Slot("tokens", (max_tokens,), torch.int64, staged=_CHUNKS),
-                Slot("rows", (max_tokens,), torch.int32, staged=_CHUNKS),
-                Slot("positions", (max_tokens,), torch.int32, staged=_CHUNKS),
-                Slot("live_tokens", (1,), torch.int32, staged=_CHUNKS),
-                Slot("cu_seqlens_q", ("batch+1",), torch.int32, staged=_CHUNKS),
-                Slot("cu_seqlens_kv", ("batch+1",), torch.int32, staged=_CHUNKS),
+                Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
+                Slot("rows", ("batch",), torch.int32, staged=_CHUNKS),
+                Slot("positions", ("batch",), torch.int32, staged=_CHUNKS),
+                Slot("cu_seqlens_q", (self._rows + 1,), torch.int32, staged=_CHUNKS),
+                Slot("cu_seqlens_kv", (self._rows + 1,), torch.int32, staged=_CHUNKS),
                 Slot(
                     "page_table",
-                    ("batch", setting.max_pages_per_row),
+                    (self._rows, setting.max_pages_per_row),
                     torch.int32,
                     pad=self._trash_page,
                     staged=_CHUNKS,
                 ),
             ],
-            max_batch_size=min(rows, max_tokens),
+            max_batch_size=max_tokens,
             device=self._model.device,
         )
         self._scoring = PromptScoring(setting.sampling_capacity.max_logprobs, self._model)
         self._attention = None
+        self._is_captured = False
+        self.graphs: GraphManager | None = None
         if setting.batch_invariant:
+            rows = setting.config.max_batch_size
             # a CPU's attention has no workspace that grows with the rows
             at_once = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if self._model.device.type == "cuda" else max_tokens
             self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
+        else:
+            self.graphs = self._make_graphs(setting)
+
+    def _make_graphs(self, setting: StepSetting) -> GraphManager:
+        for layer, (keys, values) in enumerate(self._caches):
+            self._buffers.adopt(f"k_cache_{layer}", keys)
+            self._buffers.adopt(f"v_cache_{layer}", values)
+        for index, tensor in enumerate(self._model.workspace):
+            self._buffers.adopt(f"linear_workspace_{index}", tensor)
+        config = setting.config
+        sizes = [tokens for tokens in _GRAPH_TOKENS[self._model.device.type] if tokens < self.max_tokens]
+        largest = min(_GRAPH_TOKENS[self._model.device.type][-1], self.max_tokens)
+        return GraphManager(
+            self._whole_pass,
+            self._buffers,
+            BucketLadder(sizes, largest),
+            constants=self._model.constants,
+            backend=config.backend,
+            warmup_steps=config.warmup_steps,
+            capture_when=config.capture_when,
+        )
+
+    def _whole_pass(self, batch: Batch) -> None:
+        tokens = (batch.tokens, batch.rows, batch.positions, batch.live_rows)
+        rows = (batch.cu_seqlens_q, batch.cu_seqlens_kv, batch.page_table)
+        self._model.prefill(*tokens, *rows, self._caches, self._attention)
+
+    def capture(self, progress: bool = True) -> None:
+        """Capture the passes of few tokens; where that cannot be done, they stay as they are, and a warning says why.
+
+        Args:
+            progress: show a bar on standard error.
+        """
+        if self.graphs is None or self.graphs.backend == "eager":
+            return
+        try:
+            self.graphs.capture(progress=progress)
+            self._is_captured = True
+        except CaptureError as error:
+            self.graphs.close()
+            self.graphs = None
+            warnings.warn(f"prompts are computed without graphs: {error}", RuntimeWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Release the graphs."""
+        if self.graphs is not None:
+            self.graphs.close()
 
     def warm_up(self) -> None:
         """Run passes of 1, 2, 4, ... tokens up to the largest, into the trash page: what they compile is ready then."""
         longest = self._buffers.page_table.shape[1] * self._page_size
-        most = min(self.max_tokens, longest * self._buffers.max_batch_size)
+        most = min(self.max_tokens, longest * self._rows)
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
             lengths = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
             self.run([PromptChunk([_DUMMY_TOKEN] * length, 0, ()) for length in lengths])
@@ -104,17 +164,22 @@ class Prefill:
             staged["cu_seqlens_q"][row + 1] = end
             staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
             fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
-        staged["live_tokens"][0] = end
-        self._buffers.upload(_CHUNKS, len(chunks))
-        batch = self._buffers.narrow(len(chunks))
+        staged["cu_seqlens_q"][len(chunks) + 1 :] = end
+        staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
+        self._buffers.upload(_CHUNKS, end)
+        graphs = self.graphs if self._is_captured else None
+        if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
+            graphs.replay(end)
+            return [None] * len(chunks)
+        buffers, rows = self._buffers, len(chunks)
         stream = self._model.prefill(
-            batch.tokens[:end],
-            batch.rows[:end],
-            batch.positions[:end],
-            batch.live_tokens,
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_kv,
-            batch.page_table,
+            buffers.tokens[:end],
+            buffers.rows[:end],
+            buffers.positions[:end],
+            buffers.live_rows,
+            buffers.cu_seqlens_q[: rows + 1],
+            buffers.cu_seqlens_kv[: rows + 1],
+            buffers.page_table[:rows],
             self._caches,
             self._attention,
         )

@@ -1,4 +1,4 @@
-"""Runs the model: prompts eagerly, steps by replaying their graphs; the slots are the step's own affair."""
+"""Runs the model: long prompts eagerly, steps and short prompts by replaying their graphs; the slots are the step's own affair."""
 
 from __future__ import annotations
 
@@ -130,6 +130,15 @@ class Runner:
         self._prefill.warm_up()
 
     @_on_its_device
+    def capture_prompts(self, progress: bool = True) -> None:
+        """Capture the passes of short prompts, as `graphs` are captured; without it they run operator by operator.
+
+        Args:
+            progress: show a bar on standard error.
+        """
+        self._prefill.capture(progress)
+
+    @_on_its_device
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell the device everything about its rows; for when the membership changed."""
         self.step.stage(rows)
@@ -191,3 +200,4 @@ class Runner:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.graphs.close()
+        self._prefill.close()
