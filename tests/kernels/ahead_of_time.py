@@ -117,11 +117,14 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def early(_: torch.device) -> bool:
         return arch >= 90
 
+    def queries_at_once(_: torch.device) -> int:
+        return 128 if arch // 10 in (9, 10) else 64
+
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
+        mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
         mock.patch.object(rms_norm, "has_early_start", early),
         mock.patch.object(act_mul, "has_early_start", early),
-        mock.patch.object(split_decode, "has_early_start", early),
     ):
         if arch >= 89:
             with (
@@ -150,7 +153,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         split_decode.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
+            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33, head_dim**-0.5, 1.0,
             window_left, soft_cap, "NONE", 1.0, 1e4, sinks,
         )  # fmt: skip
 
