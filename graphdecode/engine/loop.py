@@ -23,7 +23,8 @@ class _UnderWay(NamedTuple):
     """A launch, and whose its rows are."""
 
     launch: Launch
-    sequences: tuple[Sequence, ...]
+    sequences: list[Sequence]
+    logprobs: int | None  # most likely tokens that any of them asked for
     prefilled: int  # tokens of prompts that were computed right before it
     since: float  # when that began
 
@@ -51,7 +52,9 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
+        self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
         self._is_constrained = False  # any of the rows that are decoding
+        self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
         self._prefilled = 0  # tokens of prompts since the last launch
@@ -142,6 +145,8 @@ class EngineLoop:
                 return
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged = rows
+            wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
+            self._logprobs = max(wanted, default=None)
         else:
             if pages_changed:
                 self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
@@ -149,16 +154,22 @@ class EngineLoop:
                 self.runner.stage_masks([sequence.sampling.token_mask for sequence in self._staged])
         launch = self.runner.launch(len(self._staged), num_steps)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        self._under_way.append(_UnderWay(launch, tuple(self._staged), self._prefilled, self._since))
+        self._under_way.append(_UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since))
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
 
     def _reserve_pages(self, num_steps: int) -> tuple[int, bool]:
         """Find pages for the next steps; return how many steps there are pages for, and whether pages changed."""
-        under_way = sum(len(batch.launch.steps) for batch in self._under_way)
+        if num_steps <= self._steps_with_pages and self.scheduler.decoding == self._staged:
+            self._steps_with_pages -= num_steps
+            return num_steps, False
+        self._steps_with_pages = 0
+        ahead = num_steps + sum(len(batch.launch.steps) for batch in self._under_way)
         try:
-            return num_steps, self.scheduler.reserve(under_way + num_steps)
+            changed = self.scheduler.reserve(ahead)
+            self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
+            return num_steps, changed
         except CacheFullError:
             self._drain()
             return self.scheduler.make_room(num_steps), True
@@ -170,13 +181,12 @@ class EngineLoop:
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
         launch = batch.launch
-        wanted = [count for sequence in batch.sequences if (count := sequence.params.logprobs) is not None]
-        steps = self.runner.read(launch, logprobs=max(wanted) if wanted else None)
+        steps = self.runner.read(launch, logprobs=batch.logprobs)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
         # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
-        ran = sum(any(token != ENDED_BEFORE for token in step.tokens) for step in steps)
+        ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in steps)
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from bisect import bisect_right, insort
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class Scheduler:
 
     def _may_grow(self, sequence: Sequence) -> bool:
         """Whether a sequence does not own yet all pages that it can ever need."""
-        return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size < sequence.max_length
+        return self._room(sequence) < sequence.max_length
 
     def _reserve_answer(self, sequence: Sequence) -> None:
         """Take the pages of the whole answer where more than half of the pool stays free.
@@ -168,6 +169,16 @@ class Scheduler:
             for sequence in self.decoding:
                 self._reserve(sequence, tokens_ahead + self.cache.page_size)
         return any(changed)
+
+    def steps_with_pages(self) -> int:
+        """Return how many next tokens of every decoding sequence its pages suffice for."""
+        return min(map(self._tokens_with_pages, self.decoding), default=0)
+
+    def _tokens_with_pages(self, sequence: Sequence) -> int:
+        return sys.maxsize if not self._may_grow(sequence) else self._room(sequence) - sequence.cached_length
+
+    def _room(self, sequence: Sequence) -> int:
+        return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size
 
     def make_room(self, tokens_ahead: int) -> int:
         """Find pages for everybody's next tokens, or for as many of them as there are pages for.

@@ -23,7 +23,7 @@ from graphdecode.graphs.nested import leaves, mapped
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node
-from graphdecode.kernels.native.calls import joined
+from graphdecode.kernels.native.calls import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
@@ -168,6 +168,7 @@ class RecordedStepGraph:
         except Exception as error:
             raise CaptureError.of(error, recorder.last_operator) from error
         self._calls = joined(recorder.calls)
+        self._is_compiled = all(isinstance(call, NativeSequence) for call in self._calls)
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
         self.nodes = recorder.nodes
@@ -197,10 +198,16 @@ class RecordedStepGraph:
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
-        # inference mode leaves out more of the dispatcher than no_grad: a tenth of a small model's step
-        with torch.inference_mode():
-            for call in self._calls:
-                call()
+        if self._is_compiled:
+            self._run()
+        else:
+            # leaves out more of the dispatcher than no_grad: a tenth of a small model's step
+            with torch.inference_mode():
+                self._run()
+
+    def _run(self) -> None:
+        for call in self._calls:
+            call()
 
     def poison(self) -> None:
         """Fill all intermediates with NaN or the largest integer; a replay may not depend on what they hold."""

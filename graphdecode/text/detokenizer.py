@@ -70,7 +70,7 @@ class Detokenizer:
     def _append(self, piece: str) -> str | None:
         before = len(self._text)
         self._text += piece
-        if len(self._ids) <= self._min_tokens:
+        if not self._stop_strings or len(self._ids) <= self._min_tokens:
             return None
         # a stop string that ends in the new piece begins at most so far before it
         starts = [(stop, max(before - len(stop) + 1, 0)) for stop in self._stop_strings]
@@ -96,7 +96,7 @@ class Detokenizer:
         return piece
 
     def _held_back(self) -> int:
-        if self._include_stop:
+        if self._include_stop or not self._stop_strings:
             return 0
         end = len(self._text)
         # a place that has been ruled out stays so, and each is looked at once: a token costs what it brings

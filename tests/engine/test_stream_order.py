@@ -257,7 +257,8 @@ FAULTS = [
     # the engine's loop
     Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
-    Fault(EngineLoop, "_reserve_pages", "reserve(under_way + num_steps)", "reserve(num_steps)"),
+    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_steps)"),
+    Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
     Fault(EngineLoop, "_launch", "if pages_changed:", "if False:"),
     Fault(EngineLoop, "_launch", "1 if self._is_constrained else self", "self"),
     Fault(EngineLoop, "step", " and not self._is_constrained", ""),

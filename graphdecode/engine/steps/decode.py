@@ -58,6 +58,7 @@ class DecodeStep:
             if self._is_cuda
             else self._rings
         )
+        self._host_tokens = self.host_rings.tokens.numpy()  # a torch index takes ten times as long
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if self._is_looped else None
@@ -187,8 +188,8 @@ class DecodeStep:
         """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
         read: list[StepTokens] = []
         for step in steps:
-            place = step % self.host_rings.tokens.shape[0]
-            tokens = self.host_rings.tokens[place, :num_rows].tolist()
+            place = step % len(self._host_tokens)
+            tokens = self._host_tokens[place, :num_rows].tolist()
             found = None if logprobs is None else self._read_logprobs(place, num_rows, logprobs)
             read.append(StepTokens(tokens, found))
         return read
