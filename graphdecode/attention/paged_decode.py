@@ -8,7 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from graphdecode.attention.options import AttentionOptions
+from graphdecode.attention.options import AttentionOptions, HeadTurn
+from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
@@ -128,6 +129,7 @@ class PagedDecodeAttention:
             dtype=dtype,
             kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )
+        self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
         self._max_splits = -(-max_kv_len // FIXED_SPLIT) if batch_invariant else 0
         items = self._items(max_batch_size)
@@ -203,4 +205,49 @@ class PagedDecodeAttention:
             window_left=options.window_left,
             soft_cap=options.logits_soft_cap,
             sinks=options.sinks,
+        )
+
+    def append_and_run(
+        self,
+        out: Tensor,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        turn: HeadTurn,
+        options: AttentionOptions | None = None,
+    ) -> None:
+        """Append each row's new token to one layer's cache and write its attention into `out`, in one launch.
+
+        The bits of a row are not those of `rope_append` and `run`, which a batch-invariant model takes for its prompts:
+        the newest key is taken from registers.
+
+        Args:
+            out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.
+            qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], queries, keys, values.
+            k_cache: [pages, page_size, num_kv_heads, head_dim], contiguous.
+            v_cache: the same shape.
+            page_table: int32 [rows, max_pages_per_row].
+            turn: norm and rotation of queries and keys.
+            options: of this layer, where they are not the default ones.
+        """
+        options = self.options if options is None else options
+        append_attention(
+            out,
+            k_cache,
+            v_cache,
+            qkv,
+            page_table,
+            self._kv_lens,
+            self._plan_of(options.window_left),
+            *self._workspace,
+            turn.cos_sin,
+            turn.q_norm,
+            turn.k_norm,
+            options.sinks,
+            eps=turn.eps,
+            max_items=self._items(out.shape[0]),
+            sm_scale=1.0 / math.sqrt(out.shape[-1]) if options.sm_scale is None else options.sm_scale,
+            window_left=options.window_left,
+            soft_cap=options.logits_soft_cap,
         )

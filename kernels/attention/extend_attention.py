@@ -224,7 +224,7 @@ def _extend_attention_kernel(
 def queries_at_once(device: torch.device) -> int:
     """Return the rows of a program's tile, queries times heads, where its accumulator fits."""
     # a warp group multiplies 64 rows: eight warps on one such tile would do the same work twice
-    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10) else 64
+    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 64
 
 
 def extend_attention_triton(
