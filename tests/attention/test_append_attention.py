@@ -24,7 +24,7 @@ CHOICES = {
     "dtype": tuple(DTYPES),
     "group": (1, 3, 8),
     "kv_heads": (1, 2),
-    "head_dim": (16, 64, 80, 128),
+    "head_dim": (16, 64, 80),
     "rotated": (1.0, 0.5, 0.0),
     "norm": ("", "of each head", "of all heads"),
     "page_size": (1, 3, 16),
@@ -32,11 +32,13 @@ CHOICES = {
     "soft_cap": (0.0, 3.0),
     "sinks": (False, True),
     # the first token of a row, the first of a page, the first of a tile and of a split; more rows than a wave
-    "lens": ((1, 17, 131), (129, 64, 65), (300,), (5, 260, 2, 16, 1, 128, 4)),
+    "lens": ((1, 17, 131), (129, 64), (5, 200, 2, 1, 4, 65, 3)),
     "padding": (0, 2),
 }
 CASES = pairwise(CHOICES)
-NATIVE_CASES = pairwise({**CHOICES, "dtype": ("fp32", "bf16"), "head_dim": (16, 64, 128)})
+NATIVE_CASES = pairwise(
+    {**CHOICES, "dtype": ("fp32", "bf16"), "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))}
+)
 
 
 def normed(heads, weight):

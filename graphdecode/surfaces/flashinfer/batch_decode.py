@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
-from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
+from graphdecode.attention.paged_decode import FIXED_SPLIT
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
@@ -241,16 +241,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
         if self._max_rows is not None and self._indices is not None:
             rows, tokens = self._max_rows, self._indices.shape[0] * problem.page_size
-        wave_items = wave_items_for(
-            self._device,
-            num_qo_heads=problem.num_qo_heads,
-            num_kv_heads=problem.num_kv_heads,
-            head_dim=problem.head_dim,
-            head_dim_v=problem.head_dim,
-            dtype=torch.float16 if problem.q_dtype in FP8_DTYPES else problem.q_dtype,
-            kv_dtype=problem.kv_dtype,
-            q_len=problem.q_len,
-        )
+        wave_items = problem.wave_items(self._device)
         fixed_split = FIXED_SPLIT if self._invariant else 0
         items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
         if self._device.type != "cuda":
