@@ -15,6 +15,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    KvCacheDtypeOption,
     MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
@@ -45,6 +46,7 @@ def serve(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
     tokenizer: TokenizerOption = None,
@@ -60,8 +62,8 @@ def serve(
     from graphdecode.config import ServerConfig, load_server_config
 
     settings = settings_of(
-        config, device=device, dtype=dtype, quantize=quantize, model_impl=model_impl,
-        trust_remote_code=trust_remote_code or None,
+        config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype,
+        model_impl=model_impl,        trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {

@@ -22,7 +22,9 @@ from .attention_tile import (
     capped,
     compute_dtype,
     decode_tile,
+    dequantise,
     pages_of,
+    quantise,
     to_compute,
     with_sinks,
 )
@@ -191,20 +193,23 @@ def _append_attention_kernel(
         k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, eps)
     queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(qkv.dtype.element_ty)
     queries = to_compute(queries, COMPUTE)
-    new_k = _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin).to(k_cache.dtype.element_ty)
-    new_v = new_v.to(v_cache.dtype.element_ty)
+    new_k = _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin)
+    new_k = quantise(new_k, KV_BITS, k_cache.dtype.element_ty)
+    new_v = quantise(new_v.to(tl.float32), KV_BITS, v_cache.dtype.element_ty)
     appended = dims < tl.where(is_last & (tl.program_id(1) == 0), HEAD_DIM, 0)
     place = (newest % PAGE_SIZE).to(tl.int64)
     tl.store(k_head + new_page * k_page_stride + place * k_token_stride + dims, new_k, mask=appended)
     tl.store(v_head + new_page * v_page_stride + place * v_token_stride + dims, new_v, mask=appended)
 
-    score = tl.sum(queries.to(tl.float32) * new_k.to(tl.float32)[None, :], axis=1) * scale
+    new_k = dequantise(new_k, KV_BITS, tl.float32)
+    new_v = dequantise(new_v, KV_BITS, tl.float32)
+    score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * scale
     if HAS_CAP:
         score = capped(score, soft_cap)
     none = tl.zeros([BLOCK_M], tl.float32)
     taken = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(
-        new_v.to(tl.float32)[None, :] + none[:, None],
+        new_v[None, :] + none[:, None],
         taken,
         tl.where(taken > 0.0, score, -float("inf")),
         page,
@@ -395,7 +400,8 @@ def append_attention(
 
     Args:
         out: [rows, num_qo_heads, head_dim], contiguous; 0 for rows without a token.
-        k_cache: [pages, page_size, num_kv_heads, head_dim], channels side by side; the last page is the trash page.
+        k_cache: [pages, page_size, num_kv_heads, head_dim], channels side by side, of qkv's type or fp8; the last page
+            is the trash page.
         v_cache: the same shape.
         qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], rows may be strided: queries, keys, values.
         page_table: int32 [rows, pages of a row]. On a GPU it, the plan and all older keys were written at least two

@@ -37,6 +37,27 @@ def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def quantise(x, KV_BITS: tl.constexpr, element):
+    """Narrow fp32 values to those of a cache, the inverse of `dequantise`; fp8 e4m3 takes what is too large as 448."""
+    if KV_BITS == "e4m3":
+        bits = x.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        most = tl.where(size > 0x43E00000, 0x43E00000, size)  # 448
+        code = ((most + 0x7FFFF + ((most >> 20) & 1)) >> 20) - (120 << 3)
+        # below the smallest normal value, 2^-6, steps are of 2^-9: those of floats from 2^14 on
+        small = (most.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.where(most < 0x3C800000, small, code)
+        code = tl.where(size > 0x7F800000, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    if KV_BITS == "e5m2":
+        return (x.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
+    if element == tl.float8e4nv:
+        x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(element)
+
+
+@triton.jit
 def to_compute(x, COMPUTE: tl.constexpr):
     """Turn queries into the compute type; what does not fit into fp16 becomes its largest value, not infinity."""
     if tl.float16 == COMPUTE and x.dtype != tl.float16:
