@@ -14,7 +14,7 @@ from graphdecode.kernels.attention.attention_plan import attention_plan, plan_si
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, whatever the capacity
+FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
 
 
 def wave_items_for(

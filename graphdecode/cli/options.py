@@ -26,6 +26,9 @@ QuantizeOption = Annotated[str | None, typer.Option(help="int8: 8-bit weights on
 KvCacheDtypeOption = Annotated[
     str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
 ]
+SpeculateOption = Annotated[
+    str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")
+]
 MaxSequenceLengthOption = Annotated[
     int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
 ]

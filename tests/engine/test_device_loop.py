@@ -80,8 +80,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
         seen: list[tuple[int, int]] = []
         launch = llm.graphs.launch
 
-        def noting(batch_size: int, num_steps: int) -> int:
-            bucket = launch(batch_size, num_steps)
+        def noting(batch_size: int, num_steps: int, queries: int) -> int:
+            bucket = launch(batch_size, num_steps, queries)
             seen.append((num_steps, int(llm.engine.runner.buffers.loop_count)))
             return bucket
 
@@ -169,7 +169,7 @@ def test_later_launches_find_their_tokens_behind_those_that_ended_early(make_llm
         assert llm.engine.runner.steps_launched == steps[-1]
     assert steps == [8, 16, 24, 40, 64, 72]
     if not torch.cuda.is_available():
-        tokens = llm.engine.runner.step.host_rings.tokens[:, 0]
+        tokens = llm.engine.runner.step.rings.tokens[:, 0]
         last = [int(tokens[step % len(tokens)]) for step in range(64, 72)]
         assert [token >= 0 for token in last] == [True] * 7 + [False], "older launches left their tokens there"
 
