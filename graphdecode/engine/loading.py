@@ -12,7 +12,7 @@ import torch
 from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
-from graphdecode.engine.capacity import Capacity, plan_capacity
+from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
@@ -92,7 +92,7 @@ def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, dev
     Raises:
         ArgumentError: what they ask for is more than there is; nothing is allocated.
     """
-    capacity = plan_capacity(settings.buckets, model, dtype, device)
+    capacity = plan_capacity(settings.buckets, model, resolve_cache_dtype(settings.kv_cache_dtype, dtype), device)
     prefill_tokens = settings.prefill_tokens(device.type)
     check_room(settings.buckets, model, capacity, device, prefill_tokens=prefill_tokens)
     return capacity
@@ -160,7 +160,7 @@ def make_runner(
         max_pages_per_row=capacity.pages_per_row,
         num_kv_heads=decoder.config.num_key_value_heads,
         head_dim=decoder.config.head_dim,
-        dtype=decoder.dtype,
+        dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
         prefix_caching=settings.prefix_cache,
     )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.attention import AttentionOptions
+from graphdecode.attention import AttentionOptions, HeadTurn
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
@@ -25,13 +25,15 @@ from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
 LayerCache = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
+AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
 
 class StepOperators(NamedTuple):
     """What a layer is made of besides products and attention; each has the signature of the fused operator.
 
-    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch.
+    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch;
+    with `fuses_append` attention appends the keys and values that it attends to.
     """
 
     rms_norm: Callable[..., None] = rms_norm
@@ -39,6 +41,7 @@ class StepOperators(NamedTuple):
     rope_append: Callable[..., None] = rope_append
     act_mul: Callable[..., None] = act_mul
     fuses_products: bool = True
+    fuses_append: bool = True
 
 
 class Tokens(NamedTuple):
@@ -119,12 +122,21 @@ class Stream:
         residual: [t, hidden], the embedded tokens.
         attend: attention over a layer's cache.
         operators: of the layers.
+        append_and_attend: the same with the append before it, in one launch, where that can be had.
     """
 
-    def __init__(self, tokens: Tokens, residual: Tensor, attend: Attend, operators: StepOperators) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        residual: Tensor,
+        attend: Attend,
+        operators: StepOperators,
+        append_and_attend: AppendAndAttend | None = None,
+    ) -> None:
         self.tokens = tokens
         self.residual = residual
         self.attend = attend
+        self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
         self._hidden = torch.empty_like(residual)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
@@ -248,23 +260,21 @@ class Attention(Block):
         tokens = stream.tokens
         qkv = stream.empty(self.qkv.out_features)
         stream.feed(self.qkv, qkv)
-        q = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        stream.operators.rope_append(
-            q,
-            *cache,
-            qkv,
-            tokens.rows,
-            tokens.positions,
-            tokens.live,
-            tokens.page_table,
+        attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        turn = HeadTurn(
             self.cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
-        attended = torch.empty_like(q)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
-        stream.attend(attended, q, *cache, options)
+        if stream.append_and_attend is not None:
+            stream.append_and_attend(attended, qkv, cache, turn, options)
+        else:
+            q = torch.empty_like(attended)
+            where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
+            stream.operators.rope_append(q, *cache, qkv, *where, *turn)
+            stream.attend(attended, q, *cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 
 

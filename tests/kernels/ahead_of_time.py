@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from graphdecode.kernels.attention import attention_plan, extend_attention, split_decode
+from graphdecode.kernels.attention import append_attention, attention_plan, extend_attention, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
@@ -78,11 +78,15 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def early(_: torch.device) -> bool:
         return arch >= 90
 
+    def queries_at_once(_: torch.device) -> int:
+        return 128 if arch // 10 == 9 else 64
+
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
+        mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
         mock.patch.object(rms_norm, "has_early_start", early),
         mock.patch.object(act_mul, "has_early_start", early),
-        mock.patch.object(split_decode, "has_early_start", early),
+        mock.patch.object(append_attention, "has_early_start", early),
         mock.patch.object(block_max, "has_early_start", early),
         mock.patch.object(choose, "has_early_start", early),
     ):
@@ -90,6 +94,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
             with (
                 mock.patch.object(split_decode, "cache_bytes", native),
                 mock.patch.object(extend_attention, "cache_bytes", native),
+                mock.patch.object(append_attention, "cache_bytes", native),
             ):
                 launch()
         else:
@@ -113,8 +118,18 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         split_decode.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
+            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33, head_dim**-0.5, 1.0,
             window_left, soft_cap, "NONE", 1.0, 1e4, sinks,
+        )  # fmt: skip
+
+    qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos_sin = torch.empty(4096, 2, head_dim // 2)
+
+    def step(norms: tuple[int, int] | None, window_left: int = -1, soft_cap: float = 0.0, **given: Any) -> None:
+        gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
+        append_attention.append_attention_triton(
+            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
+            1e-6, 33, head_dim**-0.5, window_left, soft_cap,
         )  # fmt: skip
 
     def extend(soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
@@ -123,6 +138,10 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         )
 
     return {
+        "step": lambda: step(None),
+        "step-norm": lambda: step((1, 1)),
+        "step-norm-all": lambda: step((heads, kv_heads)),
+        "step-options": lambda: step((1, 1), 1024, 50.0, sinks=sinks),
         "decode": lambda: decode(-1),
         "decode-window": lambda: decode(1024),
         "decode-options": lambda: decode(1024, 50.0, sinks),
@@ -287,8 +306,9 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     for head_dim, dtype, kv_dtype in ATTENTION_SHAPES:
         name = f"{str(dtype)[6:]}-{str(kv_dtype)[6:]}-d{head_dim}"
         for kind, launch in attention_cases(head_dim, dtype, kv_dtype).items():
-            if kind in ("decode", "extend") or kv_dtype == torch.bfloat16:
-                cases[f"{kind}-{name}"] = launch
+            if kind in ("decode", "step", "extend") or kv_dtype == torch.bfloat16:
+                early = "-pdl" * (kind.startswith("step") and arch >= 90)
+                cases[f"{kind}-{name}{early}"] = launch
     for head_dim in (64, 128, 256):
         cases[f"append-d{head_dim}"] = append_case(head_dim, None)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))

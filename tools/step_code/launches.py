@@ -49,11 +49,13 @@ class Gpu:
         arch: compute capability as one number, such as 90.
         processors: multiprocessors.
         memory_bytes: of it.
+        processor_shared_bytes: shared memory of a multiprocessor.
     """
 
     arch: int = 90
     processors: int = 132
     memory_bytes: int = 141 * 10**9
+    processor_shared_bytes: int = 228 * 1024
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,12 @@ def launches_of(call: Callable[[], None]) -> list[Launch]:
 @contextmanager
 def _pretended(gpu: Gpu) -> Iterator[None]:
     """Let there be a GPU for the code that makes a model and a step; nothing may be computed on it."""
-    properties = SimpleNamespace(multi_processor_count=gpu.processors, total_memory=gpu.memory_bytes, name="modelled")
+    properties = SimpleNamespace(
+        multi_processor_count=gpu.processors,
+        total_memory=gpu.memory_bytes,
+        shared_memory_per_multiprocessor=gpu.processor_shared_bytes,
+        name="modelled",
+    )
     capability = (gpu.arch // 10, gpu.arch % 10)
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:

@@ -227,6 +227,8 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,
+        kv_dtype=setting.caches[0][0].dtype,
+        windows=config.windows,
         batch_invariant=batch_invariant,
         device=setting.model.device,
     )
