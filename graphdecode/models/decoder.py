@@ -141,7 +141,7 @@ class Decoder:
 
     def _run_layers(self, tokens: Tokens, caches: list[LayerCache], attend: Attend) -> Stream:
         """Return the stream that the last layer leaves."""
-        stream = Stream(tokens, self.stem.run(tokens), attend, self._operators)
+        stream = Stream(tokens, self.stem, attend, self._operators)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream
