@@ -26,7 +26,15 @@ from graphdecode.kernels.attention import append_attention, attention_plan, exte
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, sample_and_advance, skip_steps
+from graphdecode.kernels.model import (
+    act_mul,
+    advance,
+    cap_logits,
+    embedding,
+    embedding_norm,
+    sample_and_advance,
+    skip_steps,
+)
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import block_max, choose, logprobs, sample
@@ -88,6 +96,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(act_mul, "has_early_start", early),
         mock.patch.object(append_attention, "has_early_start", early),
         mock.patch.object(block_max, "has_early_start", early),
+        mock.patch.object(embedding_norm, "has_early_start", early),
         mock.patch.object(choose, "has_early_start", early),
     ):
         if arch >= 89:
@@ -227,6 +236,9 @@ def step_cases() -> dict[str, Callable[[], None]]:
     return {
         "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 1.0),
         "embedding-scale": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 11.3),
+        "embedding-norm": lambda: embedding_norm.embedding_norm_triton(
+            x, x, tensors["tokens"], table, tensors["live"], weight, 11.3, 1e-5
+        ),
         "cap-logits": lambda: cap_logits.cap_logits_triton(logits, 30.0),
         "rms-norm": lambda: rms_norm.rms_norm_triton(x, x, weight, 1e-5),
         "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5, None, 0.0, 1.0),
