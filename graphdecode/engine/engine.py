@@ -16,6 +16,7 @@ import numpy as np
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.constraint import Constrain, Constraint, ConstraintError
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError
@@ -116,6 +117,11 @@ class Engine:
     @lookahead.setter
     def lookahead(self, launches: int) -> None:
         self._loop.lookahead = launches
+
+    @property
+    def pace(self) -> DraftPace | None:
+        """What chooses how many drafts a launch verifies, and its averages; None without speculation."""
+        return self._loop.pace
 
     @property
     def num_waiting(self) -> int:

@@ -141,4 +141,4 @@ class Sequence:
         Args:
             pages: of the cache that it owns.
         """
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling)
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, self.constraint is None)

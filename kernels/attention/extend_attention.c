@@ -3,14 +3,18 @@
  * Some tokens of a row, and all heads that share a key head, are done together: a block of keys is turned once, so that
  * a vector holds one feature of many keys, and serves them all. Keys are taken BLOCK at a time with a running maximum
  * and sum, as in decode_attention.c, which comes before this file in the unit.
+ *
+ * Where the processor multiplies bf16, some hundred queries share keys that become panels (attention_pairs.h).
  */
 #include "native.h"
+#include "attention_pairs.h"
 
 #ifndef GRAPHDECODE_EXTEND_ATTENTION
 #define GRAPHDECODE_EXTEND_ATTENTION
 #define KEY_VECTORS (BLOCK / LANES)
 #define TOGETHER 4      /* queries whose sums stay in registers */
 #define QUERIES 32      /* about so many share a block of keys */
+#define PAIR_QUERIES 128 /* the same, in pairs */
 #define OUT_VECTORS 4   /* of a query's sums that are held at once */
 
 /* logits[query][key] of `count` queries, a constant where this is used, with keys[feature][key]. */
@@ -77,15 +81,6 @@ static void all_values(float *sums, const float *weights, const float *values, i
         r += together;
     }
 }
-
-/* Forbid what a query does not see of a block that begins at key `first`; return whether it sees anything. */
-static int mask_block(float *logits, int64_t first, int64_t position, int64_t window) {
-    int64_t begin = window >= 0 && position - window > first ? position - window - first : 0;
-    int64_t end = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
-    for (int64_t j = 0; j < begin && j < BLOCK; j++) logits[j] = -INFINITY;
-    for (int64_t j = end > 0 ? end : 0; j < BLOCK; j++) logits[j] = -INFINITY;
-    return begin < end;
-}
 #endif
 
 /* Bring a block of one head's keys and values out of their pages: keys as [feature][key], values as [key][feature].
@@ -151,8 +146,69 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
         }
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+/* As `extend_tokens`, in pairs. */
+static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
+    const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
+    int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], group = heads / kv_heads;
+    int64_t queries = (end - begin) * group, padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
+    float *at = scratch(padded * (dim / 2 + dim + 2) + pair_room_floats(dim) + 4 * LANES);
+    uint16_t *q = (uint16_t *)carved(&at, padded * dim / 2);
+    float *sums = carved(&at, queries * dim), *largest = carved(&at, queries), *total = carved(&at, queries);
+    struct pair_room room = pair_room_at(&at, dim);
+    struct pair_queries given = {q, sums, largest, total, queries, dim, position, group, a->window_left,
+                                 (float)a->sm_scale, (float)a->soft_cap};
+    struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
+                            kv_heads * dim};
+    int64_t places[KEYS], offset = ((cu_q[row] + begin) * heads + head * group) * dim;
+    uint16_t *out = (uint16_t *)a->out.data + offset;
+    const uint16_t *from = (const uint16_t *)a->q.data + offset;
+    memset(sums, 0, queries * dim * sizeof *sums);
+    memset(q + queries * dim, 0, (padded - queries) * dim * sizeof *q); /* a tile's rows are loaded whole */
+    for (int64_t r = 0; r < queries; r++) {
+        memcpy(q + r * dim, from + (r / group * heads + r % group) * dim, dim * sizeof *q);
+        largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] * LOG2_OF_E : -INFINITY;
+        total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
+    }
+    int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
+    int64_t begins = a->window_left >= 0 && position > a->window_left ? position - a->window_left : 0;
+    for (int64_t first = begins / KEYS * KEYS; first < last; first += KEYS) {
+        int64_t count = least_of(last - first, KEYS);
+        locate(places, &entries, first, count);
+        gather_keys(&room, (const uint16_t *)a->k_cache.data + head * dim, places, begins - first, count, dim);
+        gather_values(&room, (const uint16_t *)a->v_cache.data + head * dim, places, begins - first, count, dim);
+        attend_panels(&given, &room, first, count);
+    }
+    for (int64_t r = 0; r < queries; r++) {
+        float whole = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+        uint16_t *to = out + (r / group * heads + r % group) * dim;
+        for (int64_t i = 0; i < dim; i += PANEL) in_order(sums + r * dim + i);
+        for (int64_t i = 0; i < dim; i += LANES) store_bf16(to + i, load_f32(sums + r * dim + i) * whole);
+    }
+}
+#endif
+
+static int NAME(in_pairs)(const extend_attention_args *a) {
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+    return a->q.size[2] % PANEL == 0 && a->q.size[2] <= MOST_DIM;
+#else
+    return (void)a, 0;
+#endif
+}
+
 static int64_t NAME(tokens_together)(const extend_attention_args *a) {
-    return items_of(QUERIES - 1, a->q.size[1] / a->k_cache.size[2]);
+    return items_of((NAME(in_pairs)(a) ? PAIR_QUERIES : QUERIES) - 1, a->q.size[1] / a->k_cache.size[2]);
+}
+
+static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+    if (NAME(in_pairs)(a)) {
+        extend_pairs(a, row, begin, end, head);
+        return;
+    }
+#endif
+    NAME(extend_tokens)(a, row, begin, end, head);
 }
 
 /* How many tokens of a row there are to do: none where what stands there cannot be. */
@@ -164,14 +220,17 @@ static int64_t NAME(tokens_of)(const extend_attention_args *a, int64_t row) {
 static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
     const extend_attention_args *a = job;
     int64_t kv_heads = a->k_cache.size[2], together = NAME(tokens_together)(a), row = 0, before = 0, here = 0;
+    struct tile_shapes shapes = tiles_begun();
+    set_tile_rows(TILE_ROWS, TILE_ROWS);
     for (int64_t task = begin; task < end; task++) {
         for (;; row++, before += here) { /* which row's task it is */
             here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
             if (task < before + here) break;
         }
         int64_t first = (task - before) / kv_heads * together, last = least_of(first + together, NAME(tokens_of)(a, row));
-        NAME(extend_tokens)(a, row, first, last, (task - before) % kv_heads);
+        NAME(extend)(a, row, first, last, (task - before) % kv_heads);
     }
+    tiles_ended(shapes);
 }
 
 KERNEL(extend_attention) {

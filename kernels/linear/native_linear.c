@@ -8,15 +8,10 @@
 
 #ifndef GRAPHDECODE_LINEAR
 #define GRAPHDECODE_LINEAR
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-#define PANEL 32
-#define VECTORS (PANEL / LANES)
-#define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
-#define MOST_ROWS 8
+#include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 
 struct product {
@@ -24,8 +19,6 @@ struct product {
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
 };
-
-typedef vec panel_sums[VECTORS];
 
 static inline uvec load_words(const void *at) {
     uvec words;
@@ -62,19 +55,8 @@ INLINE void f32_step(const int count, panel_sums *sums, const float *x, int64_t 
     add_products(count, sums, x, stride, weights);
 }
 
-#ifdef __AVX512BF16__ /* the processor multiplies pairs of bf16 itself */
+#ifdef WITH_PAIRS
 typedef uint16_t bf16_input;
-INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
-    __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < count; r++) {
-        int32_t pair;
-        memcpy(&pair, x + r * stride, sizeof pair);
-        __m512bh pairs = (__m512bh)_mm512_set1_epi32(pair);
-        sums[r][0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)low, pairs);
-        sums[r][1] = (vec)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)high, pairs);
-    }
-}
 #else
 typedef float bf16_input;
 INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
@@ -209,6 +191,47 @@ static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
     PANEL_LOOP(NAME(tile), STEP)
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Write 16 rows of two tiles' sums, biased, where they belong. */
+static void write_sums(uint16_t *out, const float *sums, const uint16_t *bias, int64_t rows, int64_t first,
+                       int64_t out_features) {
+    int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
+    float biases[PANEL] = {0};
+    for (int64_t j = 0; bias && j < width; j++) biases[j] = float_of_bf16(bias[first + j]);
+    for (int64_t r = 0; r < rows; r++) {
+        uint16_t *at = out + r * out_features + first, narrowed[PANEL];
+        uint16_t *to = width == PANEL ? at : narrowed;
+        for (int64_t j = 0; j < PANEL; j += LANES)
+            store_bf16(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
+        if (to != at) memcpy(at, narrowed, width * sizeof *at);
+    }
+}
+
+static void tiled_panels(const void *job, int64_t begin, int64_t end) {
+    PRODUCT(uint16_t, uint16_t)
+    (void)scales;
+    float sums[2 * TILE_ROWS * PANEL];
+    struct tile_shapes before = tiles_begun();
+    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), rest = rows - whole;
+    int64_t together = items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    set_tile_rows(TILE_ROWS, TILE_ROWS);
+    for (int64_t first = 0; first < whole; first += together)
+        for (int64_t panel = begin; panel < end; panel++)
+            for (int64_t row = first; row < least_of(first + together, whole); row += 2 * TILE_ROWS) {
+                tile_product(2, sums, x + row * stride, stride, weight + panel * in * PANEL, in);
+                write_sums(out + row * out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL, out_features);
+            }
+    if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
+    for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
+        const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
+        if (rest > TILE_ROWS) tile_product(2, sums, at, stride, of_panel, in);
+        else tile_product(1, sums, at, stride, of_panel, in);
+        write_sums(out + whole * out_features, sums, bias, rest, panel * PANEL, out_features);
+    }
+    tiles_ended(before);
+}
+#endif
+
 static void NAME(int8_panels)(const void *job, int64_t begin, int64_t end) {
     PRODUCT(int8_t, float)
     PANEL_LOOP(NAME(int8_tile), INT8_STEP)
@@ -220,6 +243,11 @@ KERNEL(native_linear) {
     if (a->scales.data) {
         job.x = NAME(widened)(a->x.data, &job.stride, rows, in, INT8_STEP);
         parallel(threads, NAME(int8_panels), &job, a->panels.size[0], least);
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    } else if (has_tiles && in % TILE_IN == 0) {
+        job.x = a->x.data;
+        parallel(threads, tiled_panels, &job, a->panels.size[0], least);
+#endif
     } else {
         job.x = NAME(prepared)(a->x.data, &job.stride, rows, in);
         parallel(threads, NAME(linear_panels), &job, a->panels.size[0], least);

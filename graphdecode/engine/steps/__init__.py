@@ -6,18 +6,23 @@ from graphdecode.engine.steps.row_inputs import (
     NO_CHOICE,
     RowInputs,
     RowSampling,
+    StepDrafts,
     StepLogprobs,
     StepTokens,
 )
-from graphdecode.engine.steps.step import Step, StepSetting
+from graphdecode.engine.steps.speculative import SpeculativeStep
+from graphdecode.engine.steps.step import Drafting, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",
     "NO_CHOICE",
     "DecodeStep",
+    "Drafting",
     "RowInputs",
     "RowSampling",
+    "SpeculativeStep",
     "Step",
+    "StepDrafts",
     "StepLogprobs",
     "StepSetting",
     "StepTokens",
