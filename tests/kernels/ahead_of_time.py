@@ -26,10 +26,10 @@ from graphdecode.kernels.attention import attention_plan, extend_attention, spli
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import DOT_TILES, GEMV_ROWS, SmallLinearConfig, candidates
-from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, skip_steps
+from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, sample_and_advance, skip_steps
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import logprobs, sample
+from graphdecode.kernels.sampling import block_max, choose, logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -83,6 +83,8 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(rms_norm, "has_early_start", early),
         mock.patch.object(act_mul, "has_early_start", early),
         mock.patch.object(split_decode, "has_early_start", early),
+        mock.patch.object(block_max, "has_early_start", early),
+        mock.patch.object(choose, "has_early_start", early),
     ):
         if arch >= 89:
             with (
@@ -215,6 +217,7 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "gelu": lambda: act_mul.act_mul_triton(wide, gate_up, "gelu"),
         "sample": by_name(sample.sample_triton, tensors),
         "logprobs": by_name(logprobs.token_logprobs_triton, tensors),
+        "sample-and-advance": by_name(sample_and_advance.sample_and_advance_triton, tensors),
         "advance": by_name(advance.advance_triton, tensors),
         "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
     }
