@@ -17,7 +17,7 @@ DOT_TILES = {
 }
 GEMV_TILES = {
     2: ((8, 512, 4, 3), (4, 1024, 4, 3)),
-    4: ((4, 512, 4, 3),),
+    4: ((4, 512, 8, 3),),
 }
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at

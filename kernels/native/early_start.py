@@ -25,6 +25,11 @@ def has_early_start(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def early_start_options(device: torch.device) -> dict[str, bool]:
+    """Return what the launch of a kernel with the flag `PDL` is given, for it to begin early where that is possible."""
+    return {"PDL": True, "launch_pdl": True} if has_early_start(device) else {"PDL": False}
+
+
 @triton.jit
 def prefetch_l2(at, size):
     """Ask for `size` bytes, a multiple of 16, from each of the addresses `at` to be in the L2 cache; from sm_90 on."""
