@@ -123,10 +123,11 @@ def measure(engines: dict[str, Callable[[], Turn]], drafted: Callable[[], list[i
     Args:
         engines: what takes a turn, by name; "plain" and "speculating" among them.
         drafted: returns the counts of the speculating one.
-        rounds: turns of each, after one that does not count.
+        rounds: turns of each, after those that do not count.
     """
     speeds: dict[str, list[float]] = {name: [] for name in engines}
     answers = {name: turn()[1] for name, turn in engines.items()}
+    engines["speculating"]()  # what its first turn used is captured now
     before = drafted()
     for _ in range(rounds):
         for name, turn in engines.items():

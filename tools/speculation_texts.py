@@ -72,8 +72,11 @@ def conversations(kind: str, count: int) -> list[list[dict[str, str]]]:
 def _conversation(kind: str, index: int) -> list[dict[str, str]]:
     if kind == "edit":
         code, new = _CODE.format(_OLD[index]), _NEW[index]
-        question = f"```python\n{code}```\n\nRename `{_OLD[index]}` to `{new}`. Answer with the whole file."
-        answer = f"```python\ndef read_{new}(path):\n    {new} = []\n"
+        question = (
+            f"Here is a Python file:\n\n```python\n{code}```\n\nRewrite the whole file with the variable "
+            f"`{_OLD[index]}` renamed to `{new}`. Answer with the complete code only."
+        )
+        answer = f"```python\ndef read_{_OLD[index]}(path):"
     elif kind == "summary":
         town = _TOWNS[index]
         page = _PAGE.format(town, 1640 + 7 * index, 1874 + index, 1891 + 2 * index)
