@@ -9,11 +9,14 @@ import pytest
 import torch
 
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
-from graphdecode.buffers import Batch, Slot
+from graphdecode.buffers import Batch
 from graphdecode.engine.loading import make_runner, step_of
 from graphdecode.engine.steps import SpeculativeStep, StepSetting
+from graphdecode.engine.steps.draft_model import ModelDrafts
+from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model
+from graphdecode.models.decoder import Decoder
 
 needs_kernels = pytest.mark.skipif(
     not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
@@ -126,7 +129,7 @@ def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, 
     engine.close()
 
 
-class Planted:
+class Planted(DraftSource):
     """Drafts out of a table of what is known to come, some of them spoilt; a request is known by its first token.
 
     Args:
@@ -135,10 +138,9 @@ class Planted:
     """
 
     def __init__(self, table: torch.Tensor, most: int) -> None:
-        self.slots: list[Slot] = []
         self.tensors = {"planted": table, "planted_offsets": torch.arange(1, most + 1)}
 
-    def draft(self, batch: Batch) -> None:
+    def look(self, batch: Batch) -> None:
         places = (batch.pre_step_seqlens[:, None] + batch.planted_offsets).clamp(min=0, max=batch.planted.shape[1] - 1)
         lines = batch.planted[batch.history[:, 0].clamp(0, VOCABULARY - 1)]
         batch.drafts.copy_(torch.gather(lines, 1, places))
@@ -290,3 +292,20 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     found = answers(engine, given)
     assert engine.stats.spec_decode_num_accepted_tokens > 0.8 * sum(len(tokens) for tokens, _ in found) - 6
     engine.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("settings", [{}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=str)
+def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
+    given, expected = fuzz
+    for layers, adapts in ((len(decoder.layers), False), (2, True)):
+        small = Decoder(decoder.config, decoder.stem, decoder.layers[:layers], decoder.head)
+        source = partial(ModelDrafts, model=small, num_drafts=7)
+        engine = make(decoder, partial(SpeculativeStep, source=source, adapts=adapts), **settings)
+        assert answers(engine, given) == expected
+        stats = engine.stats
+        total = sum(len(tokens) for tokens, _ in expected)
+        if layers == len(decoder.layers):  # the model itself: where greedy, right but for what penalties change
+            assert stats.spec_decode_num_accepted_tokens > 0.3 * total
+        assert stats.spec_decode_num_draft_tokens > 0
+        engine.close()
