@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from graphdecode import Engine, EngineConfig, Request, SamplingParams
+from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
+from graphdecode.config import ConfigError
 from graphdecode.engine.loading import make_runner, step_of
 from graphdecode.engine.steps import SpeculativeStep, StepSetting
 from graphdecode.engine.steps.draft_model import ModelDrafts
 from graphdecode.engine.steps.draft_sources import DraftSource
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model
 from graphdecode.models.decoder import Decoder
@@ -309,3 +311,20 @@ def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, se
             assert stats.spec_decode_num_accepted_tokens > 0.3 * total
         assert stats.spec_decode_num_draft_tokens > 0
         engine.close()
+
+
+@needs_kernels
+def test_a_draft_model_is_named_in_the_configuration() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    limits = {"max_batch_size": 2, "max_sequence_length": 64}
+    with LLM("demo", **limits) as llm:
+        expected = llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids
+    for speculation in ({"method": "model", "model": "demo"}, {"method": "ngram", "num_tokens": 3}, "ngram", None):
+        with LLM("demo", speculation=speculation, **limits) as llm:
+            assert llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids == expected
+            if speculation == {"method": "model", "model": "demo"}:
+                assert llm.stats.spec_decode_num_accepted_tokens >= 8
+    with pytest.raises(ConfigError, match="model names none"):
+        LLM("demo", speculation="model")
+    with pytest.raises(ArgumentError, match="vocabulary"):
+        LLM("demo", speculation={"method": "model", "model": "shape:llama-100m"}, **limits)
