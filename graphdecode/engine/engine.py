@@ -192,6 +192,8 @@ class Engine:
         """Return what holds an answer to a grammar, and the mask of its first token."""
         if grammar is None:
             return None, None
+        if not self.runner.holds_forms:
+            raise RequestError(f"a {type(self.runner.step).__name__} cannot hold answers to forms")
         if self.constrain is None:
             raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is not installed")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
 from graphdecode.cache import CacheFullError
@@ -43,6 +44,7 @@ class EngineLoop:
     Attributes:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
+        worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
@@ -53,7 +55,9 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
-        self._is_constrained = False  # any of the rows that are decoding
+        self._held: dict[int, Sequence] = {}  # staged rows whose masks the host fills, by row
+        self._mask_seconds = 0.0  # that this took for the last step
+        self.worth_a_thread_seconds = 2e-4
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
@@ -89,7 +93,7 @@ class EngineLoop:
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         if goes_on:
             self._launch()
-        may_look_ahead = goes_on and not self._is_constrained
+        may_look_ahead = goes_on and not self._held
         while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
@@ -133,28 +137,50 @@ class EngineLoop:
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
-        # what a constrained row may sample follows from its last token, which the host has to see first: while there is
-        # such a row, a launch is one step, and is read before the next one
-        self._is_constrained = any(sequence.constraint is not None for sequence in self.scheduler.decoding)
-        num_steps, pages_changed = self._reserve_pages(1 if self._is_constrained else self.runner.steps_per_launch)
+        # what a held row may sample follows from its last token, which the host has to see first: while there is such a
+        # row, a launch is one step, and is read before the next one
+        is_steady = self.scheduler.decoding == self._staged
+        is_held = bool(self._held) if is_steady else any(s.constraint is not None for s in self.scheduler.decoding)
+        num_steps, pages_changed = self._reserve_pages(1 if is_held else self.runner.steps_per_launch)
+        meanwhile = None
         if self.scheduler.decoding != self._staged:
             self._drain()  # what is under way belongs to the rows as they were
-            self._staged = []
+            self._staged, self._held = [], {}
             rows = list(self.scheduler.decoding)
             if not rows:
                 return
+            for sequence in rows:
+                sequence.fill_mask()
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged = rows
+            self._held = {row: sequence for row, sequence in enumerate(rows) if sequence.constraint is not None}
             wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
             self._logprobs = max(wanted, default=None)
         else:
             if pages_changed:
                 self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
-            if self._is_constrained:
-                self.runner.stage_masks([sequence.sampling.token_mask for sequence in self._staged])
-        launch = self.runner.launch(len(self._staged), num_steps)
+            if self._held:
+                meanwhile = self._masks_on_the_way()
+        launch = self.runner.launch(len(self._staged), num_steps, meanwhile=meanwhile)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         self._under_way.append(_UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since))
+
+    def _masks_on_the_way(self) -> Callable[[], None] | None:
+        """Return what fills the masks while the step is computed; or fill them at once where that is quicker."""
+        if self.runner.model.device.type == "cuda" or self._mask_seconds > self.worth_a_thread_seconds:
+            return self._fill_masks
+        self._fill_masks()
+        return None
+
+    def _fill_masks(self) -> None:
+        """Write the masks of the held rows; a constraint that fails ends its row when the step is read."""
+        began = time.perf_counter()
+        for sequence in self._held.values():
+            sequence.fill_mask()
+        # each has a mask, for it is held
+        masks = {row: mask for row, s in self._held.items() if (mask := s.sampling.token_mask) is not None}
+        self.runner.stage_masks(masks)
+        self._mask_seconds = time.perf_counter() - began
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -203,8 +229,8 @@ class EngineLoop:
             token = step.tokens[row]
             if token == ENDED_BEFORE or sequence.finish_reason is not None:
                 break
-            if token < 0:
-                error = sequence.fail(token)
+            if token < 0 or sequence.failure is not None:
+                error = sequence.fail(sequence.failure or token)
                 break
             try:
                 sequence.accept(token)

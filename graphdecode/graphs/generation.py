@@ -9,6 +9,7 @@ from functools import partial
 from graphdecode.buffers import Batch, StepBuffers, on_device
 from graphdecode.graphs.capture import CudaCapture, CudaStepGraph, Step, run, warm_up
 from graphdecode.graphs.cuda_loop import CudaLoops
+from graphdecode.graphs.halves import Halves
 from graphdecode.graphs.loop import HostLoop, LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
@@ -76,6 +77,12 @@ class Generation:
             return Runnable(step, HostLoop(control, step, epilogue))
         return Runnable(step, SingleLaunches(control, step, epilogue, "nothing is captured"))
 
+    def eager_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
+        """Return what runs a bucket's step in two, without any graph."""
+        batch = self._buffers.narrow(bucket)
+        first, second = (partial(self._run, half, batch) for half in halves)
+        return Halves(first, second)
+
     def _run(self, step: Step, batch: Batch) -> None:
         with on_device(self._buffers.device):
             run(step, batch)
@@ -88,6 +95,17 @@ class Generation:
         """
         with on_device(self._buffers.device):
             return self._captured(self._buffers.narrow(bucket))
+
+    def capture_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
+        """Capture a bucket's step in two graphs.
+
+        Raises:
+            CaptureError: one of them does what no graph can replay.
+        """
+        with on_device(self._buffers.device):
+            batch = self._buffers.narrow(bucket)
+            first, second = (self._graph(half, batch) for half in halves)
+        return Halves(first.replay, second.replay, (first, second))
 
     def _captured(self, batch: Batch) -> Runnable:
         control = self._control

@@ -21,6 +21,7 @@ from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_poin
 from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.generation import Generation, Runnable
+from graphdecode.graphs.halves import HalvedStep, Halves
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot, to_svg
@@ -47,6 +48,7 @@ class GraphManager:
         strict: refuse a replay when an address in its graph has lost its owner.
         choices: given a bucket, says by name what the step's owner chose for it, for the report.
         loop: lets `launch` run several steps at once.
+        halves: the same step in two, for `replay_halves`; their graphs are captured after the first step that runs so.
 
     Raises:
         ValueError: an argument is unknown or does not fit the buffers or their device; the ladder exceeds their
@@ -66,6 +68,7 @@ class GraphManager:
         strict: bool = False,
         choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
         loop: Loop | None = None,
+        halves: tuple[Step, Step] | None = None,
     ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
@@ -90,6 +93,8 @@ class GraphManager:
         self._owners = Owners(buffers, constants)
         self._control = None if loop is None else LoopControl(loop, buffers)
         self._runnables: dict[int, Runnable] = {}
+        is_cuda = buffers.device.type == "cuda"
+        self._halved = None if halves is None else HalvedStep(halves, is_asynchronous=is_cuda)
         self._is_open = False
         self._verified_size: int | None = None
         self._padded_size: int | None = None
@@ -162,10 +167,9 @@ class GraphManager:
         runnable, report = self._generation.capture(bucket), self._reports[bucket]
         graph = runnable.graphs[0]
         report.state, report.error = "captured", None
-        report.capture_ms, report.instantiate_ms = sum(g.capture_ms for g in runnable.graphs), graph.instantiate_ms
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
-        report.moved_bytes, report.pool_bytes = graph.moved_bytes, sum(g.pool_bytes for g in runnable.graphs)
-        report.driver_bytes = sum(g.driver_bytes for g in runnable.graphs)
+        report.moved_bytes = graph.moved_bytes
+        report.add_graphs(runnable.graphs)
         self._keep(bucket, runnable)
 
     def _stay_eager(self, bucket: int) -> None:
@@ -263,6 +267,46 @@ class GraphManager:
             self._reports[bucket].error = str(error)
             warnings.warn(f"bucket {bucket} stays eager: {error}", RuntimeWarning, stacklevel=4)
 
+    def replay_halves(self, batch_size: int, meanwhile: Callable[[], None]) -> int:
+        """Run one step in two halves, and something of the host's while the first one runs. Returns the bucket.
+
+        What `meanwhile` writes, and uploads on the current stream, the second half reads. On a CPU, where the first
+        half runs in the calling thread, `meanwhile` runs in another one.
+
+        Raises:
+            ValueError: `batch_size` is outside 1..max_batch_size.
+            RuntimeError: nothing was captured, or the manager was made without halves.
+            FrozenError: a slot, adopted tensor or constant was moved.
+            StalePointerError: strict, and an address in a graph has lost its owner.
+        """
+        if self._halved is None or not self._is_open:
+            raise RuntimeError("replay_halves() needs a manager that was made with halves=, and capture() before")
+        bucket = self.ladder.bucket_for(batch_size)
+        halves = self._halved.buckets.get(bucket)
+        if self._strict or batch_size != self._verified_size or halves is None:
+            self.verify()
+            self._verified_size = batch_size
+        running = halves or self._generation.eager_halves(bucket, self._halved.steps)
+        self._set_rows(batch_size, bucket)
+        self._halved.run(running, meanwhile)
+        self._reports[bucket].add_run(batch_size, 1, False)
+        if halves is None:
+            self._halved.buckets[bucket] = self._captured_halves(bucket, self._halved.steps) or running
+        return bucket
+
+    def _captured_halves(self, bucket: int, steps: tuple[Step, Step]) -> Halves | None:
+        """Return the graphs of a bucket's halves, or None where none may or can be captured."""
+        if self.backend == "eager" or self._frozen:
+            return None
+        try:
+            with no_row_live(self.buffers):
+                halves = self._generation.capture_halves(bucket, steps)
+        except CaptureError as error:
+            warnings.warn(f"the halves of bucket {bucket} stay eager: {error}", RuntimeWarning, stacklevel=4)
+            return None
+        self._reports[bucket].add_graphs(halves.graphs)
+        return halves
+
     def run_eager(self, batch_size: int) -> int:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
@@ -291,10 +335,14 @@ class GraphManager:
         """
         return [
             stale
-            for bucket, runnable in sorted(self._runnables.items())
-            for graph in runnable.graphs
+            for bucket in self.buckets
+            for graph in self._graphs_of(bucket)
             for stale in stale_pointers(bucket, graph, self._owners)
         ]
+
+    def _graphs_of(self, bucket: int) -> list[StepGraph]:
+        halves = {} if self._halved is None else self._halved.buckets
+        return [graph for found in (self._runnables, halves) if bucket in found for graph in found[bucket].graphs]
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -362,6 +410,8 @@ class GraphManager:
         self._is_open = False
         self._verified_size = self._padded_size = None
         self._runnables.clear()
+        if self._halved is not None:
+            self._halved.close()
         self._generation.close()
         self._generation = self._new_generation()
         self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}

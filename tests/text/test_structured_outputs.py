@@ -153,6 +153,22 @@ def test_law_9_a_form_changes_nothing_beside_it_and_nothing_beside_it_changes_an
     assert together == [alone[index] for index in mixed]
 
 
+def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(llm: LLM) -> None:
+    forms: list[dict[str, Any]] = [
+        {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 5}},
+        {"json_object": True},
+        {"grammar": 'start: /[a-f]{3,40}/ "."'},
+    ]
+    asked = [wild(seed, 60, **form) for seed, form in enumerate(forms)]
+    asked.append(SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logprobs=2))
+    loop, found = llm.engine._loop, []
+    for worth in (1e9, -1.0):
+        loop.worth_a_thread_seconds = worth
+        found.append([output.outputs[0] for output in answers(llm, asked)])
+    assert found[0] == found[1]
+    assert [answer.finish_reason for answer in found[0][3:]] == ["length"]
+
+
 def test_an_answer_that_gave_way_goes_on_where_it_was() -> None:
     asked = [wild(seed, 60, json={"type": "array", "items": {"type": "integer"}, "minItems": 9}) for seed in range(6)]
     with LLM("demo", max_batch_size=6, max_sequence_length=80, page_size=4) as llm:
@@ -277,8 +293,9 @@ def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_ro
 def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, staged = llm.engine.runner, []
     stage = runner.stage_masks
-    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(len(masks)), stage(masks)))
+    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(list(masks)), stage(masks)))
     answers(llm, [SamplingParams(max_tokens=9, ignore_eos=True)] * 3)
     assert not staged
     answers(llm, [wild(1, 9, regex="a{9}"), SamplingParams(max_tokens=9, ignore_eos=True)])
     assert len(staged) >= 7
+    assert all(rows == [0] for rows in staged), "the mask of the row that has one, and of no other"

@@ -9,12 +9,13 @@ from graphdecode.engine.steps.row_inputs import (
     StepLogprobs,
     StepTokens,
 )
-from graphdecode.engine.steps.step import Step, StepSetting
+from graphdecode.engine.steps.step import HeldStep, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",
     "NO_CHOICE",
     "DecodeStep",
+    "HeldStep",
     "RowInputs",
     "RowSampling",
     "Step",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
@@ -62,6 +63,7 @@ class DecodeStep:
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if self._is_looped else None
+        self.halves = (self._compute, self._choose)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         vocab_size, pages = self._model.config.vocab_size, setting.max_pages_per_row
@@ -71,6 +73,7 @@ class DecodeStep:
             Slot("finished", ("batch",), torch.int32, staged=_ROWS),
             Slot("rows", ("batch",), torch.int32, staged=_ROWS),
             Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
+            Slot("logits", ("batch", vocab_size), self._model.dtype),
             Slot("sampled", ("batch",), torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), torch.int32),
             Slot("sampled_logprob", ("batch",), torch.float32),
@@ -103,15 +106,27 @@ class DecodeStep:
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
-        logits = self._model.decode(batch, self._caches, self._attention)
+        self._take(batch, self._model.decode(batch, self._caches, self._attention))
+        if not self._is_looped:
+            self._copy_rings(batch)
+
+    def _compute(self, batch: Batch) -> None:
+        """The first half of a step that is one launch: up to the logits."""
+        batch.logits.copy_(self._model.decode(batch, self._caches, self._attention))
+
+    def _choose(self, batch: Batch) -> None:
+        """The second half."""
+        self._take(batch, batch.logits)
+        self._copy_rings(batch)
+
+    def _take(self, batch: Batch, logits: Tensor) -> None:
+        """Sample, and make the rows ready for the next step."""
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         past = (batch.token_counts, batch.recent_tokens)
         sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, *past, logprobs)
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         advance(state, batch.sampled, batch.live_rows, slots, logprobs)
-        if not self._is_looped:
-            self._copy_rings(batch)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -171,14 +186,12 @@ class DecodeStep:
             fill_page_row(table[row], owned, self._trash_page)
         self.buffers.upload(_PAGES, len(pages))
 
-    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
-        """Write the masks of rows that have them, in the slot of `allowed_token_ids`."""
-        block = _block_of(FLAG_TOKEN_MASK)
-        staged = self.buffers.staging(block)["token_mask"]
-        for row, mask in enumerate(masks):
-            if mask is not None:
-                staged[row] = mask
-        self.buffers.upload(block, len(masks))
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Write the masks of some rows, in the slot of `allowed_token_ids`."""
+        staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
+        for row, mask in masks.items():
+            staged[row] = mask
+        self.buffers.upload_rows("token_mask", masks)
 
     def rewind(self, step_index: int) -> None:
         """Go on counting steps from here."""
