@@ -63,6 +63,19 @@ class LinearNames(NamedTuple):
     biases: tuple[str, ...] = ()
 
 
+class FusedProduct(Protocol):
+    """A weight's product that does, in one launch, what stands before it or behind it in a layer."""
+
+    def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
+        """Write the product for the RMSNorm of `x` [rows, in_features], with fp32 gains, into `out`."""
+
+    def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
+        """Write `activation(gate) * up` of that product into `out` [rows, out_features / 2]; no gain is no norm."""
+
+    def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        """Add `scale` times the product for `x` to `residual` [rows, out_features]."""
+
+
 @dataclass(frozen=True)
 class FormOptions:
     """What the choice of a form, and its making, depend on beside the weight.
@@ -138,6 +151,10 @@ class WeightForm(ABC):
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows."""
+
+    def fused(self, rows: int) -> FusedProduct | None:
+        """Return the product that does more than `apply` in its one launch; None: there is none for so many rows."""
+        return None
 
     @property
     def out_features(self) -> int:

@@ -21,7 +21,7 @@ from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from graphdecode.linear.weight_form import WeightForm
+from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
 LayerCache = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
@@ -29,12 +29,16 @@ Vary = Callable[[WeightForm], WeightForm]
 
 
 class StepOperators(NamedTuple):
-    """What a layer is made of besides products and attention; each has the signature of the fused operator."""
+    """What a layer is made of besides products and attention; each has the signature of the fused operator.
+
+    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch.
+    """
 
     rms_norm: Callable[..., None] = rms_norm
     add_rms_norm: Callable[..., None] = add_rms_norm
     rope_append: Callable[..., None] = rope_append
     act_mul: Callable[..., None] = act_mul
+    fuses_products: bool = True
 
 
 class Tokens(NamedTuple):
@@ -107,48 +111,103 @@ class Norm(Block):
 class Stream:
     """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
 
+    A norm is computed when something other than a product that takes it into its own launch looks at `hidden`, and so
+    is the product that a block ends with.
+
     Args:
         tokens: of the pass.
         residual: [t, hidden], the embedded tokens.
         attend: attention over a layer's cache.
         operators: of the layers.
-
-    Attributes:
-        hidden: [t, hidden], what a block takes and what it replaces.
     """
 
     def __init__(self, tokens: Tokens, residual: Tensor, attend: Attend, operators: StepOperators) -> None:
         self.tokens = tokens
         self.residual = residual
-        self.hidden = torch.empty_like(residual)
         self.attend = attend
         self.operators = operators
-        self._is_fresh = True  # no block has given anything yet
+        self._hidden = torch.empty_like(residual)
+        self._norm: Norm | None = None  # of the residual, asked for and not computed
+        self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
+        self._is_whole = True  # nothing is to be added to the residual
         self._post_norm: Norm | None = None
         self._scale = 1.0
 
+    @property
+    def hidden(self) -> Tensor:
+        """[t, hidden], what a block takes and what it replaces."""
+        if self._product is not None:
+            linear, x = self._product
+            self._product = None
+            linear.apply(self._hidden, x)
+        elif self._norm is not None:
+            norm, self._norm = self._norm, None
+            self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+        return self._hidden
+
     def norm(self, norm: Norm | None) -> None:
         """Add what the last block gave to the residual, and make `hidden` the norm of the sum; None: the sum."""
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        if not self._is_fresh:
+        self._add_product()
+        if not self._is_whole:
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             after = self._post_norm
             post = (None, 0.0) if after is None else (after.weight, after.eps)
-            self.operators.add_rms_norm(self.hidden, self.residual, self.hidden, weight, eps, *post, self._scale)
-        elif weight is None:
-            self.hidden.copy_(self.residual)
+            hidden = self.hidden
+            self.operators.add_rms_norm(hidden, self.residual, hidden, weight, eps, *post, self._scale)
+        elif norm is None:
+            self._hidden.copy_(self.residual)
         else:
-            self.operators.rms_norm(self.hidden, self.residual, weight, eps)
-        self._is_fresh, self._post_norm, self._scale = False, None, 1.0
+            self._norm = norm
+        self._is_whole, self._post_norm, self._scale = False, None, 1.0
 
     def change(self, norm: Norm | None = None, scale: float = 1.0) -> None:
         """Let what the last block gave be normed and scaled before it is added; for then, at no launch of its own."""
         self._post_norm, self._scale = norm, scale
 
+    def feed(self, linear: WeightForm, out: Tensor) -> None:
+        """Write the product for `hidden` into `out` [t, out_features]."""
+        fused, norm = self._fused(linear), self._norm
+        if fused is None or norm is None:
+            linear.apply(out, self.hidden)
+        else:
+            fused.normed(out, self.residual, norm.weight, norm.eps)
+
+    def feed_gated(self, linear: WeightForm, out: Tensor, activation: str) -> None:
+        """Write `activation(gate) * up` of the product for `hidden` into `out` [t, out_features / 2]."""
+        fused, norm = self._fused(linear), self._norm
+        if fused is None:
+            gate_up = self.empty(linear.out_features)
+            self.feed(linear, gate_up)
+            self.operators.act_mul(out, gate_up, activation)
+        elif norm is None:
+            fused.gated(out, self.hidden, None, 0.0, activation)
+        else:
+            fused.gated(out, self.residual, norm.weight, norm.eps, activation)
+
+    def give(self, linear: WeightForm, x: Tensor) -> None:
+        """Replace `hidden` by the product for `x` [t, in_features]."""
+        self._norm, self._product = None, (linear, x)
+
     def narrowed(self, begin: int, end: int) -> Stream:
         """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
+        self._add_product()
+        hidden = self.hidden
         part = copy(self)
-        part.residual, part.hidden = self.residual[begin:end], self.hidden[begin:end]
+        part.residual, part._hidden = self.residual[begin:end], hidden[begin:end]
         return part
+
+    def _add_product(self) -> None:
+        """Add what the last block gave to the residual where its product does that itself."""
+        if self._product is None or self._post_norm is not None:
+            return
+        linear, x = self._product
+        fused = self._fused(linear)
+        if fused is not None:
+            fused.added(self.residual, x, self._scale)
+            self._product, self._is_whole = None, True
+
+    def _fused(self, linear: WeightForm) -> FusedProduct | None:
+        return linear.fused(self.residual.shape[0]) if self.operators.fuses_products else None
 
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
@@ -188,7 +247,7 @@ class Attention(Block):
         """Append the tokens' keys and values to the cache, and replace `hidden`."""
         tokens = stream.tokens
         qkv = stream.empty(self.qkv.out_features)
-        self.qkv.apply(qkv, stream.hidden)
+        stream.feed(self.qkv, qkv)
         q = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
         stream.operators.rope_append(
             q,
@@ -206,7 +265,7 @@ class Attention(Block):
         attended = torch.empty_like(q)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
         stream.attend(attended, q, *cache, options)
-        self.o.apply(stream.hidden, attended.view(qkv.shape[0], -1))
+        stream.give(self.o, attended.view(qkv.shape[0], -1))
 
 
 class FeedForward(Block):
@@ -227,11 +286,9 @@ class GatedMlp(FeedForward):
 
     def run(self, stream: Stream) -> None:
         """Replace `hidden`."""
-        gate_up = stream.empty(self.gate_up.out_features)
-        self.gate_up.apply(gate_up, stream.hidden)
         activated = stream.empty(self.down.in_features)
-        stream.operators.act_mul(activated, gate_up, self.activation)
-        self.down.apply(stream.hidden, activated)
+        stream.feed_gated(self.gate_up, activated, self.activation)
+        stream.give(self.down, activated)
 
 
 class Layer(Block):
@@ -310,7 +367,7 @@ class Head(Block):
         """Return the logits [t, vocab]."""
         stream.norm(self.final_norm)
         logits = stream.empty(self.lm_head.out_features)
-        self.lm_head.apply(logits, stream.hidden)
+        stream.feed(self.lm_head, logits)
         if self.soft_cap > 0.0:
             cap_logits(logits, self.soft_cap)
         return logits

@@ -11,12 +11,14 @@
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
+#include "native_tiles.h"
 #define PANEL 32
 #define VECTORS (PANEL / LANES)
 #define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
 #define MOST_ROWS 8
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 
 struct product {
@@ -209,6 +211,76 @@ static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
     PANEL_LOOP(NAME(tile), STEP)
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Write 16 rows of two tiles' sums, biased, where they belong. */
+static void write_sums(uint16_t *out, const float *sums, const uint16_t *bias, int64_t rows, int64_t first,
+                       int64_t out_features) {
+    int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
+    float biases[PANEL] = {0};
+    for (int64_t j = 0; bias && j < width; j++) biases[j] = float_of_bf16(bias[first + j]);
+    for (int64_t r = 0; r < rows; r++) {
+        uint16_t *at = out + r * out_features + first, narrowed[PANEL];
+        uint16_t *to = width == PANEL ? at : narrowed;
+        for (int64_t j = 0; j < PANEL; j += LANES)
+            store_bf16(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
+        if (to != at) memcpy(at, narrowed, width * sizeof *at);
+    }
+}
+
+/* As many rows as two tiles hold, or one, times one panel; `tiles` is a constant where this is used. */
+INLINE void tile_product(const int tiles, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
+                         int64_t in) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t i = 0; i < in; i += TILE_IN) {
+        _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
+        _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
+        _tile_loadd(4, x + i, 2 * stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (tiles == 2) {
+            _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
+    if (tiles == 2) {
+        _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+        _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+    }
+}
+
+static void tiled_panels(const void *job, int64_t begin, int64_t end) {
+    PRODUCT(uint16_t, uint16_t)
+    (void)scales;
+    float sums[2 * TILE_ROWS * PANEL];
+    struct tile_shapes before = tiles_begun();
+    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), rest = rows - whole;
+    int64_t together = items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    set_tile_rows(TILE_ROWS, TILE_ROWS);
+    for (int64_t first = 0; first < whole; first += together)
+        for (int64_t panel = begin; panel < end; panel++)
+            for (int64_t row = first; row < least_of(first + together, whole); row += 2 * TILE_ROWS) {
+                tile_product(2, sums, x + row * stride, stride, weight + panel * in * PANEL, in);
+                write_sums(out + row * out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL, out_features);
+            }
+    if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
+    for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
+        const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
+        if (rest > TILE_ROWS) tile_product(2, sums, at, stride, of_panel, in);
+        else tile_product(1, sums, at, stride, of_panel, in);
+        write_sums(out + whole * out_features, sums, bias, rest, panel * PANEL, out_features);
+    }
+    tiles_ended(before);
+}
+#endif
+
 static void NAME(int8_panels)(const void *job, int64_t begin, int64_t end) {
     PRODUCT(int8_t, float)
     PANEL_LOOP(NAME(int8_tile), INT8_STEP)
@@ -220,6 +292,11 @@ KERNEL(native_linear) {
     if (a->scales.data) {
         job.x = NAME(widened)(a->x.data, &job.stride, rows, in, INT8_STEP);
         parallel(threads, NAME(int8_panels), &job, a->panels.size[0], least);
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    } else if (has_tiles && in % TILE_IN == 0) {
+        job.x = a->x.data;
+        parallel(threads, tiled_panels, &job, a->panels.size[0], least);
+#endif
     } else {
         job.x = NAME(prepared)(a->x.data, &job.stride, rows, in);
         parallel(threads, NAME(linear_panels), &job, a->panels.size[0], least);

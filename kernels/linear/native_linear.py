@@ -2,8 +2,8 @@
 
 A panel is 32 output features. Layouts: float32 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, so that two
 input features stand in one 32-bit word; int8 `[panels, in / 4, 32, 4]` with a scale for each output feature. Each sum
-runs over the input features in order, in float32: a row's result depends neither on other rows nor on the number of
-threads.
+runs over the input features in one order, in float32: a row's result depends neither on other rows nor on the number
+of threads.
 """
 
 import torch

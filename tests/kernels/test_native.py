@@ -86,7 +86,7 @@ def test_the_gate_is_the_formula(activation, dtype, generator):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 7), (64, 64), (100, 257)])
+@pytest.mark.parametrize(("out_features", "in_features"), [(1, 1), (33, 7), (64, 64), (100, 257), (70, 96)])
 @pytest.mark.parametrize("form", ["plain", "int8"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_the_product_is_the_formula_for_any_number_of_rows(
@@ -97,7 +97,7 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
     quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
     exact = quantised.double() * (1.0 if scales is None else scales.double()[:, None])
     panels = to_panels(quantised)
-    for rows in (1, 2, 3, 7, 8, 9, 17):
+    for rows in (1, 2, 3, 7, 8, 9, 17, 32, 50, 67):
         x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, 1:-2]
         out = torch.full((rows, out_features), torch.nan, dtype=dtype)
         native_linear(out, x, panels, scales, bias)
@@ -108,19 +108,20 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["plain", "int8"])
-def test_a_products_row_depends_on_nothing_but_the_row(dtype, form, generator):
+@pytest.mark.parametrize("in_features", [300, 320])
+def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form, generator):
     """Neither on how many rows there are, nor which others, nor how many threads work."""
-    weight = torch.randn(1000, 300, generator=generator).to(dtype)
+    weight = torch.randn(1000, in_features, generator=generator).to(dtype)
     quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
     panels = to_panels(quantised)
-    x = torch.randn(20, 300, generator=generator).to(dtype)
-    whole = torch.empty(20, 1000, dtype=dtype)
+    x = torch.randn(70, in_features, generator=generator).to(dtype)
+    whole = torch.empty(70, 1000, dtype=dtype)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         native_linear(whole, x, panels, scales)
         torch.set_num_threads(3)
-        for rows in (1, 2, 5, 8, 13):
+        for rows in (1, 2, 5, 8, 13, 33, 49):
             part = torch.empty(rows, 1000, dtype=dtype)
             hostile = x[:rows].clone()
             hostile[1:] = torch.nan
