@@ -140,7 +140,7 @@ class EngineLoop:
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        is_held = bool(self._held) if is_steady else any(s.constraint is not None for s in self.scheduler.decoding)
+        is_held = bool(self._held) if is_steady else any(map(_needs_the_host, self.scheduler.decoding))
         num_steps, pages_changed = self._reserve_pages(1 if is_held else self.runner.steps_per_launch)
         meanwhile = None
         if self.scheduler.decoding != self._staged:
@@ -153,7 +153,11 @@ class EngineLoop:
                 sequence.fill_mask()
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged = rows
-            self._held = {row: sequence for row, sequence in enumerate(rows) if sequence.constraint is not None}
+            constrained = {row: sequence for row, sequence in enumerate(rows) if sequence.constraint is not None}
+            if constrained:
+                guided = self.runner.guided_rows
+                self._held = {row: sequence for row, sequence in constrained.items() if row not in guided}
+                num_steps = 1 if self._held else num_steps
             wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
             self._logprobs = max(wanted, default=None)
         else:
@@ -266,6 +270,10 @@ class EngineLoop:
         if scores is not None or sequence.is_complete:
             event = event._replace(prompt_logprobs=scores, completes=sequence.is_complete)
         self._events.append(event)
+
+
+def _needs_the_host(sequence: Sequence) -> bool:
+    return sequence.constraint is not None and sequence.constraint.guide is None
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

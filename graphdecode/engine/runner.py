@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -106,6 +106,11 @@ class Runner:
     def holds_forms(self) -> bool:
         """Whether this kind of step can hold rows to forms."""
         return isinstance(self.step, HeldStep)
+
+    @property
+    def guided_rows(self) -> Collection[int]:
+        """The staged rows that hold to their forms by themselves, without masks of the host's."""
+        return self._held_step.guided_rows if self.holds_forms else ()
 
     @property
     def _held_step(self) -> HeldStep:

@@ -154,4 +154,5 @@ class Sequence:
         Args:
             pages: of the cache that it owns.
         """
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling)
+        guide = None if self.constraint is None else self.constraint.guide
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, guide)

@@ -7,14 +7,17 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.engine.token_automaton import TokenAutomaton
 from graphdecode.errors import ArgumentError
+from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -42,7 +45,7 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher | TokenAutomaton] = OrderedDict()
         self._good: OrderedDict[str, None] = OrderedDict()  # that were looked at, and can be kept
         self._books = threading.Lock()  # of the three above
 
@@ -93,7 +96,7 @@ class Grammars:
         self._keep(self._good, grammar, None)
         return grammar
 
-    def constraint(self, grammar: str) -> TokenGrammar:
+    def constraint(self, grammar: str) -> Constraint:
         """Return what holds one answer to a grammar.
 
         Args:
@@ -110,11 +113,18 @@ class Grammars:
                     self._compiled.move_to_end(grammar)
             if compiled is None:
                 with _taken("grammar"):
-                    compiled = _compile(vocabulary, grammar)
+                    matcher = _compile(vocabulary, grammar)
+                    compiled = self._automata.of(grammar, matcher) or matcher
                 self._keep(self._compiled, grammar, compiled)
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
+        if isinstance(compiled, TokenAutomaton):
+            return AutomatonConstraint(compiled, self._eos_token_ids)
         return TokenGrammar(compiled.deep_copy(), vocabulary.vocab_size)
+
+    @cached_property
+    def _automata(self) -> TokenAutomata:
+        return TokenAutomata(self.load(), self._vocab_size, self._eos_token_ids)
 
     def _keep(self, kept: OrderedDict[str, Any], grammar: str, value: Any) -> None:
         with self._books:
@@ -171,6 +181,10 @@ class TokenGrammar:
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
         self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+
+    @property
+    def guide(self) -> None:
+        """There is none: it is the library that knows what may come next."""
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""

@@ -12,12 +12,19 @@ from torch import Tensor
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import fill_page_row
+from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
 from graphdecode.engine.steps.step import StepSetting
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.model.skip_steps import skip_steps
+from graphdecode.kernels.sampling.follow_automata import (
+    NO_AUTOMATON,
+    AutomatonRows,
+    AutomatonTables,
+    follow_automata,
+)
 from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -60,6 +67,8 @@ class DecodeStep:
             else self._rings
         )
         self._host_tokens = self.host_rings.tokens.numpy()  # a torch index takes ten times as long
+        self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
+        self.guided_rows: frozenset[int] = frozenset()
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if self._is_looped else None
@@ -72,6 +81,8 @@ class DecodeStep:
             Slot("pre_step_seqlens", ("batch",), torch.int32, staged=_ROWS),
             Slot("finished", ("batch",), torch.int32, staged=_ROWS),
             Slot("rows", ("batch",), torch.int32, staged=_ROWS),
+            Slot("automaton", ("batch",), torch.int32, staged=_ROWS),
+            Slot("automaton_state", ("batch",), torch.int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
             Slot("logits", ("batch", vocab_size), self._model.dtype),
             Slot("sampled", ("batch",), torch.int64, pad=1),
@@ -86,6 +97,8 @@ class DecodeStep:
             Slot("loop_limit", (1,), torch.int32),
             Slot("loop_count", (1,), torch.int32),
         ]
+        if self._automata is not None:
+            slots += self._automata.slots
         return slots + [
             Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
             for spec in self._specs
@@ -125,6 +138,12 @@ class DecodeStep:
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         past = (batch.token_counts, batch.recent_tokens)
         sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, *past, logprobs)
+        if self._automata is not None:
+            rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
+            tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
+            follow_automata(
+                rows, batch.sampled, batch.finished, batch.live_rows, batch.automaton, batch.stop_ids, tables
+            )
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         advance(state, batch.sampled, batch.live_rows, slots, logprobs)
 
@@ -140,6 +159,7 @@ class DecodeStep:
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
         staged = self.buffers.staging(_ROWS)
+        self._stage_guides(staged, rows)
         for row, inputs in enumerate(rows):
             staged["tokens"][row] = inputs.token_ids[-1]
             staged["pre_step_seqlens"][row] = len(inputs.token_ids) - 1
@@ -156,6 +176,21 @@ class DecodeStep:
             if inputs.sampling.uses_penalties:
                 self._count_tokens(row, inputs)
         self.stage_pages([inputs.pages for inputs in rows])
+
+    def _stage_guides(self, staged: dict[str, np.ndarray], rows: Sequence[RowInputs]) -> None:
+        """Tell rows which automaton they follow, and where in it they stand."""
+        staged["automaton_state"][: len(rows)] = NO_AUTOMATON
+        guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
+        if self._automata is None or not guides:
+            self.guided_rows = frozenset()
+            return
+        places = self._automata.place([guide.automaton for guide in guides.values()], self.buffers)
+        for row, guide in guides.items():
+            if guide.automaton in places:
+                place = places[guide.automaton]
+                staged["automaton"][row] = place.number
+                staged["automaton_state"][row] = place.line + guide.state
+        self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
 
     def _stage_flagged(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""

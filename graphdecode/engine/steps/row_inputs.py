@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graphdecode.engine.constraint import Guide
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -163,12 +164,14 @@ class RowInputs:
         prompt_length: how many of them are the prompt.
         pages: of the cache, in order, for the tokens so far and those to come.
         sampling: how the next tokens are chosen.
+        guide: the automaton that holds the answer to its form, if the device can follow it.
     """
 
     token_ids: Sequence[int]
     prompt_length: int
     pages: Sequence[int]
     sampling: RowSampling
+    guide: Guide | None = None
 
 
 class StepLogprobs(NamedTuple):

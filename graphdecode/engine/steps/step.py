@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -73,9 +73,11 @@ class HeldStep(Protocol):
 
     Attributes:
         halves: the step in two, of which the second alone reads the token masks.
+        guided_rows: the staged rows that follow their automata on the device; the host need not stage their masks.
     """
 
     halves: tuple[Callable[[Batch], None], Callable[[Batch], None]]
+    guided_rows: Collection[int]
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Write the token masks of some of the staged rows, by row."""
