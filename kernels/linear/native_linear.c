@@ -8,14 +8,7 @@
 
 #ifndef GRAPHDECODE_LINEAR
 #define GRAPHDECODE_LINEAR
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
-#include "native_tiles.h"
-#define PANEL 32
-#define VECTORS (PANEL / LANES)
-#define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
-#define MOST_ROWS 8
+#include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
@@ -26,8 +19,6 @@ struct product {
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
 };
-
-typedef vec panel_sums[VECTORS];
 
 static inline uvec load_words(const void *at) {
     uvec words;
@@ -64,19 +55,8 @@ INLINE void f32_step(const int count, panel_sums *sums, const float *x, int64_t 
     add_products(count, sums, x, stride, weights);
 }
 
-#ifdef __AVX512BF16__ /* the processor multiplies pairs of bf16 itself */
+#ifdef WITH_PAIRS
 typedef uint16_t bf16_input;
-INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
-    __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
-#pragma GCC unroll 8
-    for (int r = 0; r < count; r++) {
-        int32_t pair;
-        memcpy(&pair, x + r * stride, sizeof pair);
-        __m512bh pairs = (__m512bh)_mm512_set1_epi32(pair);
-        sums[r][0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)low, pairs);
-        sums[r][1] = (vec)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)high, pairs);
-    }
-}
 #else
 typedef float bf16_input;
 INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
@@ -224,35 +204,6 @@ static void write_sums(uint16_t *out, const float *sums, const uint16_t *bias, i
         for (int64_t j = 0; j < PANEL; j += LANES)
             store_bf16(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
         if (to != at) memcpy(at, narrowed, width * sizeof *at);
-    }
-}
-
-/* As many rows as two tiles hold, or one, times one panel; `tiles` is a constant where this is used. */
-INLINE void tile_product(const int tiles, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
-                         int64_t in) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (tiles == 2) {
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t i = 0; i < in; i += TILE_IN) {
-        _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
-        _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
-        _tile_loadd(4, x + i, 2 * stride);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        if (tiles == 2) {
-            _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-    }
-    _tile_stored(0, sums, 4 * PANEL);
-    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
-    if (tiles == 2) {
-        _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
-        _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
     }
 }
 

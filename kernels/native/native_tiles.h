@@ -7,39 +7,43 @@
 #ifndef GRAPHDECODE_NATIVE_TILES_H
 #define GRAPHDECODE_NATIVE_TILES_H
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
-#define WITH_TILES
-#include <immintrin.h>
 #include <stdint.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #define TILE_ROWS 16
 #define TILE_IN 32 /* values of bf16 in a row of a tile */
-#define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
-#define TILE_STATE 18        /* XFEATURE_XTILEDATA */
 
-static int has_tiles; /* whether the system grants them */
-
+/* As the processor keeps them. */
 struct tile_shapes {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];
     uint8_t rows[16];
 };
 
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define WITH_TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define TILE_STATE 18        /* XFEATURE_XTILEDATA */
+
+static int has_tiles; /* whether the system grants them */
+
 __attribute__((constructor)) static void ask_for_tiles(void) {
     has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_STATE) == 0;
 }
 
 static inline struct tile_shapes tiles_begun(void) {
-    struct tile_shapes before;
-    _tile_storeconfig(&before);
+    struct tile_shapes before = {0};
+    if (has_tiles) _tile_storeconfig(&before);
     return before;
 }
 
 /* Let the tiles of the first and of the second rows have so many; none or fewer: the second ones are not used. */
 static inline void set_tile_rows(int64_t first, int64_t second) {
     struct tile_shapes shapes = {.palette = 1};
+    if (!has_tiles) return;
     for (int tile = 0; tile < 8; tile++) {
         int64_t rows = tile >= 6 ? TILE_ROWS : tile == 4 || tile < 2 ? first : second > 0 ? second : 1;
         shapes.rows[tile] = (uint8_t)rows;
@@ -49,8 +53,12 @@ static inline void set_tile_rows(int64_t first, int64_t second) {
 }
 
 static inline void tiles_ended(struct tile_shapes before) {
-    if (before.palette) _tile_loadconfig(&before);
-    else _tile_release();
+    if (has_tiles && before.palette) _tile_loadconfig(&before);
+    else if (has_tiles) _tile_release();
 }
+#else
+static inline struct tile_shapes tiles_begun(void) { return (struct tile_shapes){0}; }
+static inline void set_tile_rows(int64_t first, int64_t second) { (void)first, (void)second; }
+static inline void tiles_ended(struct tile_shapes before) { (void)before; }
 #endif
 #endif

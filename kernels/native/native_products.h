@@ -1,0 +1,92 @@
+/* Products of some rows of bf16 with a panel of PANEL columns, whose values stand in pairs: [in / 2][PANEL][2].
+ *
+ * The processor multiplies pairs itself (AVX-512's bf16), or whole tiles of them (AMX). Each sum has one order, whatever
+ * the number of rows.
+ */
+#ifndef GRAPHDECODE_NATIVE_PRODUCTS_H
+#define GRAPHDECODE_NATIVE_PRODUCTS_H
+
+#include "native.h"
+#include "native_tiles.h"
+
+#define PANEL 32
+#define VECTORS (PANEL / LANES)
+#define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
+#define MOST_ROWS 8
+
+typedef vec panel_sums[VECTORS];
+
+#ifdef __AVX512BF16__
+#define WITH_PAIRS
+#include <immintrin.h>
+
+INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int64_t stride, const uint16_t *at) {
+    __m512i low = _mm512_loadu_si512(at), high = _mm512_loadu_si512(at + 2 * LANES);
+#pragma GCC unroll 8
+    for (int r = 0; r < count; r++) {
+        int32_t pair;
+        memcpy(&pair, x + r * stride, sizeof pair);
+        __m512bh pairs = (__m512bh)_mm512_set1_epi32(pair);
+        sums[r][0] = (vec)_mm512_dpbf16_ps((__m512)sums[r][0], (__m512bh)low, pairs);
+        sums[r][1] = (vec)_mm512_dpbf16_ps((__m512)sums[r][1], (__m512bh)high, pairs);
+    }
+}
+#endif
+
+#ifdef WITH_TILES
+/* As many rows as two tiles hold, or one, times one panel; `tiles` is a constant where this is used. */
+INLINE void tile_product(const int tiles, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
+                         int64_t in) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles == 2) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t i = 0; i < in; i += TILE_IN) {
+        _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
+        _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
+        _tile_loadd(4, x + i, 2 * stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (tiles == 2) {
+            _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + PANEL / 2, 4 * PANEL);
+    if (tiles == 2) {
+        _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+        _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+    }
+}
+#endif
+
+#ifdef WITH_PAIRS
+#define TOGETHER_IN_PAIRS 32 /* rows of `pair_products` at most: those of two tiles */
+
+INLINE void few_pair_products(const int count, float *out, const uint16_t *x, int64_t stride, const uint16_t *panel,
+                              int64_t in) {
+    panel_sums sums[MOST_ROWS];
+    for (int r = 0; r < count; r++)
+        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
+    for (int64_t i = 0; i < in; i += 2) bf16_step(count, sums, x + i, stride, panel + i * PANEL);
+    memcpy(out, sums, count * sizeof *sums);
+}
+
+/* sums[row][column] of a block of TOGETHER_IN_PAIRS rows with a panel; `in` is a multiple of 32. Where there are tiles,
+ * their shapes are set. */
+static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
+#ifdef WITH_TILES
+    if (has_tiles) {
+        tile_product(2, sums, x, stride, panel, in);
+        return;
+    }
+#endif
+    for (int64_t row = 0; row < TOGETHER_IN_PAIRS; row += MOST_ROWS)
+        few_pair_products(MOST_ROWS, sums + row * PANEL, x + row * stride, stride, panel, in);
+}
+#endif
+#endif
