@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -39,6 +39,12 @@ class Constraint(Protocol):
         Raises:
             ConstraintError: finding that out takes more than it may.
         """
+
+    @classmethod
+    def fill_all(
+        cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
+    ) -> Sequence[np.ndarray | ConstraintError]:
+        """Return for several answers of one engine what `fill` writes, or why it cannot; good until the next call."""
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; return whether nothing can follow it.

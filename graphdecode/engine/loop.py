@@ -6,7 +6,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.chunk_budget import ChunkBudget
@@ -55,9 +57,10 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
-        self._held: dict[int, Sequence] = {}  # staged rows whose masks the host fills, by row
+        # staged rows whose masks the host fills, by the kind of their constraints
+        self._held: dict[type[Any], list[tuple[int, Sequence]]] = {}
         self._mask_seconds = 0.0  # that this took for the last step
-        self.worth_a_thread_seconds = 2e-4
+        self.worth_a_thread_seconds = 1e-3
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
@@ -153,11 +156,11 @@ class EngineLoop:
                 sequence.fill_mask()
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged = rows
-            constrained = {row: sequence for row, sequence in enumerate(rows) if sequence.constraint is not None}
-            if constrained:
-                guided = self.runner.guided_rows
-                self._held = {row: sequence for row, sequence in constrained.items() if row not in guided}
-                num_steps = 1 if self._held else num_steps
+            guided = self.runner.guided_rows
+            for row, sequence in enumerate(rows):
+                if sequence.constraint is not None and row not in guided:
+                    self._held.setdefault(type(sequence.constraint), []).append((row, sequence))
+            num_steps = 1 if self._held else num_steps
             wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
             self._logprobs = max(wanted, default=None)
         else:
@@ -179,12 +182,16 @@ class EngineLoop:
     def _fill_masks(self) -> None:
         """Write the masks of the held rows; a constraint that fails ends its row when the step is read."""
         began = time.perf_counter()
-        for sequence in self._held.values():
-            sequence.fill_mask()
-        # each has a mask, for it is held
-        masks = {row: mask for row, s in self._held.items() if (mask := s.sampling.token_mask) is not None}
-        self.runner.stage_masks(masks)
+        masks: dict[int, np.ndarray] = {}
+        for kind, held in self._held.items():
+            found = kind.fill_all([s.constraint for _, s in held], [s.stop_ids for _, s in held])
+            for (row, sequence), mask in zip(held, found, strict=True):
+                if isinstance(mask, ConstraintError):
+                    sequence.failure = mask
+                else:
+                    masks[row] = mask
         self._mask_seconds = time.perf_counter() - began
+        self.runner.stage_masks(masks)
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)

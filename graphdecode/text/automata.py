@@ -255,6 +255,16 @@ class AutomatonConstraint:
             for token in stop_ids:
                 bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
+    @classmethod
+    def fill_all(
+        cls, constraints: Sequence[AutomatonConstraint], stop_ids: Sequence[Sequence[int]]
+    ) -> list[np.ndarray | ConstraintError]:
+        """Return for several answers what `fill` writes; see `Constraint.fill_all`."""
+        masks = [np.empty_like(constraint._automaton.masks[0]) for constraint in constraints]
+        for mask, constraint, stops in zip(masks, constraints, stop_ids, strict=True):
+            constraint.fill(mask, stops)
+        return [*masks]
+
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""
         automaton = self._automaton
