@@ -6,6 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from graphdecode.errors import ArgumentError
 
+QUERY_WIDTHS = (2, 4, 8)  # queries of a row that a step may have, beside 1: the other axis of the ladder
+MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
+
 
 def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
     """Choose at most `max_graphs` batch sizes up to and including `max_batch_size`.
@@ -110,3 +113,9 @@ class BucketLadder:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def query_widths(num_drafts: int | str) -> tuple[int, ...]:
+    """Return the queries of a row that steps with so many drafts at most need; "auto" means as many as there can be."""
+    most = MOST_DRAFTS if isinstance(num_drafts, str) else num_drafts
+    return tuple(width for width in QUERY_WIDTHS if width // 2 <= most)

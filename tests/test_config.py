@@ -141,9 +141,12 @@ def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: Eng
         ("[model]\nkv_cache_dtype = 'fp8'", r":2: \[model\] kv_cache_dtype: unknown key; known: device, dtype, seed"),
         ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
         (
-            "[speculation]\nmethod = 'ngram'",
-            r":1: unknown section or key 'speculation'; known: \[capacity\], .*\[model\]",
+            "[drafts]\nmethod = 'ngram'",
+            r":1: unknown section or key 'drafts'; known: \[capacity\], .*\[model\]",
         ),
+        ("[speculation]\nmethod = 'luck'", r":2: \[speculation\] method must be one of .*'ngram'.*, got 'luck'"),
+        ("[speculation]\nnum_tokens = 8", r"\[speculation\] num_tokens must be 'auto' or an integer in 1\.\.7, got 8"),
+        ("[speculation]\nngram_min = 6", r":2: ngram_min must be at most ngram_max=5, got 6"),
     ],
 )
 def test_errors_of_the_engines_sections_name_file_key_and_value(tmp_path: Path, text: str, message: str) -> None:

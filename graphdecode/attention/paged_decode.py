@@ -12,7 +12,7 @@ from graphdecode.kernels.attention.attention_plan import attention_plan, plan_si
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 PROGRAMS_PER_PROCESSOR = 2  # decode programs that one multiprocessor holds at a time
-FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans, whatever the capacity
+FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
 
 
 def wave_items_for(device: torch.device, num_kv_heads: int) -> int:

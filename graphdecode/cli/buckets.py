@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from graphdecode.buckets import query_widths
 from graphdecode.cli.options import DeviceOption, DtypeOption, ModelImplOption, settings_of, wide_console
 from graphdecode.cli.tune import tune
 
@@ -57,6 +58,12 @@ def show(
     batch_size, share = config.buckets.ladder.worst_padding()
     worst = f"worst padding: batch size {batch_size} wastes {100 * share:.0f}% of its bucket's rows"
     console.print(worst if share else "no padding: every batch size has a bucket", highlight=False)
+    if config.speculation != "off":
+        widths = ", ".join(map(str, query_widths(config.num_tokens)))
+        console.print(
+            f"{config.speculation} drafts: each bucket also with {widths} queries a row, captured after a first use",
+            highlight=False,
+        )
     console.print(_memory_table(config.buckets, model, described, chosen, place))
 
 

@@ -23,6 +23,7 @@ from graphdecode.cli.options import (
     ModelImplOption,
     ModelOption,
     QuantizeOption,
+    SpeculateOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     print_error,
@@ -83,6 +84,7 @@ def generate(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    speculate: SpeculateOption = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
@@ -108,6 +110,7 @@ def generate(
         dtype=dtype,
         seed=seed,
         quantize=quantize,
+        speculation=speculate,
         batch_invariant=batch_invariant or None,
         model_impl=model_impl,
         trust_remote_code=trust_remote_code or None,

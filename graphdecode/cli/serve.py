@@ -19,6 +19,7 @@ from graphdecode.cli.options import (
     ModelImplOption,
     ModelOption,
     QuantizeOption,
+    SpeculateOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
@@ -45,6 +46,7 @@ def serve(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    speculate: SpeculateOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
     tokenizer: TokenizerOption = None,
@@ -60,7 +62,7 @@ def serve(
     from graphdecode.config import ServerConfig, load_server_config
 
     settings = settings_of(
-        config, device=device, dtype=dtype, quantize=quantize, model_impl=model_impl,
+        config, device=device, dtype=dtype, quantize=quantize, speculation=speculate, model_impl=model_impl,
         trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)

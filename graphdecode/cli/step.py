@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cli.options import ConfigOption, DeviceOption, ModelImplOption, settings_of
+from graphdecode.cli.options import ConfigOption, DeviceOption, ModelImplOption, SpeculateOption, settings_of
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -102,7 +102,9 @@ def inspect(
     config: ConfigOption = None,
     device: DeviceOption = None,
     model_impl: ModelImplOption = None,
+    speculate: SpeculateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    queries: Annotated[int, typer.Option(help="Of a row, for a picture.")] = 1,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
     svg: Annotated[
         int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step as a picture; Graphviz draws it.")
@@ -115,7 +117,7 @@ def inspect(
     """
     if sum((as_json, dot is not None, svg is not None)) > 1:
         raise ArgumentError("--json, --dot and --svg exclude each other")
-    settings = settings_of(config, device=device, model_impl=model_impl)
+    settings = settings_of(config, device=device, model_impl=model_impl, speculation=speculate)
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 
@@ -130,11 +132,12 @@ def inspect(
         graphs.capture()
         for bucket in graphs.buckets:
             for _ in range(_REPLAYS):
-                graphs.replay(bucket)
+                for queries in graphs.queries:
+                    graphs.replay(bucket, queries)
         if dot is not None:
-            typer.echo(graphs.dot(dot))
+            typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
-            typer.echo(graphs.svg(svg))
+            typer.echo(graphs.svg(svg, queries))
         elif as_json:
             typer.echo(json.dumps(graphs.report().as_dict(), indent=1))
         else:

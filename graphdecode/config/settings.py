@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
-from graphdecode.buckets import BucketLadder
+from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
     Key,
     auto_or,
@@ -167,6 +167,10 @@ class EngineKeywords(TypedDict, total=False):
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
+    speculation: Any  # a method's name, a dict of the section [speculation], or None
+    num_tokens: int | Literal["auto"]
+    ngram_min: int
+    ngram_max: int
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,23 @@ class EngineConfig:
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
     )
+    speculation: str = key(
+        "speculation",
+        "off",
+        one_of("off", "ngram"),
+        "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
+        "the last tokens where they stood before in the prompt or the answer.",
+        name="method",
+    )
+    num_tokens: int | str = key(
+        "speculation",
+        "auto",
+        auto_or(integer(1, MOST_DRAFTS)),
+        f"Guesses of a row and step. auto takes up to {MOST_DRAFTS}, as many as pay by what steps cost and how many "
+        "were right lately; a number verifies as many wherever there are guesses.",
+    )
+    ngram_min: int = key("speculation", 2, integer(1, 64), "Tokens that must have stood before for a guess.")
+    ngram_max: int = key("speculation", 5, integer(1, 64), "Tokens that are compared; the longest match counts.")
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):
@@ -248,6 +269,8 @@ class EngineConfig:
             if isinstance(self.device, torch.device):
                 object.__setattr__(self, "device", str(self.device))
         _check(self)
+        if self.ngram_min > self.ngram_max:
+            raise ConfigError(f"ngram_min must be at most ngram_max={self.ngram_max}, got {self.ngram_min}")
 
     @classmethod
     def load(cls, path: str | Path) -> EngineConfig:
@@ -308,7 +331,7 @@ class EngineConfig:
                 "an EngineConfig, a BucketConfig, the path of a configuration file, a dict of its sections, or None"
             )
             raise ArgumentError(f"config must be {expected}, got {config!r:.80}")
-        return config.with_settings(**keywords)
+        return config.with_settings(**_with_speculation(keywords))
 
     def to_toml(self) -> str:
         """Return the file that `load` reads back to the same configuration.
@@ -332,6 +355,19 @@ def load_server_config(path: str | Path) -> ServerConfig:
         ConfigError: as `EngineConfig.load`.
     """
     return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
+
+
+def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords with `speculation` as fields: it may be a dict of the section's keys, or None for "off"."""
+    given = dict(keywords)
+    speculation = given.get("speculation", "off")
+    if speculation is None:
+        given["speculation"] = "off"
+    elif isinstance(speculation, Mapping):
+        del given["speculation"]
+        document = ConfigDocument("speculation", {"speculation": speculation}, keys_of(EngineConfig))
+        given |= {"speculation": "ngram", **document.values["speculation"]}
+    return given
 
 
 def _keys() -> list[Key]:

@@ -70,6 +70,15 @@ SETTINGS: dict[str, str] = {
     "cuda_graph_sizes": "batch_sizes",
     "quantization": "quantize",
     "enforce_eager": "backend",
+    "speculative_config": "speculation",
+}
+
+# key of vLLM's speculative_config -> our key of [speculation]
+SPECULATION: dict[str, str] = {
+    "method": "method",
+    "num_speculative_tokens": "num_tokens",
+    "prompt_lookup_min": "ngram_min",
+    "prompt_lookup_max": "ngram_max",
 }
 
 LLM_KEYWORDS: dict[str, Unsupported] = {
@@ -115,7 +124,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "scheduling_policy": Unsupported("requests without a priority are served as they come", (None, "fcfs", "priority")),
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
-    "speculative_config": Unsupported("tokens are not drafted"),
     "structured_outputs_config": _ONE_BACKEND,
     "guided_decoding_backend": _ONE_BACKEND._replace(neutral=(None, "auto", "guidance")),
     "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
@@ -161,6 +169,7 @@ class LLMKeywords(EngineKeywords, total=False):
     cuda_graph_sizes: list[int] | None
     quantization: str | None
     enforce_eager: bool
+    speculative_config: Mapping[str, Any] | None
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
@@ -194,6 +203,8 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
         if ours in settings:
             raise ArgumentError(f"{ours} is given twice: {name} is vLLM's name of it, or another's")
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value
+        if name == "speculative_config" and isinstance(value, Mapping):
+            settings[ours] = {SPECULATION.get(key, key): entry for key, entry in value.items()}
     return settings
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.constraint import Constrain, Constraint, ConstraintError
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError
@@ -125,6 +126,11 @@ class Engine:
     @worth_a_thread_seconds.setter
     def worth_a_thread_seconds(self, seconds: float) -> None:
         self._loop.worth_a_thread_seconds = seconds
+
+    @property
+    def pace(self) -> DraftPace | None:
+        """What chooses how many drafts a launch verifies, and its averages; None without speculation."""
+        return self._loop.pace
 
     @property
     def num_waiting(self) -> int:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
+from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.engine.capacity import Capacity, plan_capacity
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.steps import DecodeStep, Step, StepSetting
+from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
+from graphdecode.engine.steps.draft_sources import NgramDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
@@ -118,11 +121,24 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
     return engine
 
 
+def step_of(settings: EngineConfig) -> Callable[[StepSetting], Step]:
+    """Return what makes the kind of step that some settings ask for."""
+    if settings.speculation == "off":
+        return DecodeStep
+    is_auto = isinstance(settings.num_tokens, str)
+    return partial(
+        SpeculativeStep,
+        source=lambda _: NgramDrafts(settings.ngram_min, settings.ngram_max),
+        num_drafts=MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens,
+        adapts=is_auto,
+    )
+
+
 def make_runner(
     decoder: Model,
     config: EngineConfig | BucketConfig,
     *,
-    step: Callable[[StepSetting], Step] = DecodeStep,
+    step: Callable[[StepSetting], Step] | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Size a loaded model's cache and lay out its buffers.
@@ -130,7 +146,7 @@ def make_runner(
     Args:
         decoder: the model; what the settings say of device, dtype and weights is settled.
         config: all settings, or those of the buckets alone.
-        step: makes the kind of step that is captured.
+        step: makes the kind of step that is captured; None: the one that the settings ask for.
         keywords: settings that override those of `config`.
     """
     settings = EngineConfig.of(config, **keywords)
@@ -155,5 +171,5 @@ def make_runner(
         capacity,
         prefill_budget=settings.prefill_tokens(device.type),
         batch_invariant=settings.batch_invariant,
-        step=step,
+        step=step or step_of(settings),
     )

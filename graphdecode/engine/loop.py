@@ -13,6 +13,7 @@ import numpy as np
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
@@ -30,6 +31,7 @@ class _UnderWay(NamedTuple):
     logprobs: int | None  # most likely tokens that any of them asked for
     prefilled: int  # tokens of prompts that were computed right before it
     since: float  # when that began
+    found: list[tuple[int, int]]  # drafts that its first step had, and what spoke for them
 
 
 class EngineLoop:
@@ -47,6 +49,7 @@ class EngineLoop:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
         worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
+        pace: chooses how many drafts a launch verifies; None for a step that has none.
     """
 
     def __init__(self, scheduler: Scheduler, runner: Runner, *, target_itl_ms: float = 0.0) -> None:
@@ -67,6 +70,9 @@ class EngineLoop:
         self._prefilled = 0  # tokens of prompts since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
+        drafting = runner.drafting
+        self.pace = None if drafting is None else DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed)
+        self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
     @property
     def has_work(self) -> bool:
@@ -136,7 +142,7 @@ class EngineLoop:
         """Whether any row lacks tokens that what is under way will not give it."""
         if not self._under_way or self.scheduler.decoding != self._staged:
             return True
-        ahead = sum(len(batch.launch.steps) for batch in self._under_way)
+        ahead = sum(batch.launch.num_steps for batch in self._under_way)
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
@@ -144,9 +150,11 @@ class EngineLoop:
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
         is_held = bool(self._held) if is_steady else any(map(_needs_the_host, self.scheduler.decoding))
-        num_steps, pages_changed = self._reserve_pages(1 if is_held else self.runner.steps_per_launch)
-        meanwhile = None
-        if self.scheduler.decoding != self._staged:
+        num_steps = 1 if is_held else self.runner.steps_per_launch
+        widest = 1 if self.pace is None else self.pace.widths[-1]
+        room, pages_changed = self._reserve_pages(num_steps * widest)
+        is_new = self.scheduler.decoding != self._staged
+        if is_new:
             self._drain()  # what is under way belongs to the rows as they were
             self._staged, self._held = [], {}
             rows = list(self.scheduler.decoding)
@@ -155,7 +163,7 @@ class EngineLoop:
             for sequence in rows:
                 sequence.fill_mask()
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
-            self._staged = rows
+            self._staged, self._found = rows, []
             guided = self.runner.guided_rows
             for row, sequence in enumerate(rows):
                 if sequence.constraint is not None and row not in guided:
@@ -166,15 +174,32 @@ class EngineLoop:
         else:
             if pages_changed:
                 self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
-            if self._held:
-                meanwhile = self._masks_on_the_way()
-        launch = self.runner.launch(len(self._staged), num_steps, meanwhile=meanwhile)
+        queries, meanwhile = self._queries(room), None
+        if self._held and not is_new:
+            meanwhile = self._masks_on_the_way(queries)
+        num_steps = min(num_steps, room // queries)
+        launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        self._under_way.append(_UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since))
+        under_way = _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
+        self._under_way.append(under_way)
 
-    def _masks_on_the_way(self) -> Callable[[], None] | None:
-        """Return what fills the masks while the step is computed; or fill them at once where that is quicker."""
-        if self.runner.model.device.type == "cuda" or self._mask_seconds > self.worth_a_thread_seconds:
+    def _queries(self, room: int) -> int:
+        """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
+        drafting, rows = self.runner.drafting, len(self._staged)
+        if drafting is None or self.pace is None:
+            return 1
+        found = drafting.found(rows)
+        if found is not None:
+            self._found = found
+        return self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
+
+    def _masks_on_the_way(self, queries: int) -> Callable[[], None] | None:
+        """Return what fills the masks while the step is computed; or fill them at once where that is quicker.
+
+        Steps of several queries a row are one graph, so that theirs are filled at once, too.
+        """
+        is_cuda = self.runner.model.device.type == "cuda"
+        if queries == 1 and (is_cuda or self._mask_seconds > self.worth_a_thread_seconds):
             return self._fill_masks
         self._fill_masks()
         return None
@@ -196,20 +221,20 @@ class EngineLoop:
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
 
-    def _reserve_pages(self, num_steps: int) -> tuple[int, bool]:
-        """Find pages for the next steps; return how many steps there are pages for, and whether pages changed."""
-        if num_steps <= self._steps_with_pages and self.scheduler.decoding == self._staged:
-            self._steps_with_pages -= num_steps
-            return num_steps, False
+    def _reserve_pages(self, num_tokens: int) -> tuple[int, bool]:
+        """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
+        if num_tokens <= self._steps_with_pages and self.scheduler.decoding == self._staged:
+            self._steps_with_pages -= num_tokens
+            return num_tokens, False
         self._steps_with_pages = 0
-        ahead = num_steps + sum(len(batch.launch.steps) for batch in self._under_way)
+        ahead = num_tokens + sum(len(batch.launch.steps) for batch in self._under_way)
         try:
             changed = self.scheduler.reserve(ahead)
             self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
-            return num_steps, changed
+            return num_tokens, changed
         except CacheFullError:
             self._drain()
-            return self.scheduler.make_room(num_steps), True
+            return self.scheduler.make_room(num_tokens), True
 
     def _drain(self) -> None:
         while self._under_way:
@@ -223,23 +248,45 @@ class EngineLoop:
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
         # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
-        ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in steps)
+        first_tokens = steps[:: launch.queries]
+        ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens)
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
         now = time.perf_counter()
-        self.stats.step_seconds.append((now - max(self._last_read, launch.started)) / max(ran, 1))
+        seconds = (now - max(self._last_read, launch.started)) / max(ran, 1)
+        self.stats.step_seconds.append(seconds)
         self._budget.saw(batch.prefilled, (now - max(self._last_read, batch.since)) / max(ran, 1))
         self._last_read = now
+        if self.pace is not None:
+            self.pace.saw_step(launch.bucket, launch.queries, seconds)
+            self._count_drafts(batch, first_tokens[:ran], self.pace)
+
+    def _count_drafts(self, batch: _UnderWay, steps: list[StepTokens], pace: DraftPace) -> None:
+        found = batch.found
+        for step in steps:
+            if step.drafts is None:
+                continue
+            pace.saw_drafts(found, step.drafts)
+            for verified, accepted in zip(step.drafts.verified, step.drafts.accepted, strict=True):
+                if verified:
+                    self.stats.count_drafts(verified, accepted)
+            found = list(zip(step.drafts.found, step.drafts.matched, strict=True))
+        if self._staged is batch.sequences:
+            self._found = found
 
     def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:
         """Take what the steps of a launch gave one row, and tell its owner."""
         accepted: list[int] = []
+        wanted = sequence.params.logprobs
+        logprobs: list[TokenLogprobs] | None = None if wanted is None else []
         error: str | None = None
         page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if token == ENDED_BEFORE or sequence.finish_reason is not None:
+            if sequence.finish_reason is not None:
                 break
+            if token == ENDED_BEFORE:  # or the draft before it was wrong, and the row's next step goes on
+                continue
             if token < 0 or sequence.failure is not None:
                 error = sequence.fail(sequence.failure or token)
                 break
@@ -249,6 +296,8 @@ class EngineLoop:
                 error = sequence.fail(failure)
                 break
             accepted.append(token)
+            if logprobs is not None and wanted is not None and step.logprobs:
+                logprobs.append(_token_logprobs(step.logprobs, row, wanted))
             if not sequence.cached_length % page_size:
                 self.scheduler.publish(sequence)
         if not accepted and error is None:
@@ -256,11 +305,6 @@ class EngineLoop:
         self.stats.generated_tokens += len(accepted)
         if accepted and sequence.metrics.first_token_time is None:
             sequence.metrics.first_token_time = time.perf_counter()
-        wanted = sequence.params.logprobs
-        logprobs = None
-        if wanted is not None:
-            taken = zip(accepted, steps, strict=False)
-            logprobs = [_token_logprobs(step.logprobs, row, wanted) for _, step in taken if step.logprobs]
         self._tell(sequence, accepted, logprobs, error)
 
     def _tell(

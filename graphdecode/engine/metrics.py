@@ -50,6 +50,10 @@ class EngineStats:
         step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
             is later, to the tokens.
         launch_seconds: of the host, for each of the last launches; without a GPU the launch is the work.
+        spec_decode_num_drafts: runs of drafts that were verified, one a row and step.
+        spec_decode_num_draft_tokens: drafts that were verified.
+        spec_decode_num_accepted_tokens: of them, those that were what was sampled.
+        spec_decode_num_accepted_tokens_per_pos: of the first, the second, ... draft of a run, how many were.
     """
 
     generated_tokens: int = 0
@@ -60,6 +64,21 @@ class EngineStats:
     bucket_steps: Counter[int] = field(default_factory=Counter)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
     launch_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
+
+    spec_decode_num_drafts: int = 0
+    spec_decode_num_draft_tokens: int = 0
+    spec_decode_num_accepted_tokens: int = 0
+    spec_decode_num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+
+    def count_drafts(self, verified: int, accepted: int) -> None:
+        """Count a run of drafts of one row."""
+        self.spec_decode_num_drafts += 1
+        self.spec_decode_num_draft_tokens += verified
+        self.spec_decode_num_accepted_tokens += accepted
+        places = self.spec_decode_num_accepted_tokens_per_pos
+        places += [0] * (verified - len(places))
+        for place in range(accepted):
+            places[place] += 1
 
     @property
     def padding_share(self) -> float:
@@ -76,7 +95,15 @@ class EngineStats:
         parts.append(", ".join([steps, *self.step_times()]))
         parts.append("buckets " + (", ".join(f"{b} x{n}" for b, n in sorted(self.bucket_steps.items())) or "none"))
         parts.append(f"padding {100 * self.padding_share:.0f}%")
-        return "; ".join(parts)
+        return "; ".join([*parts, *self.drafted()])
+
+    def drafted(self) -> list[str]:
+        """Return what became of drafts, in words; nothing where there were none."""
+        if not self.spec_decode_num_draft_tokens:
+            return []
+        accepted, drafts = self.spec_decode_num_accepted_tokens, self.spec_decode_num_draft_tokens
+        mean = 1 + accepted / self.spec_decode_num_drafts
+        return [f"{accepted} of {drafts} drafts accepted, {mean:.2f} tokens a verification"]
 
     def step_times(self) -> list[str]:
         """Return the median and the 99th percentile of the last steps' times, in words; nothing where none ran."""

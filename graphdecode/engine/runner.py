@@ -15,7 +15,16 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prefill import Prefill, PromptChunk
-from graphdecode.engine.steps import DecodeStep, HeldStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
+from graphdecode.engine.steps import (
+    DecodeStep,
+    Drafting,
+    HeldStep,
+    RowInputs,
+    Step,
+    StepLogprobs,
+    StepSetting,
+    StepTokens,
+)
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Model
 
@@ -28,10 +37,11 @@ class Launch(NamedTuple):
 
     Attributes:
         num_rows: rows that they run over.
-        steps: their numbers since the beginning; those that did not run leave no tokens.
+        steps: the numbers of their entries in the rings since the beginning; those that did not run leave no tokens.
         bucket: rows that were computed.
         started: in seconds of `time.perf_counter`.
         done: what tells the host that they have come to their end; None where the launch is the work.
+        queries: of a row in each step, which has as many entries.
     """
 
     num_rows: int
@@ -39,6 +49,12 @@ class Launch(NamedTuple):
     bucket: int
     started: float
     done: torch.cuda.Event | None
+    queries: int = 1
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the launch."""
+        return len(self.steps) // self.queries
 
 
 def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
@@ -89,6 +105,7 @@ class Runner:
         self.sampling_capacity = setting.sampling_capacity
         self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
+        self.drafting: Drafting | None = getattr(self.step, "drafting", None)
         self.graphs = GraphManager(
             self.step,
             self.buffers,
@@ -100,6 +117,7 @@ class Runner:
             choices=model.linear_choices,
             loop=self.step.loop,
             halves=self._held_step.halves if self.holds_forms else None,
+            wider=None if self.drafting is None else self.drafting.wider,
         )
 
     @property
@@ -155,31 +173,34 @@ class Runner:
         self._held_step.stage_masks(masks)
 
     @_on_its_device
-    def launch(self, num_rows: int, num_steps: int = 1, *, meanwhile: Callable[[], None] | None = None) -> Launch:
+    def launch(
+        self, num_rows: int, num_steps: int = 1, queries: int = 1, *, meanwhile: Callable[[], None] | None = None
+    ) -> Launch:
         """Start steps of the staged rows: one launch; or two, of the halves of one step.
 
         Args:
             num_rows: rows that were staged.
             num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
-            meanwhile: what the host does while one step is computed, up to its logits; it stages masks.
+            queries: of a row; one of the step's.
+            meanwhile: what the host does while one step of one query is computed, up to its logits; it stages masks.
         """
         first, started = self.steps_launched, time.perf_counter()
         try:
             if meanwhile is not None:
                 bucket = self.graphs.replay_halves(num_rows, meanwhile)
             elif self.steps_per_launch == 1:
-                bucket = self.graphs.replay(num_rows)
+                bucket = self.graphs.replay(num_rows, queries)
             else:
-                bucket = self.graphs.launch(num_rows, num_steps)
+                bucket = self.graphs.launch(num_rows, num_steps, queries)
         except BaseException:
             self.step.rewind(first)  # the host would look for later tokens in the wrong places
             raise
-        self.steps_launched += num_steps
+        self.steps_launched += num_steps * queries
         done = None
         if self.model.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
-        return Launch(num_rows, range(first, first + num_steps), bucket, started, done)
+        return Launch(num_rows, range(first, self.steps_launched), bucket, started, done, queries)
 
     @_on_its_device
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:

@@ -154,5 +154,6 @@ class Sequence:
         Args:
             pages: of the cache that it owns.
         """
+        may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, guide)
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from graphdecode.buffers import Batch, StepBuffers, on_device
 from graphdecode.graphs.capture import CudaCapture, CudaStepGraph, Step, run, warm_up
 from graphdecode.graphs.cuda_loop import CudaLoops
-from graphdecode.graphs.halves import Halves
 from graphdecode.graphs.loop import HostLoop, LoopControl, SingleLaunches, StepLoop
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
@@ -31,11 +30,26 @@ class Runnable:
     graphs: tuple[StepGraph, ...] = ()
 
 
+@dataclass(frozen=True)
+class Halves:
+    """How a bucket's step runs in two.
+
+    Attributes:
+        first: runs all of the step that does not read what the host writes meanwhile.
+        second: runs the rest.
+        graphs: what was captured: nothing, or the two.
+    """
+
+    first: Callable[[], None]
+    second: Callable[[], None]
+    graphs: tuple[StepGraph, ...] = ()
+
+
 class Generation:
     """The graphs that are captured over one set of buffers and retired together, those that failed among them.
 
     Args:
-        step: what a bucket runs.
+        steps: what a bucket runs, by the queries of a row.
         buffers: of the step.
         owners: what it may touch.
         backend: "cuda", "recorded" or "eager".
@@ -45,7 +59,7 @@ class Generation:
 
     def __init__(
         self,
-        step: Step,
+        steps: Mapping[int, Step],
         buffers: StepBuffers,
         owners: Owners,
         *,
@@ -53,7 +67,7 @@ class Generation:
         warmup_steps: int,
         control: LoopControl | None,
     ) -> None:
-        self._step = step
+        self._steps = steps
         self._buffers = buffers
         self._owners = owners
         self._backend = backend
@@ -66,10 +80,10 @@ class Generation:
         self._graphs: list[StepGraph] = []
         self._loops: list[StepLoop] = []
 
-    def eager(self, bucket: int) -> Runnable:
-        """Return what runs a bucket without any graph."""
+    def eager(self, bucket: int, queries: int = 1) -> Runnable:
+        """Return what runs a bucket without any graph, with so many queries a row."""
         batch, control = self._buffers.narrow(bucket), self._control
-        step = partial(self._run, self._step, batch)
+        step = partial(self._run, self._steps[queries], batch)
         if control is None:
             return Runnable(step)
         epilogue = None if control.loop.epilogue is None else partial(self._run, control.loop.epilogue, batch)
@@ -87,14 +101,14 @@ class Generation:
         with on_device(self._buffers.device):
             run(step, batch)
 
-    def capture(self, bucket: int) -> Runnable:
-        """Capture a bucket, and build the loop over it.
+    def capture(self, bucket: int, queries: int = 1) -> Runnable:
+        """Capture a bucket with so many queries a row, and build the loop over it.
 
         Raises:
             CaptureError: the step, or the loop's epilogue, does what no graph can replay.
         """
         with on_device(self._buffers.device):
-            return self._captured(self._buffers.narrow(bucket))
+            return self._captured(self._steps[queries], self._buffers.narrow(bucket))
 
     def capture_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
         """Capture a bucket's step in two graphs.
@@ -107,9 +121,9 @@ class Generation:
             first, second = (self._graph(half, batch) for half in halves)
         return Halves(first.replay, second.replay, (first, second))
 
-    def _captured(self, batch: Batch) -> Runnable:
+    def _captured(self, plain: Step, batch: Batch) -> Runnable:
         control = self._control
-        step = self._graph(self._step, batch)
+        step = self._graph(plain, batch)
         if control is None:
             return Runnable(step.replay, None, (step,))
         if control.loop.epilogue is None:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
-from graphdecode.graphs.capture import Step
+from graphdecode.buffers import StepBuffers
+from graphdecode.graphs.capture import Step, no_row_live
+from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.generation import Generation, Halves
 from graphdecode.graphs.step_graph import StepGraph
-
-
-@dataclass(frozen=True)
-class Halves:
-    """How a bucket's step runs in two.
-
-    Attributes:
-        first: runs all of the step that does not read what the host writes meanwhile.
-        second: runs the rest.
-        graphs: what was captured: nothing, or the two.
-    """
-
-    first: Callable[[], None]
-    second: Callable[[], None]
-    graphs: tuple[StepGraph, ...] = ()
 
 
 class HalvedStep:
@@ -30,21 +18,24 @@ class HalvedStep:
 
     Args:
         steps: the two halves, as functions of a batch.
-        is_asynchronous: whether a launch comes back before its work is done, as on a GPU.
+        buffers: of the step. On a GPU a launch comes back before its work is done; on a CPU it is the work.
 
     Attributes:
         buckets: how each of them runs; one that has not run in halves yet is missing.
     """
 
-    def __init__(self, steps: tuple[Step, Step], *, is_asynchronous: bool) -> None:
+    def __init__(self, steps: tuple[Step, Step], buffers: StepBuffers) -> None:
         self.steps = steps
         self.buckets: dict[int, Halves] = {}
-        self._is_asynchronous = is_asynchronous
+        self._buffers = buffers
         self._beside: ThreadPoolExecutor | None = None
 
-    def run(self, halves: Halves, meanwhile: Callable[[], None]) -> None:
+    def run(self, bucket: int, generation: Generation, meanwhile: Callable[[], None]) -> None:
         """Run a step, and `meanwhile` while its first half runs: in another thread, where this one does the work."""
-        if self._is_asynchronous:
+        if bucket not in self.buckets:
+            self.buckets[bucket] = generation.eager_halves(bucket, self.steps)
+        halves = self.buckets[bucket]
+        if self._buffers.device.type == "cuda":
             halves.first()
             meanwhile()
         else:
@@ -56,6 +47,22 @@ class HalvedStep:
             finally:
                 done.result()
         halves.second()
+
+    def capture(self, bucket: int, generation: Generation) -> tuple[StepGraph, ...]:
+        """Let a bucket run as graphs from now on, and return them; none where they cannot be captured."""
+        try:
+            with no_row_live(self._buffers):
+                halves = generation.capture_halves(bucket, self.steps)
+        except CaptureError as error:
+            warnings.warn(f"the halves of bucket {bucket} stay eager: {error}", RuntimeWarning, stacklevel=4)
+            return ()
+        self.buckets[bucket] = halves
+        return halves.graphs
+
+    @property
+    def graphs(self) -> list[tuple[int, StepGraph]]:
+        """Every graph, with its bucket."""
+        return [(bucket, graph) for bucket, halves in self.buckets.items() for graph in halves.graphs]
 
     def close(self) -> None:
         """Forget the buckets, and end the thread."""

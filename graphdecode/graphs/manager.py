@@ -8,7 +8,8 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_poin
 from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.generation import Generation, Runnable
-from graphdecode.graphs.halves import HalvedStep, Halves
+from graphdecode.graphs.halves import HalvedStep
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot, to_svg
@@ -49,6 +50,7 @@ class GraphManager:
         choices: given a bucket, says by name what the step's owner chose for it, for the report.
         loop: lets `launch` run several steps at once.
         halves: the same step in two, for `replay_halves`; their graphs are captured after the first step that runs so.
+        wider: steps of more queries a row than one, by their number; each is captured after its first use.
 
     Raises:
         ValueError: an argument is unknown or does not fit the buffers or their device; the ladder exceeds their
@@ -69,6 +71,7 @@ class GraphManager:
         choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
         loop: Loop | None = None,
         halves: tuple[Step, Step] | None = None,
+        wider: Mapping[int, Step] | None = None,
     ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
@@ -85,21 +88,20 @@ class GraphManager:
         self.backend = backend_for(backend, buffers.device)
         self.buffers = buffers
         self.ladder = ladder
-        self._step = step
+        self._steps = {1: step, **(wider or {})}
         self._warmup_steps = warmup_steps
         self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
         self._strict = strict
         self._choices = choices
         self._owners = Owners(buffers, constants)
         self._control = None if loop is None else LoopControl(loop, buffers)
-        self._runnables: dict[int, Runnable] = {}
-        is_cuda = buffers.device.type == "cuda"
-        self._halved = None if halves is None else HalvedStep(halves, is_asynchronous=is_cuda)
+        self._runnables: dict[tuple[int, int], Runnable] = {}  # by rows, and queries of a row
+        self._halved = None if halves is None else HalvedStep(halves, buffers)
         self._is_open = False
         self._verified_size: int | None = None
         self._padded_size: int | None = None
         self._frozen = False
-        self._reports: dict[int, BucketReport] = {}
+        self._reports: dict[tuple[int, int], BucketReport] = {}
         at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit)
@@ -108,8 +110,21 @@ class GraphManager:
 
     @property
     def graphs(self) -> dict[int, StepGraph]:
-        """The captured steps by bucket, for those who look into them."""
-        return {bucket: runnable.graphs[0] for bucket, runnable in self._runnables.items() if runnable.graphs}
+        """The captured steps of one query a row by bucket, for those who look into them."""
+        return self.graphs_of(1)
+
+    def graphs_of(self, queries: int) -> dict[int, StepGraph]:
+        """Return the captured steps of so many queries a row, by bucket."""
+        return {
+            bucket: runnable.graphs[0]
+            for (bucket, wide), runnable in self._runnables.items()
+            if wide == queries and runnable.graphs
+        }
+
+    @property
+    def queries(self) -> tuple[int, ...]:
+        """The queries of a row that there are steps for, ascending: the other axis of the ladder."""
+        return tuple(sorted(self._steps))
 
     @property
     def buckets(self) -> tuple[int, ...]:
@@ -149,7 +164,7 @@ class GraphManager:
                 ) as bar,
             ):
                 for bucket in bar:
-                    self._capture(bucket)
+                    self._capture(bucket, 1)
         except BaseException:
             self._drop_graphs()
             raise
@@ -160,44 +175,51 @@ class GraphManager:
         if self._frozen:
             raise FrozenError("the graphs are frozen: thaw() before capturing again")
 
-    def _capture(self, bucket: int) -> None:
+    def _capture(self, bucket: int, queries: int) -> None:
         if self.backend == "eager":
-            self._stay_eager(bucket)
+            self._stay_eager(bucket, queries)
             return
-        runnable, report = self._generation.capture(bucket), self._reports[bucket]
+        runnable, report = self._generation.capture(bucket, queries), self._report_at(bucket, queries)
         graph = runnable.graphs[0]
         report.state, report.error = "captured", None
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
         report.moved_bytes = graph.moved_bytes
         report.add_graphs(runnable.graphs)
-        self._keep(bucket, runnable)
+        self._keep(bucket, queries, runnable)
 
-    def _stay_eager(self, bucket: int) -> None:
-        self._reports[bucket].state = "eager"
-        self._keep(bucket, self._generation.eager(bucket))
+    def _report_at(self, bucket: int, queries: int) -> BucketReport:
+        return self._reports.setdefault((bucket, queries), BucketReport(bucket, "waiting", queries=queries))
 
-    def _keep(self, bucket: int, runnable: Runnable) -> None:
-        self._runnables[bucket] = runnable
+    def _stay_eager(self, bucket: int, queries: int) -> None:
+        self._report_at(bucket, queries).state = "eager"
+        self._keep(bucket, queries, self._generation.eager(bucket, queries))
+
+    def _keep(self, bucket: int, queries: int, runnable: Runnable) -> None:
+        self._runnables[bucket, queries] = runnable
         if runnable.loop is not None:
-            self._reports[bucket].loop = runnable.loop.kind
-            self._reports[bucket].loop_reason = runnable.loop.reason
+            report = self._report_at(bucket, queries)
+            report.loop, report.loop_reason = runnable.loop.kind, runnable.loop.reason
 
-    def replay(self, batch_size: int) -> int:
+    def replay(self, batch_size: int, queries: int = 1) -> int:
         """Run one step of the first `batch_size` rows: one launch. Returns the bucket that ran.
 
         When the batch size changes, the rows that the bucket has beyond it get the pads that their slots declare, and
         the addresses of all slots and constants are checked; a strict manager audits its graphs before every replay.
         While the batch size stays the same, the host writes nothing: what a step left in those rows stands there.
 
+        Args:
+            batch_size: rows that are live.
+            queries: of each row; one of `queries`.
+
         Raises:
-            ValueError: `batch_size` is outside 1..max_batch_size.
+            ValueError: `batch_size` is outside 1..max_batch_size, or there is no step of so many queries.
             RuntimeError: nothing was captured.
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in the graph has lost its owner.
         """
-        return self._start(batch_size, None)
+        return self._start(batch_size, queries, None)
 
-    def launch(self, batch_size: int, num_steps: int) -> int:
+    def launch(self, batch_size: int, num_steps: int, queries: int = 1) -> int:
         """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Returns the bucket that ran.
 
         Fewer steps run where none of the rows is running any more. On a GPU all of it is one launch wherever the
@@ -213,18 +235,18 @@ class GraphManager:
             raise RuntimeError("launch() needs a manager that was made with loop=")
         if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
             raise ArgumentError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {num_steps!r}")
-        return self._start(batch_size, num_steps)
+        return self._start(batch_size, queries, num_steps)
 
-    def _start(self, batch_size: int, num_steps: int | None) -> int:
+    def _start(self, batch_size: int, queries: int, num_steps: int | None) -> int:
         bucket = self.ladder.bucket_for(batch_size)
-        runnable = self._runnables.get(bucket)
+        runnable = self._runnables.get((bucket, queries))
         if runnable is None:
-            return self._first_use(bucket, batch_size, num_steps)
+            return self._first_use(bucket, queries, batch_size, num_steps)
         if self._strict or batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
         ran = self._go(runnable, bucket, batch_size, num_steps)
-        self._reports[bucket].add_run(batch_size, ran, num_steps is not None)
+        self._reports[bucket, queries].add_run(batch_size, ran, num_steps is not None)
         return bucket
 
     def _go(self, runnable: Runnable, bucket: int, batch_size: int, num_steps: int | None) -> int:
@@ -244,27 +266,30 @@ class GraphManager:
                 self.buffers.pad(batch_size, bucket)  # an upload has made rows live, and knows its block alone
             self._padded_size = batch_size
 
-    def _first_use(self, bucket: int, batch_size: int, num_steps: int | None) -> int:
+    def _first_use(self, bucket: int, queries: int, batch_size: int, num_steps: int | None) -> int:
+        if queries not in self._steps:
+            raise ArgumentError(f"queries must be one of {list(self.queries)}, got {queries!r}")
         if not self._is_open:
             raise RuntimeError(f"bucket {bucket} was not captured: call capture() first")
         self.verify()
-        captured = next((larger for larger in self.buckets if larger > bucket and larger in self.graphs), None)
+        others = self.graphs_of(queries)
+        captured = next((larger for larger in self.buckets if larger > bucket and larger in others), None)
         if captured is not None:
-            ran = self._go(self._runnables[captured], captured, batch_size, num_steps)
-            self._reports[captured].add_run(batch_size, ran, num_steps is not None)
+            ran = self._go(self._runnables[captured, queries], captured, batch_size, num_steps)
+            self._report_at(captured, queries).add_run(batch_size, ran, num_steps is not None)
         else:
-            self._go(self._generation.eager(bucket), bucket, batch_size, num_steps)
+            self._go(self._generation.eager(bucket, queries), bucket, batch_size, num_steps)
         if not self._frozen:
-            self._capture_or_stay_eager(bucket)
+            self._capture_or_stay_eager(bucket, queries)
         return bucket if captured is None else captured
 
-    def _capture_or_stay_eager(self, bucket: int) -> None:
+    def _capture_or_stay_eager(self, bucket: int, queries: int) -> None:
         try:
             with no_row_live(self.buffers):
-                self._capture(bucket)
+                self._capture(bucket, queries)
         except CaptureError as error:
-            self._stay_eager(bucket)
-            self._reports[bucket].error = str(error)
+            self._stay_eager(bucket, queries)
+            self._report_at(bucket, queries).error = str(error)
             warnings.warn(f"bucket {bucket} stays eager: {error}", RuntimeWarning, stacklevel=4)
 
     def replay_halves(self, batch_size: int, meanwhile: Callable[[], None]) -> int:
@@ -274,45 +299,28 @@ class GraphManager:
         half runs in the calling thread, `meanwhile` runs in another one.
 
         Raises:
-            ValueError: `batch_size` is outside 1..max_batch_size.
-            RuntimeError: nothing was captured, or the manager was made without halves.
-            FrozenError: a slot, adopted tensor or constant was moved.
-            StalePointerError: strict, and an address in a graph has lost its owner.
+            RuntimeError: the manager was made without halves; and what `replay` raises.
         """
         if self._halved is None or not self._is_open:
             raise RuntimeError("replay_halves() needs a manager that was made with halves=, and capture() before")
         bucket = self.ladder.bucket_for(batch_size)
-        halves = self._halved.buckets.get(bucket)
-        if self._strict or batch_size != self._verified_size or halves is None:
+        is_new = bucket not in self._halved.buckets
+        if self._strict or batch_size != self._verified_size:
             self.verify()
             self._verified_size = batch_size
-        running = halves or self._generation.eager_halves(bucket, self._halved.steps)
         self._set_rows(batch_size, bucket)
-        self._halved.run(running, meanwhile)
-        self._reports[bucket].add_run(batch_size, 1, False)
-        if halves is None:
-            self._halved.buckets[bucket] = self._captured_halves(bucket, self._halved.steps) or running
+        self._halved.run(bucket, self._generation, meanwhile)
+        self._report_at(bucket, 1).add_run(batch_size, 1, False)
+        if is_new and not self._frozen and self.backend != "eager":
+            self._report_at(bucket, 1).add_graphs(self._halved.capture(bucket, self._generation))
         return bucket
 
-    def _captured_halves(self, bucket: int, steps: tuple[Step, Step]) -> Halves | None:
-        """Return the graphs of a bucket's halves, or None where none may or can be captured."""
-        if self.backend == "eager" or self._frozen:
-            return None
-        try:
-            with no_row_live(self.buffers):
-                halves = self._generation.capture_halves(bucket, steps)
-        except CaptureError as error:
-            warnings.warn(f"the halves of bucket {bucket} stay eager: {error}", RuntimeWarning, stacklevel=4)
-            return None
-        self._reports[bucket].add_graphs(halves.graphs)
-        return halves
-
-    def run_eager(self, batch_size: int) -> int:
+    def run_eager(self, batch_size: int, queries: int = 1) -> int:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
         self._set_rows(batch_size, bucket)
         with on_device(self.buffers.device):
-            run(self._step, self.buffers.narrow(bucket))
+            run(self._steps[queries], self.buffers.narrow(bucket))
         return bucket
 
     def verify(self) -> None:
@@ -329,20 +337,11 @@ class GraphManager:
         self._owners.verify()
 
     def audit(self) -> list[StalePointer]:
-        """Return every address in the graphs that nobody owns any more, smallest bucket first.
-
-        Not all of them are certain: a word in a kernel's struct may be padding, which only looks like an address.
-        """
-        return [
-            stale
-            for bucket in self.buckets
-            for graph in self._graphs_of(bucket)
-            for stale in stale_pointers(bucket, graph, self._owners)
-        ]
-
-    def _graphs_of(self, bucket: int) -> list[StepGraph]:
-        halves = {} if self._halved is None else self._halved.buckets
-        return [graph for found in (self._runnables, halves) if bucket in found for graph in found[bucket].graphs]
+        """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
+        captured = [(bucket, graph) for (bucket, _), runnable in self._runnables.items() for graph in runnable.graphs]
+        captured += [] if self._halved is None else self._halved.graphs
+        captured.sort(key=itemgetter(0))
+        return [stale for bucket, graph in captured for stale in stale_pointers(bucket, graph, self._owners)]
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -367,34 +366,38 @@ class GraphManager:
 
     def report(self) -> GraphReport:
         """Return what was captured and replayed up to now, bucket by bucket; waits for loops that the device ends."""
-        return GraphReport(self.backend, [self._report_of(bucket) for bucket in self.buckets])
+        return GraphReport(self.backend, [self._report_of(*key) for key in sorted(self._reports)])
 
-    def _report_of(self, bucket: int) -> BucketReport:
-        report, runnable = dataclasses.replace(self._reports[bucket]), self._runnables.get(bucket)
-        report.choices = self._choices(bucket)
+    def _report_of(self, bucket: int, queries: int) -> BucketReport:
+        report, runnable = (
+            dataclasses.replace(self._reports[bucket, queries]),
+            self._runnables.get((bucket, queries)),
+        )
+        report.choices = self._choices(bucket * queries)
         if runnable is not None and runnable.loop is not None:
             steps, rows = runnable.loop.counted()
             report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
         return report
 
-    def dot(self, bucket: int) -> str:
+    def dot(self, bucket: int, queries: int = 1) -> str:
         """Return a picture of one bucket's step, in Graphviz' language.
 
         Raises:
             ValueError: the bucket has no graph.
         """
-        if type(bucket) is not int or bucket not in self.graphs:
-            raise ArgumentError(f"bucket must be one of the captured {sorted(self.graphs)}, got {bucket!r}")
-        return to_dot(f"bucket {bucket}", self.graphs[bucket].nodes)
+        captured = self.graphs_of(queries)
+        if type(bucket) is not int or bucket not in captured:
+            raise ArgumentError(f"bucket must be one of the captured {sorted(captured)}, got {bucket!r}")
+        return to_dot(f"bucket {bucket}" if queries == 1 else f"bucket {bucket} x {queries}", captured[bucket].nodes)
 
-    def svg(self, bucket: int) -> str:
+    def svg(self, bucket: int, queries: int = 1) -> str:
         """Return a picture of one bucket's step, as SVG; Graphviz draws it.
 
         Raises:
             ValueError: the bucket has no graph.
             PictureError: Graphviz is not installed.
         """
-        return to_svg(self.dot(bucket))
+        return to_svg(self.dot(bucket, queries))
 
     def close(self) -> None:
         """Release all graphs; the buffers stay.
@@ -414,11 +417,11 @@ class GraphManager:
             self._halved.close()
         self._generation.close()
         self._generation = self._new_generation()
-        self._reports = {bucket: BucketReport(bucket, "waiting") for bucket in self.ladder}
+        self._reports = {(bucket, 1): BucketReport(bucket, "waiting") for bucket in self.ladder}
 
     def _new_generation(self) -> Generation:
         return Generation(
-            self._step,
+            self._steps,
             self.buffers,
             self._owners,
             backend=self.backend,

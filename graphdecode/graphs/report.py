@@ -40,6 +40,7 @@ class BucketReport:
             where the manager has no loop.
         loop_reason: why it is not "while" on a GPU.
         launches: how often the loop was launched.
+        queries: of each row.
     """
 
     bucket: int
@@ -58,6 +59,12 @@ class BucketReport:
     loop: str | None = None
     loop_reason: str | None = None
     launches: int = 0
+    queries: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its rows, and the queries of each where there are several."""
+        return str(self.bucket) if self.queries == 1 else f"{self.bucket}x{self.queries}"
 
     @property
     def padding_share(self) -> float:
@@ -129,14 +136,14 @@ class GraphReport:
         instantiate = f"{b.instantiate_ms:.1f}" if has_driver else "-"
         driver = f"{b.driver_bytes / 2**20:.2f}" if has_driver else "-"
         return (
-            f"{b.bucket:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
+            f"{b.name:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
             f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>10.1f} "
             f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
         )
 
 
 def _numbers(buckets: Iterable[BucketReport]) -> str:
-    return ", ".join(str(bucket.bucket) for bucket in buckets)
+    return ", ".join(bucket.name for bucket in buckets)
 
 
 def _figures(facts: dict[str, Any]) -> str:

@@ -65,12 +65,16 @@ class GraphCost:
             profile: what `read_profile` returned.
             max_batch_size: rows.
         """
-        captured = [bucket for bucket in profile["captures"]["buckets"] if bucket["state"] == "captured"]
+        captured = [bucket for bucket in profile["captures"]["buckets"] if _is_plain(bucket)]
         if not captured:
             return None
         times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
         sizes = {bucket["bucket"]: bucket["pool_bytes"] for bucket in captured}
         return cls(_interpolated(times, max_batch_size), _interpolated(sizes, max_batch_size))
+
+
+def _is_plain(bucket: dict) -> bool:
+    return bucket["state"] == "captured" and bucket.get("queries", 1) == 1
 
 
 def _interpolated(points: Mapping[int, float], max_batch_size: int) -> np.ndarray:

@@ -144,6 +144,10 @@ class EngineProcess:
                 batch_sizes=dict(stats.batch_sizes),
                 step_seconds=list(stats.step_seconds),
                 launch_seconds=list(stats.launch_seconds),
+                drafts=stats.spec_decode_num_drafts,
+                draft_tokens=stats.spec_decode_num_draft_tokens,
+                accepted_tokens=stats.spec_decode_num_accepted_tokens,
+                accepted_per_pos=list(stats.spec_decode_num_accepted_tokens_per_pos),
             )
         )
         stats.step_seconds.clear()

@@ -202,3 +202,23 @@ class _Vital(Collector):
         for bucket, steps in sorted(vitals.bucket_steps.items()):
             replays.add_metric([self._label, str(bucket)], steps)
         yield replays
+        yield from self._drafts(vitals)
+
+    def _drafts(self, vitals: Vitals) -> Iterator[Metric]:
+        counts = {
+            "vllm:spec_decode_num_drafts": ("Runs of drafts that were verified.", vitals.drafts),
+            "vllm:spec_decode_num_draft_tokens": ("Drafts that were verified.", vitals.draft_tokens),
+            "vllm:spec_decode_num_accepted_tokens": ("Drafts that were accepted.", vitals.accepted_tokens),
+        }
+        for name, (text, value) in counts.items():
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._label], value)
+            yield counter
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place in a run.",
+            labels=["model_name", "position"],
+        )
+        for place, value in enumerate(vitals.accepted_per_pos):
+            places.add_metric([self._label, str(place)], value)
+        yield places

@@ -96,6 +96,10 @@ class Vitals:
         batch_sizes: live rows -> steps since the start.
         step_seconds: of each step since the last message.
         launch_seconds: of the host, for each launch since the last message.
+        drafts: runs of drafts that were verified, since the start.
+        draft_tokens: drafts of them.
+        accepted_tokens: those that were what was sampled.
+        accepted_per_pos: of the first, the second, ... draft of a run, how many were.
     """
 
     running: int
@@ -108,6 +112,10 @@ class Vitals:
     batch_sizes: dict[int, int]
     step_seconds: list[float]
     launch_seconds: list[float]
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_pos: list[int]
 
     @property
     def padding_share(self) -> float:

@@ -42,6 +42,7 @@ class RunSummary:
         replayed = stats.bucket_steps - self._buckets
         parts.append("buckets " + (", ".join(f"{b} x{replayed[b]}" for b in sorted(replayed)) or "none"))
         parts.append(f"padding {100 * stats.padding_share:.0f}%")
+        parts += stats.drafted()
         model = self._llm.model
         parts.append(f"{self._llm.graphs.backend} backend on {model.device.type}")
         parts.append(_kernels(model.device, model.dtype))

@@ -14,6 +14,7 @@ from ..native.signature import Int32, Written
 TILE_TOKENS = 64  # balanced splits are of whole tiles
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
 WAVES_WHEN_FULL = 3  # with more rows than one wave holds, long rows may be split into so many waves more
+MOST_FIXED_SPLITS = 16  # of one row: grid and workspace are sized for as many in every row, and mostly are not used
 PLAN_HEADER = 1
 
 
@@ -23,10 +24,10 @@ def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
     Args:
         rows: rows of the bucket.
         wave_items: work items (times kv heads: programs) that run at the same time on the chip.
-        max_splits: with a fixed split size, the most splits of one row; 0 without.
+        max_splits: with a fixed split size, the most splits that the longest row could be dealt in; 0 without.
     """
     if max_splits > 0:
-        return rows * max_splits
+        return rows * min(max_splits, MOST_FIXED_SPLITS)
     return wave_items if rows <= wave_items else rows + WAVES_WHEN_FULL * wave_items
 
 
@@ -57,6 +58,7 @@ def _attention_plan_kernel(
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WAVES: tl.constexpr,
+    MOST_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -72,8 +74,8 @@ def _attention_plan_kernel(
     span = tokens
     if HAS_WINDOW:
         span = tl.minimum(tokens, window_left + q_len)
-    if FIXED:
-        splits = tl.cdiv(span, fixed_split)
+    if FIXED:  # a long row's splits become longer, which is a matter of its own length as well
+        splits = tl.minimum(tl.cdiv(span, fixed_split), MOST_SPLITS)
     else:
         total = tl.sum(span.to(tl.int64))
         filled = tl.sum((span > 0).to(tl.int32))
@@ -138,6 +140,7 @@ def _launch(
         TILE=TILE_TOKENS,
         MIN_TILES=MIN_SPLIT_TILES,
         WAVES=WAVES_WHEN_FULL,
+        MOST_SPLITS=MOST_FIXED_SPLITS,
         BLOCK=triton.next_power_of_2(max_rows if paged else rows),
         num_warps=1 if rows <= 256 else 4,
     )
@@ -217,7 +220,8 @@ def attention_plan(
         pre_step_seqlens: int32 [rows], rows <= max_rows.
         live_rows: int32 [1]; rows past it are padding, whatever their lengths say.
         wave_items: work items that run at the same time.
-        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
+        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; more where a row would have
+            more than `MOST_FIXED_SPLITS`. 0: balanced.
         window_left: the window that most layers use, which is what the work is balanced for; -1: none.
     """
     # nothing is split on a CPU: the lengths are all of the plan
@@ -252,7 +256,8 @@ def paged_attention_plan(
         num_indices: pages that are listed; indptr[-1] is at most that.
         page_size: tokens a page.
         wave_items: work items that run at the same time.
-        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; 0: balanced.
+        fixed_split: tokens a split, for plans that do not depend on the rest of the batch; more where a row would have
+            more than `MOST_FIXED_SPLITS`. 0: balanced.
         window_left: the window that the work is balanced for; -1: none.
         q_len: queries a row.
 

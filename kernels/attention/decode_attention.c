@@ -1,13 +1,17 @@
-/* Decode attention of one query a row over the row's own pages; see decode_attention.py for the formula.
+/* Decode attention of each row's newest queries over the row's own pages; see decode_attention.py for the formula.
  *
- * Keys are taken BLOCK at a time, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value
- * is read once. Which heads are done together, and by which thread, changes nothing in a head's result.
+ * Keys are taken in blocks, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value is read
+ * once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
+ * their order: which heads and spans are done together, and by which thread, changes nothing in a head's result. Where
+ * the processor multiplies tiles of bf16, it does (attention_pairs.h).
  */
+#include "attention_pairs.h"
 #include "native.h"
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
+#define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
 
 /* Lanes of two vectors: of each, from `from` on, the next `width` of every 2 * width. */
 #define LANE(n, width, from) \
@@ -37,6 +41,32 @@ INLINE vec fold_pair(const int width, vec a, vec b) {
     if (width == 4) return FOLD(4);
 #endif
     return width == 2 ? FOLD(2) : FOLD(1);
+}
+
+/* The rows' keys as they are shared out: each row's heads in parts, each part's keys in spans. */
+struct sharing {
+    const void *args;
+    int64_t parts, spans;
+    float *partial; /* of each row, span and query of all heads: its sum, largest logit and total */
+};
+
+/* What a row's queries see of its keys. */
+struct seen {
+    int64_t position, begin, end; /* of the first query; of all of them */
+};
+
+static struct seen seen_of(int64_t length, int64_t q_len, int64_t window) {
+    int64_t position = length - q_len;
+    return (struct seen){position, window >= 0 && position > window ? position - window : 0, length};
+}
+
+/* Forbid what a query does not see of a block that begins at key `first`; return whether it sees anything. */
+static int mask_block(float *logits, int64_t first, int64_t position, int64_t window) {
+    int64_t begin = window >= 0 && position - window > first ? position - window - first : 0;
+    int64_t end = position - first + 1 < BLOCK ? position - first + 1 : BLOCK;
+    for (int64_t j = 0; j < begin && j < BLOCK; j++) logits[j] = -INFINITY;
+    for (int64_t j = end > 0 ? end : 0; j < BLOCK; j++) logits[j] = -INFINITY;
+    return begin < end;
 }
 
 /* cap * tanh(logit / cap) of a block; tanh(x) = 1 - 2 / (e^2x + 1). */
@@ -145,98 +175,239 @@ static void NAME(group_weigh)(float *sums, const float *weights, const element *
     for (; h < group; h++) NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, count, dim);
 }
 
-/* Let the next block's entries of a head come while others are worked on. */
-static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t count, int64_t dim) {
+/* Let the next block's entries of some heads come while others are worked on. */
+static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t count, int64_t elements) {
     for (int64_t j = 0; j < count; j++)
-        for (int64_t byte = 0; byte < dim * (int64_t)sizeof(element); byte += 64)
+        for (int64_t byte = 0; byte < elements * (int64_t)sizeof(element); byte += 64)
             __builtin_prefetch((const char *)(cache + places[j]) + byte);
 }
 
-/* Find where a block's entries begin. */
-static int64_t NAME(locate)(int64_t *places, const decode_attention_args *a, const int32_t *row_pages, int64_t first,
-                            int64_t length) {
-    int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], entry = a->k_cache.size[2] * a->k_cache.size[3];
-    int64_t count = length - first < BLOCK ? length - first : BLOCK;
-    for (int64_t j = 0; j < count; j++) {
-        int64_t page = row_pages[(first + j) / page_size];
-        page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
-        places[j] = (page * page_size + (first + j) % page_size) * entry;
-    }
-    return count;
+/* The queries of some key heads of one row, and what becomes of them over a span of keys. */
+struct NAME(part) {
+    const decode_attention_args *a;
+    struct paged entries;
+    struct seen seen;
+    int64_t row, head, last, queries; /* key heads, and the queries of one */
+    float *sums, *largest, *total;
+};
+
+static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t query) {
+    int64_t heads = p->a->q.size[1], group = heads / p->a->k_cache.size[2];
+    return ((p->row * p->a->q_len + query / group) * heads + head * group + query % group) * p->a->q.size[2];
 }
 
-/* One row's attention over key heads `head` to `last`, whose entries stand side by side: a block of them is read as one
- * stream. */
-static void NAME(attend_heads)(const decode_attention_args *a, int64_t row, int64_t head, int64_t last) {
-    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3], group = a->q.size[1] / kv_heads;
-    int64_t heads = (last - head) * group, window = a->window_left, at = (row * kv_heads + head) * group * dim;
-    int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
-    const int32_t *row_pages = a->table.data + row * a->table.size[1];
-    element *out = (element *)a->out.data + at;
-    const element *q = (const element *)a->q.data + at;
-    const element *k_cache = (const element *)a->k_cache.data + head * dim;
-    const element *v_cache = (const element *)a->v_cache.data + head * dim;
+/* Both over the keys from `first` to `end`, as blocks of one element type take them. */
+static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t end, float *at) {
+    const decode_attention_args *a = p->a;
+    int64_t dim = a->k_cache.size[3], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
     const element *found[BLOCK];
-    int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1];
-    if (length <= 0) {
-        memset(out, 0, heads * dim * sizeof(element));
-        return;
-    }
-    float *room = scratch(heads * (2 * dim + BLOCK + 2) + 2 * LANES), *scaled = carved(&room, heads * dim);
-    float *sums = carved(&room, heads * dim), *logits = carved(&room, heads * BLOCK);
-    float *largest = carved(&room, heads), *total = carved(&room, heads);
-    for (int64_t i = 0; i < heads * dim; i++) scaled[i] = widen(q[i]) * (float)a->sm_scale, sums[i] = 0.0f;
-    for (int64_t h = 0; h < heads; h++) {
-        largest[h] = a->sinks.data ? a->sinks.data[head * group + h] : -INFINITY;
-        total[h] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
-    }
-    int64_t first = window >= 0 && window < length ? length - 1 - window : 0;
-    int64_t count = NAME(locate)(places, a, row_pages, first, length), coming;
+    int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1], heads = p->last - p->head;
+    float *scaled = carved(&at, heads * queries * dim), *logits = carved(&at, heads * queries * BLOCK);
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t r = 0; r < queries; r++) {
+            const element *q = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r);
+            for (int64_t i = 0; i < dim; i++) scaled[(h * queries + r) * dim + i] = widen(q[i]) * (float)a->sm_scale;
+        }
+    int64_t count = least_of(end - first, BLOCK), coming;
+    locate(places, &p->entries, first, count);
     for (; count > 0; count = coming, first += BLOCK) {
-        coming = first + BLOCK < length ? NAME(locate)(next, a, row_pages, first + BLOCK, length) : 0;
-        for (int64_t h = 0; h < heads; h += group) {
-            const element *of_head = k_cache + h / group * dim;
+        coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
+        locate(next, &p->entries, first + BLOCK, coming);
+        const element *keys = (const element *)a->k_cache.data, *values = (const element *)a->v_cache.data;
+        int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
+        for (int64_t h = 0; h < heads; h++) {
+            const element *of_head = keys + (p->head + h) * dim;
             NAME(ask_for)(of_head, next, coming, dim);
-            for (int64_t j = 0; j < BLOCK; j++) found[j] = of_head + places[j < count ? j : count - 1];
-            NAME(group_dots)(logits + h * BLOCK, scaled + h * dim, found, group, count, dim);
+            for (int64_t j = 0; j < BLOCK; j++) found[j] = of_head + places[j < unseen ? unseen : j < count ? j : count - 1];
+            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, queries, count, dim);
+        }
+        for (int64_t r = 0; r < heads * queries; r++) {
+            float *own = logits + r * BLOCK;
+            if (a->soft_cap > 0.0) cap_logits(own, (float)a->soft_cap);
+            if (mask_block(own, first, p->seen.position + r % queries / group, a->window_left))
+                soften(own, count, p->sums + r * dim, p->largest + r, p->total + r, dim);
+            else
+                memset(own, 0, BLOCK * sizeof *own);
         }
         for (int64_t h = 0; h < heads; h++) {
-            if (a->soft_cap > 0.0) cap_logits(logits + h * BLOCK, (float)a->soft_cap);
-            soften(logits + h * BLOCK, count, sums + h * dim, largest + h, total + h, dim);
-        }
-        for (int64_t h = 0; h < heads; h += group) {
-            const element *of_head = v_cache + h / group * dim;
+            const element *of_head = values + (p->head + h) * dim;
             NAME(ask_for)(of_head, next, coming, dim);
-            for (int64_t j = 0; j < count; j++) found[j] = of_head + places[j];
-            NAME(group_weigh)(sums + h * dim, logits + h * BLOCK, found, group, count, dim);
+            for (int64_t j = 0; j < count; j++) found[j] = of_head + places[j < unseen ? unseen : j];
+            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, queries, count, dim);
         }
         int64_t *done = places;
         places = next, next = done;
     }
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t i = 0; i < dim; i++) out[h * dim + i] = narrow(sums[h * dim + i] / total[h]);
 }
 
-struct NAME(attention) {
-    const decode_attention_args *a;
-    int64_t parts; /* that a row's key heads are shared out in */
-};
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+static void attend_span_in_tiles(const struct NAME(part) *p, int64_t first, int64_t end, float *at) {
+    const decode_attention_args *a = p->a;
+    int64_t dim = a->k_cache.size[3], queries = p->queries, heads = p->last - p->head;
+    int64_t padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    uint16_t *q = (uint16_t *)carved(&at, heads * padded * dim / 2), *own = (uint16_t *)carved(&at, TILE_ROWS * dim / 2);
+    struct pair_room room = pair_room_at(&at, dim);
+    int64_t memory[2][KEYS], *places = memory[0], *next = memory[1];
+    for (int64_t h = 0; h < heads; h++)
+        for (int64_t from = 0; from < queries; from += TILE_ROWS) {
+            int64_t count = least_of(queries - from, TILE_ROWS);
+            for (int64_t r = 0; r < count; r++)
+                memcpy(own + r * dim, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, from + r), 2 * dim);
+            turn_queries(q + (h * padded + from) * dim, own, count, dim);
+        }
+    struct tile_shapes shapes = tiles_begun();
+    set_tile_rows(TILE_ROWS, TILE_ROWS);
+    int64_t count = least_of(end - first, KEYS), coming;
+    locate(places, &p->entries, first, count);
+    for (; count > 0; count = coming, first += KEYS) {
+        coming = first + KEYS < end ? least_of(end - first - KEYS, KEYS) : 0;
+        locate(next, &p->entries, first + KEYS, coming);
+        for (int64_t h = 0; h < heads; h++) {
+            const uint16_t *keys = (const uint16_t *)a->k_cache.data + (p->head + h) * dim;
+            const uint16_t *values = (const uint16_t *)a->v_cache.data + (p->head + h) * dim;
+            struct pair_queries given = {0, p->sums + h * queries * dim, p->largest + h * queries, p->total + h * queries,
+                                         queries, dim, p->seen.position, a->q.size[1] / a->k_cache.size[2],
+                                         a->window_left, (float)a->sm_scale, (float)a->soft_cap};
+            NAME(ask_for)(keys, next, coming, dim);
+            NAME(ask_for)(values, next, coming, dim);
+            gather_values(&room, values, places, p->seen.begin - first, count, dim);
+            for (int64_t from = 0; from < queries; from += TOGETHER_IN_PAIRS) {
+                for (int64_t r = from; r < least_of(queries, from + TOGETHER_IN_PAIRS); r += TILE_ROWS)
+                    key_logits(room.logits + (r - from) * PANEL, q + (h * padded + r) * dim, keys, &p->entries, places,
+                               first, count, dim);
+                weigh_values(&given, &room, from, first, count);
+            }
+        }
+        int64_t *done = places;
+        places = next, next = done;
+    }
+    for (int64_t i = 0; i < heads * queries * dim; i += PANEL) in_order(p->sums + i);
+    tiles_ended(shapes);
+}
+#endif
 
-static void NAME(attend_parts)(const void *job, int64_t begin, int64_t end) {
-    const decode_attention_args *a = ((const struct NAME(attention) *)job)->a;
-    int64_t parts = ((const struct NAME(attention) *)job)->parts, kv_heads = a->k_cache.size[2];
+/* Whether blocks are taken in tiles: then largest logits are times log2(e). */
+static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    return has_tiles && a->q.size[2] % PANEL == 0 && a->q.size[2] <= MOST_DIM;
+#else
+    return (void)a, 0;
+#endif
+}
+
+static float NAME(shrunk)(const decode_attention_args *a, float logit) {
+    return NAME(decodes_in_tiles)(a) ? exp2f(logit) : expf(logit);
+}
+
+/* Where a span's results of one row wait to be merged: sums, largest logits and totals of all heads' queries. */
+static float *NAME(partial_of)(const struct sharing *job, int64_t row, int64_t span) {
+    const decode_attention_args *a = job->args;
+    return job->partial + (row * job->spans + span) * a->q_len * a->q.size[1] * (a->q.size[2] + 2);
+}
+
+/* One row's attention over key heads `head` to `last`, whose entries stand side by side, and one span: a block of them is
+ * read as one stream. */
+static void NAME(attend_heads)(const struct sharing *job, int64_t row, int64_t head, int64_t last, int64_t span) {
+    const decode_attention_args *a = job->args;
+    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3], queries = a->q_len * (a->q.size[1] / kv_heads);
+    int64_t count = (last - head) * queries, length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+    struct NAME(part) part = {a, {a->table.data + row * a->table.size[1], a->k_cache.size[0], a->k_cache.size[1],
+                                  kv_heads * dim}, seen_of(length, a->q_len, a->window_left), row, head, last, queries};
+    int64_t first_span = part.seen.begin / SPAN, spans = (length + SPAN - 1) / SPAN;
+    int is_split = spans - first_span > 1;
+    if (length <= 0) {
+        for (int64_t r = 0; span == 0 && r < count; r++)
+            memset((element *)a->out.data + NAME(place_of)(&part, head + r / queries, r % queries), 0, dim * sizeof(element));
+        return;
+    }
+    if (span < first_span || span >= spans) return;
+    int64_t room = count * (dim + BLOCK);
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    int64_t padded = (last - head) * ((queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
+    if (NAME(decodes_in_tiles)(a)) room = (padded + TILE_ROWS) * dim / 2 + pair_room_floats(dim);
+#endif
+    float *at = scratch(room + count * (dim + 2) + 8 * LANES), scale = NAME(decodes_in_tiles)(a) ? LOG2_OF_E : 1.0f;
+    part.sums = carved(&at, count * dim), part.largest = carved(&at, count), part.total = carved(&at, count);
+    memset(part.sums, 0, count * dim * sizeof(float));
+    for (int64_t r = 0; r < count; r++) {
+        int has_sink = a->sinks.data && span == first_span;
+        int64_t of_head = (head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
+        part.largest[r] = has_sink ? a->sinks.data[of_head] * scale : -INFINITY;
+        part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
+    }
+    int64_t block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
+    int64_t first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
+    int64_t end = least_of((span + 1) * SPAN, length);
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, first, end, at);
+    else
+#endif
+    NAME(attend_span)(&part, first, end, at);
+    float *partial = is_split ? NAME(partial_of)(job, row, span) + head * queries * (dim + 2) : 0;
+    for (int64_t r = 0; r < count; r++) {
+        float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? 1.0f / part.total[r] : 0.0f;
+        element *out = (element *)a->out.data + NAME(place_of)(&part, head + r / queries, r % queries);
+        if (is_split) {
+            memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
+            partial[r * (dim + 2) + dim] = part.largest[r], partial[r * (dim + 2) + dim + 1] = part.total[r];
+        } else {
+            for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i] * whole);
+        }
+    }
+}
+
+static void NAME(attend_parts)(const void *given, int64_t begin, int64_t end) {
+    const struct sharing *job = given;
+    int64_t kv_heads = ((const decode_attention_args *)job->args)->k_cache.size[2];
     for (int64_t task = begin; task < end; task++) {
-        int64_t part = task % parts;
-        NAME(attend_heads)(a, task / parts, part * kv_heads / parts, (part + 1) * kv_heads / parts);
+        int64_t row = task / job->parts / job->spans, part = task / job->spans % job->parts;
+        NAME(attend_heads)(job, row, part * kv_heads / job->parts, (part + 1) * kv_heads / job->parts, task % job->spans);
+    }
+}
+
+/* Merge the spans of some queries, each of one head, in the order of the spans. */
+static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
+    const struct sharing *job = given;
+    const decode_attention_args *a = job->args;
+    int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], queries = a->q_len * heads / kv_heads;
+    for (int64_t task = begin; task < end; task++) {
+        int64_t row = task / (kv_heads * queries), entry = task % (kv_heads * queries);
+        int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+        int64_t first = seen_of(length, a->q_len, a->window_left).begin / SPAN, last = (length + SPAN - 1) / SPAN;
+        if (last - first < 2) continue;
+        struct NAME(part) part = {.a = a, .row = row};
+        element *out = (element *)a->out.data + NAME(place_of)(&part, entry / queries, entry % queries);
+        float top = -INFINITY, total = 0.0f, shrinks[2], *sums = scratch(dim);
+        memset(sums, 0, dim * sizeof *sums);
+        for (int64_t span = first; span < last; span++) {
+            const float *from = NAME(partial_of)(job, row, span) + entry * (dim + 2);
+            float higher = from[dim] > top ? from[dim] : top;
+            if (higher == -INFINITY) continue; /* it sees nothing yet */
+            shrinks[0] = NAME(shrunk)(a, top - higher), shrinks[1] = NAME(shrunk)(a, from[dim] - higher);
+            for (int64_t i = 0; i < dim; i += LANES)
+                store_f32(sums + i, load_f32(sums + i) * shrinks[0] + load_f32(from + i) * shrinks[1]);
+            total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;
+        }
+        float whole = total > 0.0f ? 1.0f / total : 0.0f;
+        for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i] * whole);
     }
 }
 
 KERNEL(decode_attention) {
-    int64_t rows = least_of(a->q.size[0], least_of(a->table.size[0], a->kv_lens.size[0])), keys = 0;
-    if (rows == 0) return;
-    /* as few parts as keep all threads busy, for whole rows are one stream */
-    struct NAME(attention) job = {a, least_of(1 + 2 * threads / rows, a->k_cache.size[2])};
-    for (int64_t row = 0; row < rows; row++) keys += a->kv_lens.data[row] > 0 ? a->kv_lens.data[row] : 0;
-    int64_t tasks = rows * job.parts, work = keys * a->q.size[1] * a->q.size[2];
-    parallel(threads, NAME(attend_parts), &job, tasks, items_of(tasks * PARALLEL_WORK, work));
+    int64_t rows = least_of(a->q.size[0] / a->q_len, least_of(a->table.size[0], a->kv_lens.size[0])), keys = 0, most = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+        struct seen seen = seen_of(length, a->q_len, a->window_left);
+        if (length <= 0) continue;
+        keys += length - seen.begin;
+        if ((length + SPAN - 1) / SPAN > most) most = (length + SPAN - 1) / SPAN;
+    }
+    struct sharing job = {a, 1, most > 0 ? most : 1, 0};
+    /* as few parts of a row's heads as keep all threads busy, for whole rows are one stream */
+    job.parts = least_of(1 + 2 * threads / items_of(keys, SPAN), a->k_cache.size[2]);
+    int64_t tasks = rows * job.parts * job.spans, work = keys * a->q.size[1] * a->q.size[2] * a->q_len;
+    int64_t merges = most > 1 ? rows * a->q_len * a->q.size[1] : 0;
+    if (merges) job.partial = lasting(merges * job.spans * (a->q.size[2] + 2));
+    if (tasks > 0) parallel(threads, NAME(attend_parts), &job, tasks, items_of(tasks * PARALLEL_WORK, work));
+    if (merges) parallel(threads, NAME(merge_spans), &job, merges, items_of(PARALLEL_WORK, job.spans * a->q.size[2]));
 }

@@ -60,7 +60,7 @@ def _is_served(
 ) -> bool:
     dense = (out, q, k_cache, v_cache, table)
     is_bare = position_mode == "NONE" and v_scale == 1.0 and lse is None and indptr is None
-    is_bare = is_bare and q_len == 1 and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
+    is_bare = is_bare and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
     return is_bare and all(tensor.is_contiguous() for tensor in dense)
 
 

@@ -58,22 +58,27 @@ static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 /* How many rows are alive: what a step was told, within what there is. */
 static inline int64_t live_of(const int32_t *live, int64_t rows) { return *live < 0 ? 0 : least_of(*live, rows); }
 
-/* Memory of the calling thread, at least so many floats, aligned to a vector; the next call takes it back. It stays for
- * the next kernel: a step that has run before allocates nothing. */
-static float *scratch(int64_t floats) {
+static float *own_floats(int which, int64_t floats) {
     size_t bytes = (size_t)(floats > 0 ? floats : 1) * sizeof(float);
-    if (bytes > own_memory.size) {
-        free(own_memory.at);
-        own_memory.size = (bytes + 4095) / 4096 * 4096;
-        own_memory.at = aligned_alloc(64, own_memory.size);
-        if (!own_memory.at) { /* where Linux grants what it has not got, this is not reached */
-            fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", own_memory.size);
+    if (bytes > own_memory[which].size) {
+        free(own_memory[which].at);
+        own_memory[which].size = (bytes + 4095) / 4096 * 4096;
+        own_memory[which].at = aligned_alloc(64, own_memory[which].size);
+        if (!own_memory[which].at) { /* where Linux grants what it has not got, this is not reached */
+            fprintf(stderr, "graphdecode: no memory for %zu bytes of a kernel's workspace\n", own_memory[which].size);
             abort();
         }
-        pthread_setspecific(memory_key, own_memory.at);
+        pthread_setspecific(memory_keys[which], own_memory[which].at);
     }
-    return own_memory.at;
+    return own_memory[which].at;
 }
+
+/* Memory of the calling thread, at least so many floats, aligned to a vector; the next call takes it back. It stays for
+ * the next kernel: a step that has run before allocates nothing. */
+static float *scratch(int64_t floats) { return own_floats(0, floats); }
+
+/* The same, beside it: for what a kernel's parts, which have scratch of their own, leave for its end. */
+static float *lasting(int64_t floats) { return own_floats(1, floats); }
 
 /* The next `count` floats of `*at`, which goes on behind them, to the next whole vector. */
 static inline float *carved(float **at, int64_t count) {

@@ -76,17 +76,19 @@ INLINE void few_pair_products(const int count, float *out, const uint16_t *x, in
     memcpy(out, sums, count * sizeof *sums);
 }
 
-/* sums[row][column] of a block of TOGETHER_IN_PAIRS rows with a panel; `in` is a multiple of 32. Where there are tiles,
- * their shapes are set. */
-static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in) {
+/* sums[row][column] of up to TOGETHER_IN_PAIRS rows with a panel; `in` is a multiple of 32. Where there are tiles, their
+ * shapes are set for as many rows, or more. */
+static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
+                          int64_t rows) {
 #ifdef WITH_TILES
-    if (has_tiles) {
-        tile_product(2, sums, x, stride, panel, in);
-        return;
-    }
+    if (has_tiles && rows > TILE_ROWS) tile_product(2, sums, x, stride, panel, in);
+    else if (has_tiles) tile_product(1, sums, x, stride, panel, in);
+    if (has_tiles) return;
 #endif
-    for (int64_t row = 0; row < TOGETHER_IN_PAIRS; row += MOST_ROWS)
-        few_pair_products(MOST_ROWS, sums + row * PANEL, x + row * stride, stride, panel, in);
+    int64_t row = 0;
+    for (; row + 8 <= rows; row += 8) few_pair_products(8, sums + row * PANEL, x + row * stride, stride, panel, in);
+    for (; row + 4 <= rows; row += 4) few_pair_products(4, sums + row * PANEL, x + row * stride, stride, panel, in);
+    for (; row < rows; row++) few_pair_products(1, sums + row * PANEL, x + row * stride, stride, panel, in);
 }
 #endif
 #endif

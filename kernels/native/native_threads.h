@@ -38,12 +38,12 @@ static struct {
     int64_t items, chunk;
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
 
-/* Each thread's workspace; see scratch(). */
+/* Each thread's workspaces; see scratch() and lasting(). */
 static _Thread_local struct {
     void *at;
     size_t size;
-} own_memory;
-static pthread_key_t memory_key; /* frees it when the thread ends */
+} own_memory[2];
+static pthread_key_t memory_keys[2]; /* free them when the thread ends */
 
 static inline void pause_core(void) {
 #if defined(__x86_64__)
@@ -145,7 +145,7 @@ static void after_fork(void) { /* the child has none of the threads, and locks a
 }
 
 __attribute__((constructor)) static void at_load(void) {
-    pthread_key_create(&memory_key, free);
+    for (int i = 0; i < 2; i++) pthread_key_create(&memory_keys[i], free);
     pthread_atfork(0, 0, after_fork);
 }
 #endif

@@ -48,4 +48,4 @@ def unit_text() -> str:
 
 def sources_bytes() -> bytes:
     """Return what the unit includes."""
-    return b"".join(file.read_bytes() for file in [*sorted(FOLDER.glob("*.h")), *sorted(FOLDER.parent.glob("*/*.c"))])
+    return b"".join(file.read_bytes() for file in sorted(FOLDER.parent.glob("*/*.[ch]")))

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphdecode.attention import PagedDecodeAttention
 from graphdecode.kernels.attention.attention_plan import (
+    MOST_FIXED_SPLITS,
     TILE_TOKENS,
     attention_plan_triton,
     paged_attention_plan_triton,
@@ -83,7 +85,7 @@ def test_fixed_splits_depend_on_the_row_alone(device):
     draw = random.Random(0)
     lens = [draw.randrange(1, 5000) for _ in range(9)]
     _, _, splits, _, _ = plan_of(lens, device, wave_items=5, fixed_split=256)
-    assert splits == [-(-n // 256) for n in lens]
+    assert splits == [min(-(-n // 256), MOST_FIXED_SPLITS) for n in lens]
 
 
 def test_fewer_rows_than_capacity_leave_the_rest_empty(device):
@@ -106,3 +108,16 @@ def test_torch_version_sets_the_same_lengths(live, device):
     on_device = [tensor.to(device) for tensor in (kv_lens, plan, before, torch.tensor([live], dtype=torch.int32))]
     attention_plan_triton(*on_device, 16, 0, -1)
     assert on_device[0].tolist() == expected.tolist()
+
+
+def test_fixed_splits_of_long_rows_become_longer_and_the_grid_of_many_rows_stays_small(device):
+    lens = [128 * 1024, 1024, 0, 16 * 1024, 16 * 1024 + 1]
+    _, _, splits, row_of, _ = plan_of(lens, device, wave_items=5, fixed_split=1024)
+    assert splits == [MOST_FIXED_SPLITS, 1, 0, 16, 16]
+    assert row_of == [0] * 16 + [1] + [3] * 16 + [4] * 16
+    assert work_items(256, 33, 128) == 256 * MOST_FIXED_SPLITS  # 128k tokens and 256 rows
+    attention = PagedDecodeAttention(
+        max_batch_size=256, num_qo_heads=32, num_kv_heads=8, head_dim=128, page_size=16, max_pages_per_row=8192,
+        dtype=torch.bfloat16, batch_invariant=True, device="meta",
+    )  # fmt: skip
+    assert attention._items(256) * 32 * 128 * 4 <= 64 << 20  # bytes of partial results

@@ -80,8 +80,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
         seen: list[tuple[int, int]] = []
         launch = llm.graphs.launch
 
-        def noting(batch_size: int, num_steps: int) -> int:
-            bucket = launch(batch_size, num_steps)
+        def noting(batch_size: int, num_steps: int, queries: int) -> int:
+            bucket = launch(batch_size, num_steps, queries)
             seen.append((num_steps, int(llm.engine.runner.buffers.loop_count)))
             return bucket
 

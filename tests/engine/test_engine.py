@@ -106,7 +106,7 @@ def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_c
     engine.lookahead = lookahead
     launches: list[int] = []
     launch = engine.runner.launch
-    monkeypatch.setattr(engine.runner, "launch", lambda rows, steps: launches.append(rows) or launch(rows, steps))
+    monkeypatch.setattr(engine.runner, "launch", lambda rows, *how: launches.append(rows) or launch(rows, *how))
 
     def counted(params: SamplingParams) -> tuple[int, int]:
         """Tokens, and steps of the batch record."""

@@ -5,19 +5,16 @@ More orders than these are tried by `GRAPHDECODE_LAZY_SEEDS=200 pytest tests/eng
 
 from __future__ import annotations
 
-import inspect
 import os
 import random
-import textwrap
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 from lazy_device import installed, lazy_runner
 from lazy_stream import LazyStreams
+from planted import Fault
 
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
 from graphdecode.buffers import StagingBlock
@@ -222,35 +219,6 @@ def test_whenever_the_device_runs_what_is_queued_the_tokens_are_the_same(
 def test_on_the_device_a_launch_is_read_while_the_next_one_runs(model: Model) -> None:
     with installed(0) as streams, lazy_runner(streams, model, settings(random.Random(0))) as runner:
         assert Engine(runner).lookahead == 1
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A line of the production code as it is, and as somebody might have written it.
-
-    Attributes:
-        owner: the class or module.
-        name: of its function.
-        line: a part of its source that is there once.
-        wrong: what to put there.
-    """
-
-    owner: Any
-    name: str
-    line: str
-    wrong: str
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.line} -> {self.wrong}"
-
-    def plant(self, patch: pytest.MonkeyPatch) -> None:
-        function = inspect.unwrap(getattr(self.owner, self.name))
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.line) == 1, f"{self.name} was rewritten: plant this fault anew"
-        made: dict[str, Any] = {}
-        code = "from __future__ import annotations\n" + source.replace(self.line, self.wrong)
-        exec(code, function.__globals__, made)
-        patch.setattr(self.owner, self.name, made[self.name])
 
 
 FAULTS = [

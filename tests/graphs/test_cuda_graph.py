@@ -1,9 +1,7 @@
 """What is particular to CUDA graphs: nodes and pointers from the driver, and captures that the driver refuses."""
 
-import ctypes
 import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +9,9 @@ from torch import Tensor
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs import StalePointerError, cuda_memory, cuda_nodes
-from graphdecode.graphs.audit import stale_pointers
-from graphdecode.graphs.cuda_memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap, is_mapped
+from graphdecode.graphs import StalePointerError
+from graphdecode.graphs.cuda_memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap
 from graphdecode.graphs.owners import Owners
-from graphdecode.graphs.step_graph import Node
-
-real = pytest.importorskip("cuda.bindings.driver")
 
 CAPACITY = 8
 
@@ -58,137 +52,6 @@ def test_memory_of_other_libraries_is_known_to_the_driver_alone() -> None:
     assert [memory.owner_at(base + offset) for offset in (-1, 0, 512)] == [None, None, NOT_OF_TORCH]
     assert memory.is_ownerless(base + 8)
     assert not memory.is_ownerless(base + 512)
-
-
-class FakeDriver:
-    """A copy, a fill, and a kernel of a pointer, a number and a struct, as the driver would describe them."""
-
-    def __init__(self, pointer: int, in_struct: int) -> None:
-        self.values = [
-            ctypes.c_uint64(pointer),
-            ctypes.c_int32(5),
-            (ctypes.c_uint64 * 3)(9, in_struct, 11),
-        ]
-        self.table = (ctypes.c_uint64 * 3)(*(ctypes.addressof(value) for value in self.values))
-        self.sizes = [8, 4, 24]
-        self.CUresult, self.CUgraph, self.CUmemorytype = real.CUresult, real.CUgraph, real.CUmemorytype
-        kinds = {100: "MEMCPY", 101: "MEMSET", 102: "KERNEL"}
-        self.cuGraphGetNodes = lambda graph, count: (0, list(kinds) if count else None, len(kinds))
-        self.cuGraphNodeGetType = lambda node: (0, getattr(real.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{kinds[node]}"))
-        parameters = SimpleNamespace(func=1, kern=0, kernelParams=ctypes.addressof(self.table))
-        self.cuGraphKernelNodeGetParams = lambda node: (0, parameters)
-        self.cuFuncGetName = lambda function: (0, b"decode_kernel")
-        self.copy, self.fill = real.CUDA_MEMCPY3D(), real.CUDA_MEMSET_NODE_PARAMS()
-        self.copy.srcMemoryType = self.copy.dstMemoryType = real.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        self.cuGraphMemcpyNodeGetParams = lambda node: (0, self.copy)
-        self.cuGraphMemsetNodeGetParams = lambda node: (0, self.fill)
-        self.CUpointer_attribute = SimpleNamespace(CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2)
-        self.cuPointerGetAttribute = lambda attribute, address: (0 if address == pointer else 1, None)
-
-    def cuFuncGetParamInfo(self, function: int, index: int) -> tuple:
-        return (0, 0, self.sizes[index]) if index < len(self.sizes) else (real.CUresult.CUDA_ERROR_INVALID_VALUE,) * 3
-
-    def install(self, patch: pytest.MonkeyPatch) -> None:
-        for module in (cuda_nodes, cuda_memory):
-            patch.setattr(module, "driver", self)
-
-
-class Captured:
-    """A graph of these nodes, at whose memory somebody looks later."""
-
-    def __init__(self, nodes: list[Node], later: AddressMap) -> None:
-        self.nodes = nodes
-        self.problem_finder = lambda owners: later.problem_of
-
-
-def segment_of(begin: int, state: str) -> dict:
-    blocks = [{"size": 4096, "state": state}]
-    return {"address": begin, "total_size": 4096, "segment_pool_id": (0, 0), "blocks": blocks}
-
-
-def test_a_kernel_is_described_by_its_name_and_the_addresses_in_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers = make_buffers("cpu")
-    FakeDriver(buffers.x.data_ptr(), buffers.y.data_ptr() + 16).install(monkeypatch)
-    memory = AddressMap(Owners(buffers), (0, 1), [])
-    copy, fill, kernel = cuda_nodes.nodes_of(1, memory)
-    assert (copy.name, copy.kind, copy.arguments) == ("memcpy", "memcpy", ())
-    assert (fill.name, fill.kind, fill.arguments) == ("memset", "memset", ())
-    assert (kernel.name, kernel.kind) == ("decode_kernel", "kernel")
-    found = [(argument.name, argument.address, argument.owner) for argument in kernel.arguments]
-    assert found == [("0+0", buffers.x.data_ptr(), "x"), ("2+8", buffers.y.data_ptr() + 16, "y")]
-    assert memory.bytes_touched([copy, kernel, kernel]) == 2 * (buffers.x.nbytes + buffers.y.nbytes)
-
-
-def test_copies_and_fills_are_described_by_the_addresses_that_they_read_and_write(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    buffers = make_buffers("cpu")
-    fake = FakeDriver(0, 0)
-    fake.install(monkeypatch)
-    fake.copy.srcDevice = real.CUdeviceptr(buffers.x.data_ptr())
-    fake.copy.srcXInBytes, fake.copy.srcY, fake.copy.srcPitch = 8, 2, 64
-    fake.copy.dstMemoryType, fake.copy.dstHost = real.CUmemorytype.CU_MEMORYTYPE_HOST, buffers.y.data_ptr()
-    fake.fill.dst = real.CUdeviceptr(buffers.y.data_ptr() + 4)
-    memory = AddressMap(Owners(buffers), (0, 1), [])
-    copy, fill, _ = cuda_nodes.nodes_of(1, memory)
-    source, target = copy.arguments
-    assert (source.name, source.address, source.owner) == ("src", buffers.x.data_ptr() + 2 * 64 + 8, "x")
-    assert (target.name, target.address, target.owner) == ("dst", buffers.y.data_ptr(), "y")
-    assert [a.is_written for a in (source, target, *fill.arguments)] == [False, True, True]
-    assert [(a.address, a.owner) for a in fill.arguments] == [(buffers.y.data_ptr() + 4, "y")]
-    moved = AddressMap(Owners(make_buffers("cpu")), (0, 1), [])
-    found = list(stale_pointers(4, Captured([copy, fill], moved), Owners(buffers)))
-    assert [(pointer.node, pointer.argument, pointer.owner) for pointer in found] == [
-        ("memcpy", "src", "x"),
-        ("memcpy", "dst", "y"),
-        ("memset", "dst", "y"),
-    ]
-    assert all(pointer.is_certain for pointer in found)
-
-
-def test_an_address_that_nobody_owns_is_reported_and_a_number_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = 3 << 40
-    FakeDriver(lost, 77).install(monkeypatch)
-    segment = {"address": lost - 512, "total_size": 2048, "segment_pool_id": (0, 0), "blocks": []}
-    memory = AddressMap(Owners(make_buffers("cpu")), (0, 1), [segment], is_mapped)
-    *_, kernel = cuda_nodes.nodes_of(1, memory)
-    assert [(argument.name, argument.address, argument.owner) for argument in kernel.arguments] == [("0+0", lost, None)]
-    (found,) = stale_pointers(4, Captured([kernel], memory), Owners(make_buffers("cpu")))
-    assert str(found) == f"bucket 4: decode_kernel, argument 0+0 ({lost:#x}): nobody owned the memory there at capture"
-    assert not found.is_certain
-    assert is_mapped(lost)
-    assert not is_mapped(lost + 1)
-    assert not is_mapped(5)
-
-
-def test_what_may_be_padding_of_a_struct_is_reported_and_only_an_owner_by_name_makes_it_certain(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Padding holds what stood there before, an address that was live at capture for instance, and is freed later."""
-    live, buffers = 3 << 40, make_buffers("cpu")
-    at_capture = AddressMap(Owners(buffers), (0, 1), [segment_of(live, "active_allocated")])
-    later = AddressMap(Owners(make_buffers("cpu")), (0, 1), [segment_of(live, "inactive")])
-    certain = {}
-    for name, pointer, in_struct in (("others", live, live + 8), ("slots", buffers.x.data_ptr(), buffers.y.data_ptr())):
-        FakeDriver(pointer, in_struct).install(monkeypatch)
-        *_, kernel = cuda_nodes.nodes_of(1, at_capture)
-        found = stale_pointers(4, Captured([kernel], later), Owners(buffers))
-        certain[name] = {pointer.argument: pointer.is_certain for pointer in found}
-    assert certain == {"others": {"0+0": True, "2+8": False}, "slots": {"0+0": True, "2+8": True}}
-
-
-def test_a_driver_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusal(int):
-        name = "CUDA_ERROR_NOT_SUPPORTED"
-
-    fake = FakeDriver(0, 0)
-    fake.cuGraphNodeGetType = lambda node: (Refusal(801), None)
-    fake.install(monkeypatch)
-    memory = AddressMap(Owners(make_buffers("cpu")), (0, 1), [])
-    with pytest.raises(RuntimeError, match="refused to describe a graph: CUDA_ERROR_NOT_SUPPORTED"):
-        cuda_nodes.nodes_of(1, memory)
-    with pytest.warns(RuntimeWarning, match="CUDA_ERROR_NOT_SUPPORTED"):
-        assert cuda_nodes.described(1, memory) == []
 
 
 @torch.library.custom_op("graphdecode_tests::synchronising", mutates_args={"x"})

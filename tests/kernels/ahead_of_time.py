@@ -10,10 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,10 +18,9 @@ from typing import Any
 from unittest import mock
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from graphdecode.kernels.attention import attention_plan, extend_attention, split_decode
 from graphdecode.kernels.cache import rope_append
@@ -41,18 +37,9 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
     sampling_slots,
 )
+from step_code.compiled import compiled
+from step_code.sass import usage_of
 
-POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
-    torch.int32: "*i32",
-    torch.int64: "*i64",
-    torch.uint8: "*u8",
-    torch.float8_e4m3fn: "*fp8e4nv",
-    torch.float8_e5m2: "*fp8e5",
-}
-CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
@@ -67,39 +54,13 @@ ATTENTION_SHAPES = [
 ]
 
 
-def compiled(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, int]:
-    """Compile one launch, with the specialisation that Triton would give its arguments."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for place, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
-            signature[parameter.name] = "constexpr"
-            constants[(place,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
-            attributes[(place,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32"
-            if value % 16 == 0:
-                attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
-    code = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code.asm["cubin"])
-        file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if found is None:
-        raise RuntimeError(f"cuobjdump says nothing of registers:\n{usage}")
-    numbers = {"registers": int(found[1]), "stack": int(found[2]), "shared": code.metadata.shared}
+def measured(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, Any], arch: int) -> dict[str, int]:
+    """Compile one launch, and return what has a budget."""
+    code, _ = compiled(kernel, arguments, options, arch)
+    registers, stack = usage_of(code.asm["cubin"])
+    numbers = {"registers": registers, "stack": stack, "shared": code.metadata.shared}
     before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
-    if wait:
-        numbers["early_loads"] = before_wait.count("ld.global")
-    return numbers
+    return numbers | ({"early_loads": before_wait.count("ld.global")} if wait else {})
 
 
 def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]:
@@ -109,7 +70,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
-        results[kernel.fn.__name__.strip("_")] = compiled(kernel, arguments, options, arch)
+        results[kernel.fn.__name__.strip("_")] = measured(kernel, dict(arguments), options, arch)
 
     def native(cache: torch.Tensor) -> tuple[torch.Tensor, str]:
         return cache, ""

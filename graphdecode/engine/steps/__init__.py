@@ -6,19 +6,24 @@ from graphdecode.engine.steps.row_inputs import (
     NO_CHOICE,
     RowInputs,
     RowSampling,
+    StepDrafts,
     StepLogprobs,
     StepTokens,
 )
-from graphdecode.engine.steps.step import HeldStep, Step, StepSetting
+from graphdecode.engine.steps.speculative import SpeculativeStep
+from graphdecode.engine.steps.step import Drafting, HeldStep, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",
     "NO_CHOICE",
     "DecodeStep",
+    "Drafting",
     "HeldStep",
     "RowInputs",
     "RowSampling",
+    "SpeculativeStep",
     "Step",
+    "StepDrafts",
     "StepLogprobs",
     "StepSetting",
     "StepTokens",

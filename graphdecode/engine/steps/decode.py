@@ -15,7 +15,7 @@ from graphdecode.cache import fill_page_row
 from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
-from graphdecode.engine.steps.step import StepSetting
+from graphdecode.engine.steps.step import Drafting, StepSetting
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState, advance
 from graphdecode.kernels.model.skip_steps import skip_steps
@@ -46,25 +46,26 @@ class DecodeStep:
 
     Args:
         setting: model, caches and capacity.
+        queries: tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
     """
 
-    def __init__(self, setting: StepSetting) -> None:
+    drafting: Drafting | None = None
+
+    def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model
-        rows = config.max_batch_size
+        rows, entries = config.max_batch_size, setting.ring_length * queries
         self._model = model
         self._caches = setting.caches
         self._trash_page = setting.trash_page
         self._is_cuda = model.device.type == "cuda"
         self._is_looped = config.steps_per_launch > 1
-        self._attention = decode_attention_of(setting, rows, batch_invariant=setting.batch_invariant)
+        self._attention = decode_attention_of(setting, rows * queries, batch_invariant=setting.batch_invariant)
         self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
-        self._rings = Rings.allocate(setting.ring_length, rows, self._logprobs, model.device)
+        self._rings = Rings.allocate(entries, rows, self._logprobs, model.device)
         # on a GPU each launch ends with a copy of the rings into pinned memory: the host only ever reads its own
         self.host_rings = (
-            Rings.allocate(setting.ring_length, rows, self._logprobs, "cpu", pin_memory=True)
-            if self._is_cuda
-            else self._rings
+            Rings.allocate(entries, rows, self._logprobs, "cpu", pin_memory=True) if self._is_cuda else self._rings
         )
         self._host_tokens = self.host_rings.tokens.numpy()  # a torch index takes ten times as long
         self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
@@ -119,9 +120,8 @@ class DecodeStep:
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
-        self._take(batch, self._model.decode(batch, self._caches, self._attention))
-        if not self._is_looped:
-            self._copy_rings(batch)
+        self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
+        self._end_step(batch)
 
     def _compute(self, batch: Batch) -> None:
         """The first half of a step that is one launch: up to the logits."""
@@ -129,23 +129,29 @@ class DecodeStep:
 
     def _choose(self, batch: Batch) -> None:
         """The second half."""
-        self._take(batch, batch.logits)
+        self._take_plain(batch, batch.logits)
         self._copy_rings(batch)
 
-    def _take(self, batch: Batch, logits: Tensor) -> None:
-        """Sample, and make the rows ready for the next step."""
+    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
+        """Take a token of each row; all that a step of one query does with its logits."""
+        self._take(batch, logits, batch.live_rows)
+
+    def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
+        """Sample a token of each row, and take it into the rows' state."""
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         past = (batch.token_counts, batch.recent_tokens)
-        sample(batch.sampled, logits, batch.pre_step_seqlens, batch.live_rows, slots, *past, logprobs)
+        sample(batch.sampled, logits, batch.pre_step_seqlens, live_rows, slots, *past, logprobs)
         if self._automata is not None:
             rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
             tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
-            follow_automata(
-                rows, batch.sampled, batch.finished, batch.live_rows, batch.automaton, batch.stop_ids, tables
-            )
+            follow_automata(rows, batch.sampled, batch.finished, live_rows, batch.automaton, batch.stop_ids, tables)
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        advance(state, batch.sampled, batch.live_rows, slots, logprobs)
+        advance(state, batch.sampled, live_rows, slots, logprobs)
+
+    def _end_step(self, batch: Batch) -> None:
+        if not self._is_looped:
+            self._copy_rings(batch)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""

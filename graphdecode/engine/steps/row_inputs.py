@@ -164,6 +164,7 @@ class RowInputs:
         prompt_length: how many of them are the prompt.
         pages: of the cache, in order, for the tokens so far and those to come.
         sampling: how the next tokens are chosen.
+        may_draft: whether tokens may be guessed ahead: not where the host says after each one what may follow.
         guide: the automaton that holds the answer to its form, if the device can follow it.
     """
 
@@ -171,6 +172,7 @@ class RowInputs:
     prompt_length: int
     pages: Sequence[int]
     sampling: RowSampling
+    may_draft: bool = True
     guide: Guide | None = None
 
 
@@ -183,8 +185,29 @@ class StepLogprobs(NamedTuple):
     top_ids: list[list[int]]
 
 
+class StepDrafts(NamedTuple):
+    """What became of a step's drafts, row by row.
+
+    Attributes:
+        verified: drafts that were fed.
+        accepted: how many of them were what was sampled; of a step that feeds one token a row, 1 where a draft was
+            known that would have been.
+        found: drafts of the next step.
+        matched: tokens that agreed where these were found.
+    """
+
+    verified: list[int]
+    accepted: list[int]
+    found: list[int]
+    matched: list[int]
+
+
 class StepTokens(NamedTuple):
-    """What one step gave its rows, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE."""
+    """What one step gave its rows, in row order: tokens, ENDED_BEFORE, or one of NO_CHOICE.
+
+    A step that feeds several tokens of a row gives as many of these; `drafts` is with the first.
+    """
 
     tokens: list[int]
     logprobs: StepLogprobs | None = None
+    drafts: StepDrafts | None = None

@@ -83,6 +83,22 @@ class HeldStep(Protocol):
         """Write the token masks of some of the staged rows, by row."""
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """What a step that feeds drafts tells of it.
+
+    Attributes:
+        wider: steps of more queries a row than one, by their number.
+        is_fixed: whether every launch verifies all drafts that there are, whatever that costs.
+        found: given the number of staged rows, returns each row's drafts for the next step and how many tokens speak
+            for them; None where only the rings will tell.
+    """
+
+    wider: Mapping[int, Callable[[Batch], None]]
+    is_fixed: bool
+    found: Callable[[int], list[tuple[int, int]] | None]
+
+
 class Step(Protocol):
     """One kind of step: it owns its slots, and alone knows their names.
 
@@ -92,10 +108,12 @@ class Step(Protocol):
     Attributes:
         buffers: every tensor that it reads or writes.
         loop: how several of them are one launch; None where a launch is one step.
+        drafting: how it feeds several tokens of a row; a step that does not may leave it out.
     """
 
     buffers: StepBuffers
     loop: Loop | None
+    drafting: Drafting | None
 
     def __call__(self, batch: Batch) -> None:
         """Run the step over a bucket's rows."""
@@ -113,7 +131,8 @@ class Step(Protocol):
         """Return what some steps gave their rows; their launch has come to its end.
 
         Args:
-            steps: their numbers since the beginning.
+            steps: the numbers of their entries in the rings since the beginning; a step has as many of them as it feeds
+                tokens of a row.
             num_rows: rows that were live.
             logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
         """

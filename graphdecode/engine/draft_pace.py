@@ -1,0 +1,99 @@
+"""How many drafts the next launch verifies: what they are likely to give, against what they cost."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
+
+from graphdecode.engine.steps import StepDrafts
+
+_TIMES_KEPT = 9  # of each kind of step; their median counts
+_FIRST_TIMES = 1  # of each kind that do not count: graphs are captured then
+_HALF_LIFE = 0.98  # what an observation counts after each later one
+_PRIOR = (1.0, 0.6)  # drafts that are taken as seen before any was, and as right: the first ones are tried
+_GUESSED_SHARE = 0.06  # of a step's time, for each more query, where nothing was measured
+
+
+class DraftPace:
+    """Chooses how many queries a row the next launch has.
+
+    A draft's chance is an average over what was accepted lately where as many tokens spoke for it; steps that feed no
+    draft tell it too, for they say whether the first one would have been right. A step's time is the median of the
+    last ones of its kind. Speculation that does not pay is thereby switched off, and on again, at no cost.
+
+    Args:
+        widths: queries of a row that there are steps for, ascending, 1 among them.
+        is_fixed: always verify all drafts that there are.
+    """
+
+    def __init__(self, widths: Sequence[int], *, is_fixed: bool = False) -> None:
+        self.widths = tuple(widths)
+        self._is_fixed = is_fixed
+        self._times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
+        self._runs: dict[tuple[int, int], int] = defaultdict(int)
+        self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
+
+    def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
+        """Return the queries of a row for the next launch.
+
+        Args:
+            bucket: rows that it computes.
+            found: of each row, its drafts and how many tokens speak for them.
+            most: queries that there is room for.
+        """
+        drafts = max((count for count, _ in found), default=0)
+        if drafts == 0:
+            return 1
+        able = [width for width in self.widths if width <= most]
+        able = [width for narrower, width in pairwise([0, *able]) if narrower <= drafts]
+        if self._is_fixed:
+            return able[-1]
+        chances = [(count, self.chance(matched)) for count, matched in found]
+        best, best_speed = 1, 0.0
+        for width in able:
+            tokens = sum(_expected(min(count, width - 1), chance) for count, chance in chances)
+            speed = tokens / self.step_seconds(bucket, width)
+            if speed > best_speed:
+                best, best_speed = width, speed
+        return best
+
+    def chance(self, matched: int) -> float:
+        """Return how likely a draft is right where so many tokens speak for it."""
+        drafts, right = self._seen[matched]
+        return right / drafts
+
+    def step_seconds(self, bucket: int, width: int) -> float:
+        """Return what a step of so many rows and queries takes; in units of one query's, where nothing was measured."""
+        times = self._times.get((bucket, width))
+        if times:
+            return median(times)
+        plain = self._times.get((bucket, 1))
+        return (median(plain) if plain else 1.0) * (1.0 + _GUESSED_SHARE * (width - 1))
+
+    def saw_step(self, bucket: int, width: int, seconds: float) -> None:
+        """Take the time of a step."""
+        self._runs[bucket, width] += 1
+        if self._runs[bucket, width] > _FIRST_TIMES:
+            self._times[bucket, width].append(seconds)
+
+    def saw_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
+        """Take what became of a step's drafts.
+
+        Args:
+            before: what was found for the step, row by row.
+            drafts: what its entry in the ring says.
+        """
+        for (count, matched), verified, accepted in zip(before, drafts.verified, drafts.accepted, strict=False):
+            if not count:
+                continue
+            tried = accepted + (accepted < verified) if verified else 1
+            seen = self._seen[matched]
+            seen[0] = seen[0] * _HALF_LIFE + tried
+            seen[1] = seen[1] * _HALF_LIFE + accepted
+
+
+def _expected(drafts: int, chance: float) -> float:
+    """Return how many tokens a step is likely to give: 1 + p + p^2 + ... + p^drafts."""
+    return drafts + 1.0 if chance >= 1.0 else (1.0 - chance ** (drafts + 1)) / (1.0 - chance)

@@ -1,0 +1,289 @@
+/* Attention in bf16 as the processor multiplies it (native_products.h): keys and values come out of their pages into
+ * panels, and queries, weights and values stay bf16; sums, maxima and the exponential are floats.
+ */
+#ifndef GRAPHDECODE_ATTENTION_PAIRS_H
+#define GRAPHDECODE_ATTENTION_PAIRS_H
+
+#include "native_products.h"
+
+#define LOG2_OF_E 1.44269504f
+#define KEYS 128     /* that are in panels at once */
+#define MOST_DIM 512 /* of a head, for pairs */
+
+/* Where the entries of a row's tokens stand. */
+struct paged {
+    const int32_t *pages;
+    int64_t count, size, entry; /* pages of the cache, tokens of one, elements of a token */
+};
+
+/* Find where the entries of `count` tokens from `first` on begin. */
+static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
+    int64_t at = first / row->size, offset = first % row->size;
+    for (int64_t j = 0; j < count; j++) {
+        int64_t page = row->pages[at];
+        page = page < 0 || page >= row->count ? row->count - 1 : page; /* the trash page: never other memory */
+        places[j] = (page * row->size + offset) * row->entry;
+        if (++offset == row->size) offset = 0, at++;
+    }
+}
+
+#ifdef WITH_PAIRS
+
+/* 2^v for v <= 0 to about 4e-6 of it, which bf16 does not see; 0 below the smallest normal float. */
+static inline vec exp2_lanes(vec v) {
+    ivec tiny = v < -126.0f;
+    vec shifted = v + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
+    vec n = shifted - 12582912.0f, rest = v - n;
+    vec sum = splat(0.0096181291f);
+    sum = sum * rest + 0.0555041087f;
+    sum = sum * rest + 0.2402265070f;
+    sum = sum * rest + 0.6931471806f;
+    sum = sum * rest + 1.0f;
+    return (vec)(~tiny & ((ivec)sum + ((ivec)shifted << 23)));
+}
+
+/* to[j][i] = r[i][j] of 16 x 16 words. */
+INLINE void write_turned(void *at, int64_t stride, __m512i *r) {
+    uint32_t *to = at;
+    __m512i t[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) { /* each holds a quarter of four columns */
+        __m512i low_even = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88), low_odd = _mm512_shuffle_i32x4(r[c], r[4 + c], 0xdd);
+        __m512i even = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0x88), odd = _mm512_shuffle_i32x4(r[8 + c], r[12 + c], 0xdd);
+        _mm512_storeu_si512(to + c * stride, _mm512_shuffle_i32x4(low_even, even, 0x88));
+        _mm512_storeu_si512(to + (4 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0x88));
+        _mm512_storeu_si512(to + (8 + c) * stride, _mm512_shuffle_i32x4(low_even, even, 0xdd));
+        _mm512_storeu_si512(to + (12 + c) * stride, _mm512_shuffle_i32x4(low_odd, odd, 0xdd));
+    }
+}
+
+/* Queries of one key head, and what is known of their results so far. */
+struct pair_queries {
+    const uint16_t *q;      /* [count][dim] */
+    float *sums;            /* [count][dim] */
+    float *largest, *total; /* of the logits times log2(e), and of their powers of 2 */
+    int64_t count, dim;
+    int64_t position, group; /* of the first query's token; queries of one token */
+    int64_t window;
+    float scale, cap;
+};
+
+/* Room for a block: of KEYS keys and values in panels, and of what becomes of TOGETHER_IN_PAIRS queries. */
+struct pair_room {
+    uint16_t *keys, *values, *weights, *zeros;
+    float *logits, *added;
+};
+
+static int64_t pair_room_floats(int64_t dim) {
+    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS / 2 + KEYS + PANEL) + dim / 2 + 6 * LANES;
+}
+
+static struct pair_room pair_room_at(float **at, int64_t dim) {
+    struct pair_room room;
+    room.keys = (uint16_t *)carved(at, KEYS * dim / 2), room.values = (uint16_t *)carved(at, KEYS * dim / 2);
+    room.weights = (uint16_t *)carved(at, TOGETHER_IN_PAIRS * KEYS / 2);
+    room.zeros = (uint16_t *)carved(at, dim / 2);
+    room.logits = carved(at, TOGETHER_IN_PAIRS * KEYS), room.added = carved(at, TOGETHER_IN_PAIRS * PANEL);
+    memset(room.zeros, 0, dim * sizeof *room.zeros);
+    memset(room.weights, 0, TOGETHER_IN_PAIRS * KEYS * sizeof *room.weights);
+    return room;
+}
+
+/* Bring the keys of one head into panels, [feature / 2][key][2]. Before `begin`, which nobody sees, and from `count` to
+ * the end of the last panel they are zeros. */
+static void gather_keys(const struct pair_room *room, const uint16_t *keys, const int64_t *places, int64_t begin,
+                        int64_t count, int64_t dim) {
+    for (int64_t j = 0; j < count; j += LANES)
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            __m512i words[LANES];
+            for (int64_t k = 0; k < LANES; k++)
+                words[k] = _mm512_loadu_si512((j + k >= begin && j + k < count ? keys + places[j + k] : room->zeros) + i);
+            write_turned((uint32_t *)(room->keys + j / PANEL * PANEL * dim) + i / 2 * PANEL + j % PANEL, PANEL, words);
+        }
+    if ((count - 1) / LANES % 2 == 0) /* the last panel's second half */
+        for (int64_t i = 0; i < dim / 2; i++)
+            memset((uint32_t *)(room->keys + count / PANEL * PANEL * dim) + i * PANEL + LANES, 0, 4 * LANES);
+}
+
+/* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
+ * 8 neighbours, so that two instructions make pairs: see `in_order`. */
+static void gather_values(const struct pair_room *room, const uint16_t *values, const int64_t *places, int64_t begin,
+                          int64_t count, int64_t dim) {
+    int64_t whole = (count + PANEL - 1) / PANEL * PANEL;
+    for (int64_t j = 0; j < whole; j += 2) {
+        const uint16_t *even = j >= begin && j < count ? values + places[j] : room->zeros;
+        const uint16_t *odd = j + 1 >= begin && j + 1 < count ? values + places[j + 1] : room->zeros;
+        for (int64_t i = 0; i < dim; i += PANEL) {
+            __m512i low = _mm512_loadu_si512(even + i), high = _mm512_loadu_si512(odd + i);
+            uint16_t *to = room->values + i * KEYS + j * PANEL;
+            _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low, high));
+            _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(low, high));
+        }
+    }
+}
+
+/* Put PANEL sums of values in the order of their features. */
+static inline void in_order(float *sums) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
+    __m512 low = _mm512_loadu_ps(sums), high = _mm512_loadu_ps(sums + LANES);
+    _mm512_storeu_ps(sums, _mm512_permutex2var_ps(low, first, high));
+    _mm512_storeu_ps(sums + LANES, _mm512_permutex2var_ps(low, second, high));
+}
+
+/* Turn one query's logits, `panels` (a constant) times PANEL, into weights; return by what to multiply what was summed
+ * before. It sees the keys from `begin` to `end`, of which there is at least one. */
+INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, int64_t begin, int64_t end,
+                               float scale, float cap, float *largest, float *total) {
+    const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec v[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
+    for (int n = 0; n < panels * VECTORS; n++) {
+        const float *at = logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES;
+        if (cap > 0.0f) {
+            vec twice = load_f32(at) * (2.0f * scale / cap); /* cap * tanh(logit / cap), as in cap_logits */
+            v[n] = (cap - 2.0f * cap / (exp_lanes(twice) + 1.0f)) * LOG2_OF_E;
+        } else {
+            v[n] = load_f32(at) * (scale * LOG2_OF_E);
+        }
+    }
+    if (begin > 0 || end < panels * PANEL)
+        for (int n = 0; n < panels * VECTORS; n++) {
+            ivec key = lanes + n * LANES, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
+            v[n] = (vec)((seen & (ivec)v[n]) | (~seen & (ivec)splat(-INFINITY)));
+        }
+    for (int n = 0; n < panels * VECTORS; n++) {
+        ivec more = v[n] > most;
+        most = (vec)((more & (ivec)v[n]) | (~more & (ivec)most));
+    }
+    float top = _mm512_reduce_max_ps((__m512)most), shrink = 1.0f;
+    if (top > *largest) {
+        shrink = exp2f(*largest - top);
+        *largest = top;
+    }
+    for (int n = 0; n < panels * VECTORS; n++) {
+        vec weight = exp2_lanes(v[n] - *largest);
+        sum += weight;
+        store_bf16(weights + n * LANES, weight);
+    }
+    *total = *total * shrink + sum_lanes(sum);
+    return shrink;
+}
+
+static float weights_of(int64_t panels, uint16_t *weights, const float *logits, int64_t begin, int64_t end, float scale,
+                        float cap, float *largest, float *total) {
+    switch (panels) {
+        case 1: return weights_of_panels(1, weights, logits, begin, end, scale, cap, largest, total);
+        case 2: return weights_of_panels(2, weights, logits, begin, end, scale, cap, largest, total);
+        case 3: return weights_of_panels(3, weights, logits, begin, end, scale, cap, largest, total);
+        default: return weights_of_panels(4, weights, logits, begin, end, scale, cap, largest, total);
+    }
+}
+_Static_assert(KEYS == 4 * PANEL, "a block has up to four panels");
+
+/* Let TOGETHER_IN_PAIRS queries from `from` on, or as many as there are, attend to `count` keys that begin at `first`,
+ * with their logits and the values in `room`. Where there are tiles, their shapes are set. */
+static void weigh_values(const struct pair_queries *queries, const struct pair_room *room, int64_t from, int64_t first,
+                         int64_t count) {
+    int64_t dim = queries->dim, panels = (count + PANEL - 1) / PANEL, rows = queries->count - from;
+    float shrinks[TOGETHER_IN_PAIRS];
+    rows = least_of(rows, TOGETHER_IN_PAIRS);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t own = queries->position + (from + r) / queries->group - first, seen = least_of(own + 1, count);
+        int64_t unseen = queries->window >= 0 && own > queries->window ? own - queries->window : 0;
+        uint16_t *weights = room->weights + r * KEYS;
+        if (unseen < seen) {
+            shrinks[r] = weights_of(panels, weights, room->logits + r * PANEL, unseen, seen, queries->scale,
+                                    queries->cap, queries->largest + from + r, queries->total + from + r);
+        } else {
+            shrinks[r] = 1.0f;
+            memset(weights, 0, panels * PANEL * sizeof *weights);
+        }
+    }
+    for (int64_t i = 0; i < dim; i += PANEL) {
+        pair_products(room->added, room->weights, KEYS, room->values + i * KEYS, panels * PANEL, rows);
+        for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < PANEL; j += LANES) {
+                float *sum = queries->sums + (from + r) * dim + i + j;
+                store_f32(sum, load_f32(sum) * shrinks[r] + load_f32(room->added + r * PANEL + j));
+            }
+    }
+}
+
+/* Let many queries attend to the keys and values in `room`. */
+static void attend_panels(const struct pair_queries *queries, const struct pair_room *room, int64_t first, int64_t count) {
+    int64_t dim = queries->dim;
+    for (int64_t from = 0; from < queries->count; from += TOGETHER_IN_PAIRS) {
+        int64_t rows = least_of(queries->count - from, TOGETHER_IN_PAIRS);
+        if (queries->position + (from + rows - 1) / queries->group < first) continue; /* all of the keys come later */
+        for (int64_t n = 0; n < (count + PANEL - 1) / PANEL; n++)
+            pair_products(room->logits + n * TOGETHER_IN_PAIRS * PANEL, queries->q + from * dim, dim,
+                          room->keys + n * PANEL * dim, dim, rows);
+        weigh_values(queries, room, from, first, count);
+    }
+}
+
+#ifdef WITH_TILES
+/* Logits of TILE_ROWS queries, which stand as a tile takes them, [feature / 2][query][2], with keys as they are in their
+ * pages: few queries are not worth a panel of keys. */
+static void key_logits(float *logits, const uint16_t *q, const uint16_t *keys, const struct paged *row,
+                       const int64_t *places, int64_t first, int64_t count, int64_t dim) {
+    float turned[2 * TILE_ROWS * LANES];
+    for (int64_t j = 0; j < count; j += 2 * TILE_ROWS) {
+        uint16_t copied[2][TILE_ROWS * MOST_DIM];
+        const uint16_t *at[2];
+        int64_t stride[2];
+        for (int64_t half = 0; half < 2; half++) {
+            int64_t from = j + half * TILE_ROWS;
+            if (from >= count) {
+                at[half] = at[0], stride[half] = stride[0];
+            } else if ((first + from) % row->size + TILE_ROWS <= row->size) {
+                at[half] = keys + places[from], stride[half] = row->entry;
+            } else {
+                for (int64_t k = 0; k < least_of(TILE_ROWS, count - from); k++)
+                    memcpy(copied[half] + k * dim, keys + places[from + k], dim * sizeof *keys);
+                at[half] = copied[half], stride[half] = dim;
+            }
+        }
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t i = 0; i < dim; i += TILE_IN) {
+            _tile_loadd(6, q + i * TILE_ROWS, 64);
+            _tile_loadd(4, at[0] + i, 2 * stride[0]);
+            _tile_loadd(5, at[1] + i, 2 * stride[1]);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 5, 6);
+        }
+        _tile_stored(0, turned, 4 * LANES);
+        _tile_stored(1, turned + TILE_ROWS * LANES, 4 * LANES);
+        for (int64_t half = 0; half < 2; half++) {
+            __m512i words[LANES];
+            for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(turned + (half * TILE_ROWS + k) * LANES);
+            write_turned(logits + j / PANEL * TOGETHER_IN_PAIRS * PANEL + half * LANES, PANEL, words);
+        }
+    }
+}
+
+/* Put up to TILE_ROWS queries as `key_logits` takes them; missing ones are zeros. */
+static void turn_queries(uint16_t *to, const uint16_t *q, int64_t count, int64_t dim) {
+    for (int64_t i = 0; i < dim; i += TILE_IN) {
+        __m512i words[LANES];
+        for (int64_t r = 0; r < LANES; r++)
+            words[r] = r < count ? _mm512_loadu_si512(q + r * dim + i) : _mm512_setzero_si512();
+        write_turned(to + i * TILE_ROWS, LANES, words);
+    }
+}
+#endif
+#endif
+#endif

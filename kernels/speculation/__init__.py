@@ -1,0 +1,1 @@
+"""Speculation on the device: drafts looked up, spread over queries, judged and settled."""

@@ -1,0 +1,128 @@
+"""Prompt lookup (Saxena, 2023): what followed the last tokens where they stood before is likely to follow again.
+
+Of all earlier places the one is taken whose tokens agree furthest back, up to `ngram_max`; of equals the latest. Where
+the drafts reach the row's own end they go round: a text that repeats with a period goes on with it.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..native.signature import Int32, Written
+
+_BLOCK = 1024  # places that are looked at together
+
+
+# One program a row. It reads the row's history `ngram_max` times, from cache, and writes its drafts.
+@triton.jit
+def _ngram_draft_kernel(
+    drafts,
+    num_drafts,
+    match_lengths,
+    history,
+    positions,
+    live_rows,
+    width,
+    most,
+    ngram_min,
+    ngram_max,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row < tl.load(live_rows):
+        line = history + row.to(tl.int64) * width
+        last = tl.minimum(tl.load(positions + row), width - 1)
+        best = tl.full([], 0, dtype=tl.int64)
+        for first in range(0, last, BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            lengths = tl.zeros([BLOCK], dtype=tl.int32)
+            agrees = places < last
+            for back in range(ngram_max):
+                agrees = agrees & (places >= back)
+                here = tl.load(line + places - back, mask=agrees, other=-1)
+                agrees = agrees & (here == tl.load(line + tl.maximum(last - back, 0)))
+                lengths += agrees.to(tl.int32)
+            found = tl.where(lengths >= ngram_min, (lengths.to(tl.int64) << 32) + places, 0)
+            best = tl.maximum(best, tl.max(found, axis=0))
+        length = (best >> 32).to(tl.int32)
+        place = (best & 0x7FFFFFFF).to(tl.int32)
+        columns = tl.arange(0, MOST)
+        period = tl.maximum(last - place, 1)
+        inside = columns < tl.where(length > 0, most, 0)
+        tokens = tl.load(line + place + 1 + columns % period, mask=inside, other=0)
+        tl.store(drafts + row * most + columns, tokens, mask=inside)
+        tl.store(num_drafts + row, tl.where(length > 0, most, 0))
+        tl.store(match_lengths + row, length)
+
+
+def ngram_draft_triton(
+    drafts: Tensor,
+    num_drafts: Tensor,
+    match_lengths: Tensor,
+    history: Tensor,
+    positions: Tensor,
+    live_rows: Tensor,
+    *,
+    ngram_min: int,
+    ngram_max: int,
+) -> None:
+    """Launch the kernel; see `ngram_draft`."""
+    rows, most = drafts.shape
+    _ngram_draft_kernel[(rows,)](
+        drafts,
+        num_drafts,
+        match_lengths,
+        history,
+        positions,
+        live_rows,
+        history.shape[1],
+        most,
+        ngram_min,
+        ngram_max,
+        MOST=triton.next_power_of_2(most),
+        BLOCK=_BLOCK,
+        num_warps=4,
+    )
+
+
+@operator(triton_version=ngram_draft_triton, is_compiled=True)
+def ngram_draft(
+    drafts: Written[Int32],
+    num_drafts: Written[Int32],
+    match_lengths: Written[Int32],
+    history: Int32,
+    positions: Int32,
+    live_rows: Int32,
+    *,
+    ngram_min: int,
+    ngram_max: int,
+) -> None:
+    """Write each live row's drafts, as many as there is room for, or none.
+
+    Args:
+        drafts: int32 [b, most], contiguous.
+        num_drafts: int32 [b]; 0 where the last `ngram_min` tokens stand nowhere before.
+        match_lengths: int32 [b], how many tokens agree; 0 where there is no draft.
+        history: int32 [b, width], the rows' tokens, contiguous.
+        positions: int32 [b], of each row's last token in it.
+        live_rows: int32 [1].
+        ngram_min: tokens that must agree.
+        ngram_max: tokens that are compared.
+    """
+    most, tokens, last_places = drafts.shape[1], history.numpy(), positions.numpy()
+    for row in range(int(live_rows.item())):
+        last = min(int(last_places[row]), tokens.shape[1] - 1)
+        line, lengths = tokens[row], np.zeros(max(last, 0), dtype=np.int32)
+        agrees = np.ones(max(last, 0), dtype=bool)
+        for back in range(min(ngram_max, last)):
+            agrees[:back] = False
+            agrees[back:] &= line[: last - back] == line[last - back]
+            lengths += agrees
+        length = int(lengths.max(initial=0))
+        is_found = length >= ngram_min
+        num_drafts[row], match_lengths[row] = most * is_found, length * is_found
+        if is_found:
+            place = int(np.flatnonzero(lengths == length)[-1])
+            drafts.numpy()[row] = line[place + 1 + np.arange(most) % (last - place)]

@@ -1,0 +1,292 @@
+"""Speculation: the same tokens, bit for bit; drafts counted exactly; nothing leaked, and nothing stale read."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from graphdecode import Engine, EngineConfig, Request, SamplingParams
+from graphdecode.buffers import Batch, Slot
+from graphdecode.engine.loading import make_runner, step_of
+from graphdecode.engine.steps import SpeculativeStep, StepSetting
+from graphdecode.kernels.native import library as native
+from graphdecode.models import load_model
+
+needs_kernels = pytest.mark.skipif(
+    not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
+)
+VOCABULARY = 259
+WIDTH = 96  # tokens of a sequence
+Answer = tuple[list[int], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Any:
+    return load_model("demo", device="cpu", dtype="float32", max_sequence_length=WIDTH, batch_invariant=True)
+
+
+def make(decoder: Any, step: Callable[[StepSetting], Any] | None = None, **config: Any) -> Engine:
+    defaults = {"max_batch_size": 4, "max_sequence_length": WIDTH, "page_size": 8, "batch_invariant": True}
+    settings = EngineConfig.of(None, **{**defaults, **config})
+    engine = Engine(make_runner(decoder, settings, step=step or step_of(settings)))
+    engine.graphs.capture(progress=False)
+    return engine
+
+
+def requests(seed: int, count: int) -> list[Request]:
+    """Everything mixed: texts that repeat and texts that do not, greedy and sampled, and all that changes logits."""
+    rng = random.Random(seed)
+    common = [rng.randrange(97, 123) for _ in range(20)]
+    found = []
+    for index in range(count):
+        piece = [rng.randrange(97, 123) for _ in range(rng.randrange(1, 5))]
+        prompt = (common if rng.random() < 0.4 else []) + piece * rng.randrange(1, 5)
+        params = SamplingParams(
+            temperature=rng.choice([0.0, 0.0, 0.3, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 5]),
+            seed=index,
+            max_tokens=rng.randrange(1, 40),
+            min_tokens=1 if rng.random() < 0.3 else 0,
+            logprobs=rng.choice([None, 0, 3]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.4]),
+            logit_bias={rng.randrange(97, 123): 3.0} if rng.random() < 0.3 else None,
+            allowed_token_ids=list(range(48, 123)) if rng.random() < 0.2 else None,
+            stop_token_ids=[rng.randrange(97, 123)] if rng.random() < 0.3 else None,
+            ignore_eos=rng.random() < 0.8,
+        )
+        words = [[piece[0], piece[-1]]] if rng.random() < 0.2 else ()
+        found.append(Request(prompt, params, words))
+    return found
+
+
+def answers(engine: Engine, given: Sequence[Request], rng: random.Random | None = None) -> list[Answer]:
+    """Answer the requests, which come all at once or at random steps, among others that are given up."""
+    waiting, strangers = list(enumerate(given)), []
+    found: dict[int, Answer] = {}
+    places: dict[int, int] = {}
+    while waiting or engine.has_work:
+        while waiting and (rng is None or rng.random() < 0.4):
+            index, request = waiting.pop(0)
+            places[engine.add(request)] = index
+            found[index] = ([], [])
+        if rng is not None and rng.random() < 0.1:
+            strangers.append(engine.add(Request([97, 98] * 6, SamplingParams(max_tokens=30, ignore_eos=True))))
+        if rng is not None and strangers and rng.random() < 0.1:
+            engine.abort(strangers.pop())
+        for event in engine.step():
+            if event.request_id in places:
+                assert event.error is None
+                tokens, logprobs = found[places[event.request_id]]
+                tokens += event.token_ids
+                logprobs += event.logprobs or []
+    return [found[index] for index in range(len(given))]
+
+
+@pytest.fixture(scope="module")
+def fuzz(decoder: Any) -> tuple[list[Request], list[Answer]]:
+    """Requests, and what plain decoding answers, one after another."""
+    given = requests(seed=11, count=24)
+    engine = make(decoder, max_batch_size=1)
+    expected = [answers(engine, [request])[0] for request in given]
+    engine.close()
+    return given, expected
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_tokens": "auto"},
+        {"num_tokens": 7, "ngram_min": 1},
+        {"num_tokens": 2, "ngram_min": 1, "steps_per_launch": 3},
+        {"num_tokens": 7, "ngram_min": 1, "total_num_pages": 15},
+        {"num_tokens": 5, "ngram_min": 1, "steps_per_launch": 4, "total_num_pages": 14, "prefix_cache": False},
+        {"num_tokens": 3, "ngram_min": 1, "batch_sizes": [3], "max_batch_size": 3, "max_prefill_tokens": 5},
+    ],
+    ids=str,
+)
+def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
+    given, expected = fuzz
+    engine = make(decoder, speculation="ngram", **settings)
+    rng = random.Random(str(settings))
+    for turn in (None, rng):
+        found = answers(engine, given, turn)
+        wrong = [index for index in range(len(given)) if found[index] != expected[index]]
+        assert not wrong, (wrong[0], given[wrong[0]], found[wrong[0]], expected[wrong[0]])
+    stats = engine.stats
+    assert stats.spec_decode_num_accepted_tokens > 20
+    assert stats.spec_decode_num_accepted_tokens == sum(stats.spec_decode_num_accepted_tokens_per_pos)
+    if "total_num_pages" in settings:
+        assert engine.num_preemptions > 0
+    engine.close()
+
+
+class Planted:
+    """Drafts out of a table of what is known to come, some of them spoilt; a request is known by its first token.
+
+    Args:
+        table: int32 [first tokens, positions].
+        most: drafts of a row.
+    """
+
+    def __init__(self, table: torch.Tensor, most: int) -> None:
+        self.slots: list[Slot] = []
+        self.tensors = {"planted": table, "planted_offsets": torch.arange(1, most + 1)}
+
+    def draft(self, batch: Batch) -> None:
+        places = (batch.pre_step_seqlens[:, None] + batch.planted_offsets).clamp(min=0, max=batch.planted.shape[1] - 1)
+        lines = batch.planted[batch.history[:, 0].clamp(0, VOCABULARY - 1)]
+        batch.drafts.copy_(torch.gather(lines, 1, places))
+        batch.num_drafts.fill_(batch.planted_offsets.shape[0])
+        batch.match_lengths.zero_()
+
+
+def planted(known: dict[int, list[int]], is_right: Callable[[], bool]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a table of drafts, and which of them are right."""
+    table = torch.zeros(VOCABULARY, WIDTH, dtype=torch.int32)
+    right = torch.zeros(VOCABULARY, WIDTH, dtype=torch.bool)
+    for first, tokens in known.items():
+        for place, token in enumerate(tokens):
+            right[first, place] = is_right()
+            table[first, place] = token if right[first, place] else (token + 1) % VOCABULARY
+    return table, right
+
+
+def counted(right: list[bool], prompt: int, length: int, most: int) -> tuple[int, int, int]:
+    """Return the steps, the verified and the accepted drafts of one answer, by the rule and nothing else."""
+    steps = verified = accepted = 0
+    position = prompt - 1  # of the token to feed
+    while position < length - 1:
+        drafts = min(most, length - 2 - position)
+        taken = 0
+        while taken < drafts and right[position + 1 + taken]:
+            taken += 1
+        steps, verified, accepted = steps + 1, verified + drafts, accepted + taken
+        position += taken + 1
+    return steps, verified, accepted
+
+
+@pytest.fixture(scope="module")
+def known(decoder: Any) -> tuple[list[Request], dict[int, list[int]]]:
+    """Requests of different first tokens, and their whole texts."""
+    rng = random.Random(3)
+    given = []
+    for index in range(6):
+        prompt = [97 + index] + [rng.randrange(97, 123) for _ in range(rng.randrange(1, 20))]
+        temperature = [0.0, 0.8][index % 2]
+        params = SamplingParams(temperature=temperature, seed=index, max_tokens=20 + 5 * index, ignore_eos=True)
+        given.append(Request(prompt, params))
+    engine = make(decoder)
+    found = answers(engine, given)
+    engine.close()
+    texts = [[*request.prompt_token_ids, *tokens] for request, (tokens, _) in zip(given, found, strict=True)]
+    return given, {text[0]: text for text in texts}
+
+
+@needs_kernels
+@pytest.mark.parametrize("steps_per_launch", [1, 3])
+@pytest.mark.parametrize("most", [1, 4, 7])
+@pytest.mark.parametrize("chance", [1.0, 0.0, 0.7])
+def test_what_is_accepted_is_counted_exactly(
+    decoder: Any, known: Any, chance: float, most: int, steps_per_launch: int
+) -> None:
+    given, texts = known
+    rng = random.Random(f"{chance} {most}")
+    table, right = planted(texts, lambda: rng.random() < chance)
+    step = partial(SpeculativeStep, source=lambda _: Planted(table, most), num_drafts=most, adapts=False)
+    engine = make(decoder, step, prefix_cache=False, steps_per_launch=steps_per_launch)
+    free = engine.cache.available_pages
+    found = answers(engine, given)
+    assert [[*request.prompt_token_ids, *tokens] for request, (tokens, _) in zip(given, found, strict=True)] == [
+        *texts.values()
+    ]
+    rows = [
+        counted(right[first].tolist(), len(request.prompt_token_ids), len(text), most)
+        for request, (first, text) in zip(given, texts.items(), strict=True)
+    ]
+    stats = engine.stats
+    assert stats.spec_decode_num_draft_tokens == sum(verified for _, verified, _ in rows)
+    assert stats.spec_decode_num_accepted_tokens == sum(accepted for _, _, accepted in rows)
+    assert engine.cache.available_pages == free
+    engine.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("chance", [0.0, 0.6])
+def test_no_stale_key_is_read_after_a_roll_back(decoder: Any, known: Any, chance: float) -> None:
+    """Between the steps, all that stands behind a row's length becomes NaN: who read it would have no choice."""
+    given, texts = known
+    rng = random.Random(chance)
+    table, _ = planted(texts, lambda: rng.random() < chance)
+    step = partial(SpeculativeStep, source=lambda _: Planted(table, 7), num_drafts=7, adapts=False)
+    engine = make(decoder, step, prefix_cache=False)
+    ids = {engine.add(request): text for request, text in zip(given, texts.values(), strict=True)}
+    found: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    poisoned = 0
+    while engine.has_work:
+        for event in engine.step():
+            assert event.error is None
+            found[event.request_id] += event.token_ids
+        for sequence in engine.scheduler.decoding:
+            pages = torch.tensor(engine.cache.pages_of(sequence.request_id))
+            places = torch.arange(len(pages) * 8)[sequence.cached_length :]
+            for cache in (tensor for layer in engine.cache.layers for tensor in layer):
+                cache[pages[places // 8], places % 8] = torch.nan
+            poisoned += len(places)
+    assert poisoned > 100
+    for request_id, text in ids.items():
+        assert found[request_id] == text[-len(found[request_id]) :]
+    engine.close()
+
+
+@needs_kernels
+def test_law_4_hostile_padding_changes_no_verified_token(decoder: Any, known: Any) -> None:
+    given, texts = known
+    table, _ = planted(texts, lambda: True)
+    step = partial(SpeculativeStep, source=lambda _: Planted(table, 3), num_drafts=3, adapts=False)
+    engine = make(decoder, step, batch_sizes=[4])
+    ids = {engine.add(request): text for request, text in zip(given[:3], texts.values(), strict=False)}
+    found: dict[int, list[int]] = {request_id: [] for request_id in ids}
+    while engine.has_work:
+        for event in engine.step():
+            found[event.request_id] += event.token_ids
+        engine.runner.buffers.poison(engine.runner.buffers.live_row_count)
+    for request_id, text in ids.items():
+        assert found[request_id] == text[-len(found[request_id]) :]
+    assert engine.stats.spec_decode_num_accepted_tokens > 0
+    engine.close()
+
+
+@needs_kernels
+def test_law_5_a_verification_replays_as_it_runs_eagerly(decoder: Any, fuzz: Any) -> None:
+    given, expected = fuzz
+    engine = make(decoder, speculation="ngram", num_tokens=7, ngram_min=1, backend="eager")
+    assert answers(engine, given) == expected
+    assert {report.queries for report in engine.graphs.report().buckets} >= {1, 8}
+    engine.close()
+
+
+@needs_kernels
+def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known: Any) -> None:
+    """Each verification is made to look dear, then cheap: the pace follows, and what is drafted meanwhile is free."""
+    given, texts = known
+    table, _ = planted(texts, lambda: True)
+    step = partial(SpeculativeStep, source=lambda _: Planted(table, 7))
+    engine = make(decoder, step)
+    pace = engine.pace
+    assert pace is not None
+    seconds = {width: 1.0 + 10.0 * (width > 1) for width in pace.widths}
+    pace.saw_step = lambda bucket, width, _: None  # type: ignore[method-assign]
+    pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
+    answers(engine, given)
+    assert engine.stats.spec_decode_num_draft_tokens == 0
+    assert pace.chance(0) > 0.95  # known from steps that fed no draft
+    seconds |= dict.fromkeys(pace.widths, 1.0)
+    found = answers(engine, given)
+    assert engine.stats.spec_decode_num_accepted_tokens > 0.8 * sum(len(tokens) for tokens, _ in found) - 6
+    engine.close()

@@ -1,0 +1,1 @@
+"""What `tools/gpu_check` runs, and how: parts with limits, tests in processes of their own, one archive."""

@@ -1,0 +1,47 @@
+"""What a call has seen, in one archive that is whole at any moment, and a summary beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from gpu_checks.part import Part
+
+_REFRESH_S = 20.0
+
+
+class Archive:
+    """`CALL.tar.gz` and `CALL.json` in a folder; each is replaced, so that none is ever half written.
+
+    Args:
+        folder: where they come to lie.
+        call: "A", "B" or "C".
+        scratch: what goes into the archive: logs, and what the parts write.
+    """
+
+    def __init__(self, folder: Path, call: str, scratch: Path) -> None:
+        self._path, self._summary = folder / f"{call}.tar.gz", folder / f"{call}.json"
+        self._call, self._scratch = call, scratch
+        self._refreshed = time.monotonic()
+
+    def refresh(self, parts: Iterable[Part]) -> None:
+        """Write both anew."""
+        summary = json.dumps([asdict(part) for part in parts], indent=1)
+        (self._scratch / "summary.json").write_text(summary)
+        temporary = self._path.with_name(f".{self._path.name}")
+        with tarfile.open(temporary, "w:gz") as archive:
+            archive.add(self._scratch, arcname=f"gpu-check-{self._call}")
+        os.replace(temporary, self._path)
+        temporary.write_text(summary)
+        os.replace(temporary, self._summary)
+        self._refreshed = time.monotonic()
+
+    def refresh_now_and_then(self, parts: Iterable[Part]) -> None:
+        """Write both anew if that was long ago: a part that never ends leaves what it said until then."""
+        if time.monotonic() - self._refreshed > _REFRESH_S:
+            self.refresh(parts)

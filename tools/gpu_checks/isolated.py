@@ -1,0 +1,183 @@
+"""Run tests in processes side by side; whatever becomes of one, the others are run.
+
+    python -m gpu_checks.isolated [--processes 8] [--test-limit 60] [--limit 240] [--out FILE] ARGUMENTS OF PYTEST
+
+A test that hangs, crashes or leaves the device unusable is told as such, and those behind it get a new process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+
+from gpu_checks.part import stop
+from gpu_checks.telling import TOLD
+
+GROUP_TESTS = 25
+START_S = 60.0  # for a process to come to its first test
+_POLL_S = 0.1
+_TAIL_CHARACTERS = 3000
+
+
+@dataclass
+class Outcome:
+    """How a test ended.
+
+    Attributes:
+        outcome: "passed", "failed", "skipped", "hung", "crashed", "not started" or "not run".
+        why: what was said of it.
+    """
+
+    outcome: str
+    why: str = ""
+
+
+@dataclass
+class Run:
+    """Tests that are to be run, and what became of them.
+
+    Attributes:
+        test_limit_s: for one test.
+        deadline: on the monotonic clock; what has not run by then is not run.
+        pytest: the command, without tests.
+    """
+
+    test_limit_s: float
+    deadline: float
+    pytest: list[str]
+    waiting: deque[list[str]] = field(default_factory=deque)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def work(self) -> None:
+        """Take groups of tests until there is none."""
+        while True:
+            with self.lock:
+                if not self.waiting:
+                    return
+                tests = self.waiting.popleft()
+            self._run_group(tests)
+
+    def _run_group(self, tests: list[str]) -> None:
+        while tests:
+            if time.monotonic() > self.deadline:
+                self._note({test: Outcome("not run", "no time left") for test in tests})
+                return
+            done = self._run_process(tests)
+            self._note(done)
+            tests = [test for test in tests if test not in done]
+
+    def _note(self, done: dict[str, Outcome]) -> None:
+        with self.lock:
+            self.outcomes |= done
+            for test, result in done.items():
+                if result.outcome not in ("passed", "skipped"):
+                    print(f"{result.outcome}: {test}\n{result.why}", flush=True)
+
+    def _run_process(self, tests: list[str]) -> dict[str, Outcome]:
+        """Run as many tests as one process takes; at least one comes to an end."""
+        with tempfile.TemporaryDirectory() as scratch:
+            told, log = Path(scratch, "told"), Path(scratch, "log")
+            told.touch()
+            with log.open("w") as output:
+                process = subprocess.Popen(
+                    [*self.pytest, *tests],
+                    env=os.environ | {TOLD: str(told)},
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+                late = self._watch(process, told)
+                stop(process)
+            return self._told(
+                tests, told, late, process.returncode, log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+            )
+
+    def _watch(self, process: subprocess.Popen, told: Path) -> str | None:
+        """Wait for a process; return why it was stopped, None if it ended."""
+        size, since = 0, time.monotonic()
+        while process.poll() is None:
+            now = time.monotonic()
+            if told.stat().st_size != size:
+                size, since = told.stat().st_size, now
+            if now > self.deadline:
+                return "no time left"
+            if now - since > (self.test_limit_s if size else max(START_S, self.test_limit_s)):
+                return f"over {self.test_limit_s:.0f} s"
+            time.sleep(_POLL_S)
+        return None
+
+    def _told(self, tests: list[str], told: Path, late: str | None, code: int, tail: str) -> dict[str, Outcome]:
+        done: dict[str, Outcome] = {}
+        running = None
+        for line in map(json.loads, told.read_text().splitlines()):
+            if "begins" in line:
+                running = line["begins"]
+            else:
+                if line["test"] not in done or line["outcome"] == "failed":
+                    done[line["test"]] = Outcome(line["outcome"], line["why"])
+                running = None
+        if running is not None and running not in done:
+            what = "crashed" if late is None else "not run" if late == "no time left" else "hung"
+            done[running] = Outcome(what, f"{late or f'exit {code}'}\n{tail}")
+        if not done:
+            outcome = Outcome("not started", f"{late or f'exit {code}'}\n{tail}")
+            return dict.fromkeys(tests, outcome)
+        if late is None and code in (0, 1):  # it came to its end: what it left out it does not know
+            done = dict.fromkeys(tests, Outcome("not started", tail)) | done
+        return done
+
+
+def collected(pytest: list[str], arguments: list[str]) -> list[str]:
+    """Return the tests that pytest would run."""
+    listed = subprocess.run([*pytest, "--collect-only", *arguments], capture_output=True, text=True, check=False)
+    tests = [line for line in listed.stdout.splitlines() if "::" in line and not line.startswith((" ", "ERROR"))]
+    if listed.returncode not in (0, 5):
+        print(listed.stdout[-_TAIL_CHARACTERS:] + listed.stderr[-_TAIL_CHARACTERS:], flush=True)
+    return tests
+
+
+def groups_of(tests: list[str]) -> deque[list[str]]:
+    """Cut tests into groups of one file each, the largest files first."""
+    files = [list(group) for _, group in groupby(tests, lambda test: test.split("::")[0])]
+    files.sort(key=len, reverse=True)
+    return deque(group[i : i + GROUP_TESTS] for group in files for i in range(0, len(group), GROUP_TESTS))
+
+
+def main() -> int:
+    """Run the tests, print those that did not pass and how many did."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1))
+    parser.add_argument("--test-limit", type=float, default=60.0, help="seconds for one test")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
+    parser.add_argument("--out", type=Path, help="a file for what became of each test")
+    parser.add_argument("--first", type=int, help="run no more than so many, and list the others")
+    options, arguments = parser.parse_known_args()
+    deadline = time.monotonic() + options.limit
+    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
+    tests = collected(pytest, arguments)
+    run = Run(options.test_limit, deadline, [*pytest, "-p", "gpu_checks.telling"], groups_of(tests[: options.first]))
+    workers = [threading.Thread(target=run.work) for _ in range(options.processes)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    counts = Counter(result.outcome for result in run.outcomes.values())
+    print(f"{len(tests)} tests: " + ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())))
+    if options.out is not None:
+        options.out.write_text(json.dumps({test: vars(result) for test, result in run.outcomes.items()}, indent=1))
+    return 0 if tests and not counts.keys() - {"passed", "skipped"} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

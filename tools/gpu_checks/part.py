@@ -1,0 +1,76 @@
+"""One thing to run, in a process that cannot hold up the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_POLL_S = 0.2
+_TAIL_CHARACTERS = 4000
+
+
+@dataclass
+class Part:
+    """A command, how long it may take, and how it went.
+
+    Attributes:
+        name: of the part, and of its log.
+        command: what a GPU is needed for. Empty: nothing.
+        limit_s: after so many seconds it is stopped.
+        rehearsal: what is run instead where there is no GPU: the same in small on a CPU. Empty: nothing.
+        state: "not run", "ok", "failed (CODE)", "over its LIMIT s", "no time left", "could not start".
+        seconds: that it took.
+        tail: of what it said.
+    """
+
+    name: str
+    command: list[str]
+    limit_s: float
+    rehearsal: list[str]
+    state: str = "not run"
+    seconds: float = 0.0
+    tail: str = ""
+
+    def run(self, command: list[str], log: Path, limit_s: float, meanwhile: Callable[[], None]) -> None:
+        """Run a command into a log, stop it at a limit with all that it started, and note how it went."""
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONUNBUFFERED": "1",
+        }
+        began = time.monotonic()
+        with log.open("w") as output:
+            try:
+                process = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
+                )
+            except OSError as error:
+                self.state, self.tail = "could not start", str(error)
+                return
+            try:
+                self.state = self._wait(process, began + limit_s, limit_s, meanwhile)
+            finally:
+                stop(process)
+        self.seconds = time.monotonic() - began
+        self.tail = log.read_text(errors="replace")[-_TAIL_CHARACTERS:]
+
+    def _wait(self, process: subprocess.Popen, deadline: float, limit_s: float, meanwhile: Callable[[], None]) -> str:
+        while process.poll() is None:
+            if time.monotonic() > deadline:
+                return f"over its {limit_s:.0f} s"
+            meanwhile()
+            time.sleep(_POLL_S)
+        return "ok" if process.returncode == 0 else f"failed ({process.returncode})"
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a process and all that it started in its session."""
+    with suppress(ProcessLookupError):  # nothing of it is left
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,297 @@
+"""The launches of a decode step on a GPU, recorded where there is none: the real step, over tensors without memory.
+
+The step's own code runs, on tensors of torch's meta device that say they are on a GPU; an operator of ours runs its
+Triton version, whose launches are noted in place of being made, and any other operator that computes counts as one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from graphdecode.cache import PagedKVCache
+from graphdecode.config import BucketConfig
+from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.kernels.linear.small_linear_config import fixed_config
+from graphdecode.kernels.native import early_start
+from graphdecode.kernels.native.registration import NAMESPACE, versions
+from graphdecode.linear import linear_choice
+from graphdecode.models import Decoder, load, load_model
+from graphdecode.models.shapes import RandomWeights
+
+DEVICE = torch.device("cuda:0")
+_OPTIONS = ("num_warps", "num_stages", "launch_pdl", "num_ctas", "maxnreg", "launch_cooperative_grid")
+_WITHOUT_WORK = {  # torch's operators that are no kernels
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "view", "_unsafe_view", "slice", "select",
+    "split", "split_with_sizes", "unbind", "reshape", "_reshape_alias", "alias", "detach", "t", "transpose", "permute",
+    "expand", "unsqueeze", "squeeze", "narrow", "as_strided", "lift_fresh", "view_as", "resolve_conj", "resolve_neg",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What a step asks of the GPU that it is made for.
+
+    Attributes:
+        arch: compute capability as one number, such as 90.
+        processors: multiprocessors.
+        memory_bytes: of it.
+    """
+
+    arch: int = 90
+    processors: int = 132
+    memory_bytes: int = 141 * 10**9
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a step.
+
+    Attributes:
+        name: the kernel's function, or torch's operator.
+        operator: which of our operators launched it; empty: none.
+        grid: programs on each axis; empty for torch's operators.
+        arguments: by name; tensors have no memory.
+        options: warps, stages, early start.
+        kernel: the function itself; None for torch's operators.
+    """
+
+    name: str
+    operator: str
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    kernel: Any = None
+
+    @property
+    def starts_early(self) -> bool:
+        """Whether it may begin while the kernel before it still runs."""
+        return bool(self.options.get("launch_pdl"))
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """A step's launches, and what they work on.
+
+    Attributes:
+        launches: in their order.
+        model: over tensors without memory.
+        constants: storages of what the step only reads.
+        token_bytes: of a token in all caches.
+        made_bytes: of all tensors that the step makes for itself.
+    """
+
+    launches: list[Launch]
+    model: Decoder
+    constants: frozenset[int]
+    token_bytes: int
+    made_bytes: int
+
+
+class _OnMeta(TorchFunctionMode):
+    """Tensors of the device are tensors of meta, and say that they are of the device."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "__get__" and isinstance(args[0], Tensor) and _is_meta(args[0]):
+            if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+                return DEVICE
+            if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+                return True
+        kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = "meta"
+        if func is Tensor.to:
+            args = tuple("meta" if _is_the_device(value) else value for value in args)
+        if func is Tensor.is_pinned:
+            return True
+        return func(*args, **kwargs)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what tells the memory that a tensor would lie in from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def _is_meta(tensor: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        return tensor.device.type == "meta"
+
+
+def _is_the_device(value: Any) -> bool:
+    return isinstance(value, torch.device) and value.type == "cuda"
+
+
+class _Noting(TorchDispatchMode):
+    """Notes each launch, and what is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.made: dict[int, Tensor] = {}
+        self._operator = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        namespace, name = func._schema.name.split("::")
+        kwargs = kwargs or {}
+        if namespace == NAMESPACE:
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | kwargs
+            outer, self._operator = self._operator, name
+            try:
+                with self, _OnMeta():
+                    versions(name).triton(*(given[argument] for argument in names))
+            finally:
+                self._operator = outer
+            return None
+        to_host = name == "copy_" and args[1].is_meta and not args[0].is_meta
+        result = args[0] if to_host else func(*args, **kwargs)  # what has no memory cannot be copied out
+        if isinstance(result, Tensor) and name.startswith(("empty", "new_empty")):
+            self.made[storage_of(result)] = result
+        if name not in _WITHOUT_WORK and any(isinstance(each, Tensor) and each.is_meta for each in (*args, result)):
+            self.launches.append(Launch(name, self._operator, (), {f"arg{i}": value for i, value in enumerate(args)}))
+        return result
+
+    def note(self, kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        """Stand for a kernel's launch."""
+        options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        arguments = dict(inspect.signature(kernel.fn).bind(*args, **kwargs).arguments)
+        programs = grid(arguments) if callable(grid) else grid
+        self.launches.append(
+            Launch(
+                kernel.fn.__name__.strip("_"),
+                self._operator,
+                tuple(int(size) for size in programs),
+                arguments,
+                options,
+                kernel,
+            )
+        )
+
+
+@contextmanager
+def _pretended(gpu: Gpu) -> Iterator[None]:
+    """Let there be a GPU for the code that makes a model and a step; nothing may be computed on it."""
+    properties = SimpleNamespace(multi_processor_count=gpu.processors, total_memory=gpu.memory_bytes, name="modelled")
+    capability = (gpu.arch // 10, gpu.arch % 10)
+
+    def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
+        """What a GPU would have to time: the tile that follows from the shape, with an early start."""
+        config = fixed_config(weight.shape[0], weight.shape[1], weight.element_size())
+        config = type(config)(**(vars(config) | {"pdl": gpu.arch >= 90}))
+        return config, {"plain": 2.0, str(config): 1.0}
+
+    def nothing(*_: Any) -> None:
+        """No clock, and no cache of choices: nothing is timed."""
+
+    def untouched(self: RandomWeights, name: str, out: Tensor, shard: Any = None) -> None:
+        """What `read` does where there is no memory."""
+
+    cuda = {
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: capability,
+        "get_device_name": lambda *_: properties.name,
+        "mem_get_info": lambda *_: (gpu.memory_bytes, gpu.memory_bytes),
+        "Event": lambda **_: SimpleNamespace(synchronize=lambda: None, record=lambda *_: None),
+        "empty_cache": lambda: None,
+    }
+    early_start.has_early_start.cache_clear()
+    with ExitStack() as held:
+        for name, replacement in cuda.items():
+            held.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        held.enter_context(mock.patch.object(linear_choice, "fastest_product", fastest))
+        held.enter_context(mock.patch.object(linear_choice.LinearTuner, "_graph_clock", nothing))
+        held.enter_context(mock.patch.object(load, "ChoiceCache", nothing))
+        held.enter_context(mock.patch.object(RandomWeights, "read", untouched))
+        held.callback(early_start.has_early_start.cache_clear)
+        held.enter_context(_OnMeta())
+        yield
+
+
+def recorded_step(
+    model: str | Path,
+    rows: int,
+    *,
+    gpu: Gpu = Gpu(),
+    max_batch_size: int = 64,
+    max_sequence_length: int = 4352,
+    batch_invariant: bool = False,
+    dtype: str = "bfloat16",
+) -> RecordedStep:
+    """Return the launches of one step of so many rows.
+
+    Args:
+        model: the name of a shape, such as `"shape:llama-3.1-8b"`.
+        rows: of the bucket.
+        gpu: what the step is made for.
+        max_batch_size: rows of the largest bucket.
+        max_sequence_length: tokens of a row at most.
+        batch_invariant: as the engine's option.
+        dtype: of weights, activations and cache.
+    """
+    config = BucketConfig(
+        max_batch_size=max(max_batch_size, rows),
+        max_sequence_length=max_sequence_length,
+        batch_sizes=sorted({rows, max(max_batch_size, rows)}),
+    )
+    noting = _Noting()
+    with _pretended(gpu), torch.no_grad():
+        decoder = load_model(
+            model,
+            device=DEVICE,
+            dtype=dtype,
+            max_sequence_length=max_sequence_length,
+            batch_sizes=config.ladder.sizes,
+            batch_invariant=batch_invariant,
+            model_impl="native",
+        )
+        assert isinstance(decoder, Decoder)
+        shape = decoder.config
+        pages = -(-max_sequence_length // config.page_size)
+        cache = PagedKVCache(
+            num_layers=decoder.num_layers,
+            total_num_pages=pages * config.max_batch_size,
+            page_size=config.page_size,
+            max_pages_per_row=pages,
+            num_kv_heads=shape.num_key_value_heads,
+            head_dim=shape.head_dim,
+            dtype=decoder.dtype,
+            device=DEVICE,
+        )
+        setting = StepSetting(decoder, cache.layers, config.page_size, pages, config, batch_invariant)
+        step = DecodeStep(setting)
+        batch = step.buffers.narrow(rows)
+        with ExitStack() as held:
+            for kind in (JITFunction, InterpretedFunction):
+
+                def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+                    noting.note(kernel, *args, **kwargs)
+
+                held.enter_context(mock.patch.object(kind, "run", run))
+            held.enter_context(noting)
+            step(batch)
+    token_bytes = sum(2 * keys[0, 0].nbytes for keys, _ in cache.layers)
+    return RecordedStep(
+        noting.launches,
+        decoder,
+        frozenset(storage_of(tensor) for tensor in decoder.constants),
+        token_bytes,
+        sum(tensor.untyped_storage().nbytes() for tensor in noting.made.values()),
+    )

@@ -1,0 +1,129 @@
+"""How long a step should take on a GPU, from its launches, the code of each, and the bytes that it must move.
+
+A step is the time to read what it must, and beside that for each launch the gap before it and the latency inside it, in
+which memory idles; less what a kernel that begins early has already asked memory for. Good to about 20% of what is
+beside the floor; it is there to see changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from step_code.figures import Figures
+from step_code.launches import Gpu, Launch, RecordedStep
+
+_WARP = 32
+_WARPS = 64  # that a multiprocessor holds at a time
+_PROGRAMS = 32
+_REGISTERS = 65536
+_SHARED = 227 * 1024
+_SHARED_OF_SYSTEM = 1024  # bytes of each program
+_WARPS_BY_DEFAULT = 4
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a launch and a byte cost; of an H200.
+
+    Attributes:
+        read_bandwidth: bytes per second.
+        clock_hz: of a multiprocessor.
+        gap_us: from one kernel of a graph to the next that depends on it.
+        early_gap_us: likewise, where the next one began early (CUDA's programmatic dependent launch).
+        library_us: latency inside a kernel of torch's or of cuBLAS, whose code is not looked at.
+        stream_loss: share of the weights' time that is lost at the begin and the end of each stream.
+        cache_loss: share of the time of keys and values that is lost, for they lie in pages.
+    """
+
+    read_bandwidth: float = 4.2e12
+    clock_hz: float = 1.755e9
+    gap_us: float = 1.3
+    early_gap_us: float = 0.34
+    library_us: float = 2.5
+    stream_loss: float = 0.03
+    cache_loss: float = 0.09
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step comes to.
+
+    Attributes:
+        launches: kernels and copies.
+        made_bytes: of all tensors that the step makes for itself.
+        floor_us: the bytes that it must move, over the read bandwidth.
+        gaps_us: between its launches.
+        latency_us: inside them.
+        hidden_us: of both, in which memory does not idle.
+        step_us: all of it.
+    """
+
+    launches: int
+    made_bytes: int
+    floor_us: float
+    gaps_us: float
+    latency_us: float
+    hidden_us: float
+    step_us: float
+
+    @property
+    def times_floor(self) -> float:
+        """The step over its floor."""
+        return self.step_us / self.floor_us
+
+
+def step_cost(
+    step: RecordedStep,
+    rows: int,
+    context: int,
+    figures: Callable[[Launch], Figures | None],
+    gpu: Gpu = Gpu(),  # noqa: B008 (immutable)
+    costs: Costs = Costs(),
+) -> StepCost:
+    """Return what a step comes to.
+
+    Args:
+        step: its launches.
+        rows: of it.
+        context: tokens of each row.
+        figures: of a launch's code; None where it is not ours.
+        gpu: how many multiprocessors there are.
+        costs: of launches and bytes.
+    """
+    weights_us = 1e6 * step.model.read_bytes(rows) / costs.read_bandwidth
+    cache_us = 1e6 * rows * (context + 1) * step.token_bytes / costs.read_bandwidth
+    gaps_us = latency_us = hidden_us = 0.0
+    before: Figures | None = None
+    for launch in step.launches:
+        own = figures(launch)
+        begins_early = launch.starts_early and before is not None and before.triggers
+        gap = costs.early_gap_us if begins_early else costs.gap_us
+        latency = costs.library_us if own is None else 1e6 * own.latency_cycles / costs.clock_hz
+        gaps_us, latency_us = gaps_us + gap, latency_us + latency
+        if own is not None and begins_early:
+            hidden_us += min(gap + latency, 1e6 * early_bytes(launch, own, gpu) / costs.read_bandwidth)
+        before = own
+    step_us = weights_us * (1 + costs.stream_loss) + cache_us * (1 + costs.cache_loss)
+    step_us += gaps_us + latency_us - hidden_us
+    return StepCost(len(step.launches), step.made_bytes, weights_us + cache_us, gaps_us, latency_us, hidden_us, step_us)
+
+
+def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
+    """Return the bytes that all programs which the chip holds have asked memory for when they wait."""
+    if figures.early_loop:
+        return float("inf")  # all that there is
+    warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
+    programs = 1
+    for size in launch.grid:
+        programs *= size
+    return figures.early_bytes * warps * min(programs, gpu.processors * programs_at_once(figures, warps))
+
+
+def programs_at_once(figures: Figures, warps: int) -> int:
+    """Return how many programs one multiprocessor holds."""
+    registers = -(-figures.registers // 8) * 8 * _WARP * warps
+    return max(
+        min(_PROGRAMS, _WARPS // warps, _REGISTERS // registers, _SHARED // (figures.shared + _SHARED_OF_SYSTEM)),
+        1,
+    )
