@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -84,3 +85,15 @@ def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(self, widened(a), widened(b), *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture(autouse=True)
+def strict_launches(request: pytest.FixtureRequest, bfloat16_products: None) -> Iterator[object]:
+    """Let the interpreter check addresses, and run programs in an order that follows from the test's name."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield None
+        return
+    from interpreted_launches import strict
+
+    with strict(zlib.crc32(request.node.nodeid.encode())) as strictly:
+        yield strictly

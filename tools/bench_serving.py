@@ -3,12 +3,17 @@
     python tools/bench_serving.py --rates 5,20,80 --out serving
     python tools/bench_serving.py --prompt-tokens lognormal:64:0.8:400 --answer-tokens 8-64
     python tools/bench_serving.py --trace arrivals.jsonl --rates 10,40
+    python tools/bench_serving.py http --model smollm2 --clients 32 --peer llama-cpp=/opt/llama/bin/python --out server
 
 Requests arrive at random (Poisson), or as a trace says: JSONL with `at` (seconds), `prompt_tokens` and `answer_tokens`,
 played as it is, or at the rates that are given. Arrivals do not wait for answers. Writes serving.json after every load.
+
+With `http`: a real server over HTTP, beside the engine alone and beside other servers, in one run. Writes server.json.
 """
 
 import json
+import signal
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -21,11 +26,14 @@ from rich.table import Table
 
 from graphdecode import LLM
 from graphdecode.cli.options import print_error, wide_console
+from graphdecode.models import resolve_model_path
 from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.load import Arrival, Lengths, at_rate, poisson_arrivals, read_trace
 from graphdecode.profiling.serving import SCHEMA_VERSION, check_fits, serve
 from graphdecode.profiling.serving_plot import plot_serving
+from peers.servers import parse_servers
+from peers.serving_contest import Contest, compare
 
 DEFAULT_RATES = "5,20,80"
 WARM_UP = [Arrival(0.0, 8, 4)] * 4
@@ -58,7 +66,12 @@ def loads_of(
     }
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.callback(invoke_without_command=True)
 def main(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, or demo.")] = "demo",
     config: Annotated[Path | None, typer.Option(help="A bucket configuration file.")] = None,
     rates: Annotated[
@@ -76,6 +89,8 @@ def main(
     record_batches: Annotated[Path | None, typer.Option(help="Add the loads' batch sizes to a file.")] = None,
 ) -> None:
     """Measure what users would see at given rates of arrivals."""
+    if context.invoked_subcommand is not None:
+        return
     loads = loads_of(trace, rates, requests, prompt_tokens, answer_tokens, seed, burst)
     if record_batches is not None:
         check_record(record_batches)
@@ -115,6 +130,54 @@ def main(
                 if out is not None:
                     title = f"{model} {about['dtype']} on {about['environment']['device_name']}, open loop"
                     (out / "serving.png").write_bytes(plot_serving(rows, title))
+
+
+@app.command()
+def http(
+    model: Annotated[str, typer.Option(help="As for `graphdecode serve`.")] = "demo",
+    clients: Annotated[int, typer.Option(min=1, help="Clients that ask at the same time.")] = 32,
+    answer_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=PYTHON]", help="llama-cpp or vllm, and the Python that has it; may be repeated."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The same model as a folder, for peers that do not read its file.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for server.json.")] = None,
+) -> None:
+    """Compare our server with the engine below it, and with other servers."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers that were started are ended
+    contest = Contest(model, resolve_model_path(model), checkpoint, clients, answer_tokens, rounds)
+    found = compare(contest, parse_servers(peer or []), lambda: print("measuring", file=sys.stderr, flush=True))
+    medians = {
+        name: {key: statistics.median(row[key] for row in rows) for key in rows[0]} for name, rows in found.items()
+    }
+    show_servers(medians)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        about = {"schema": 1, "environment": describe_environment("cpu"), "model": model, "clients": clients}
+        told = about | {"answer_tokens": answer_tokens, "medians": medians, "rounds": found}
+        (out / "server.json").write_text(json.dumps(told, indent=1) + "\n")
+
+
+def show_servers(medians: dict[str, dict[str, float]]) -> None:
+    """Print the figures of servers, and those of the library as the limit beside them."""
+    table = Table(title="servers", box=box.SIMPLE)
+    for head in ("", "tokens/s", "of the library's", "first token alone, ms", "over the engine's own", "step, ms"):
+        table.add_column(head, justify="right")
+    library = medians["library"]
+    for name, figures in medians.items():
+        table.add_row(
+            name,
+            f"{figures['tokens_per_second']:.0f}",
+            f"{figures['tokens_per_second'] / library['tokens_per_second']:.2f}",
+            f"{figures['first_token_ms']:.2f}",
+            f"{figures['over_engine_ms']:.2f}" if "over_engine_ms" in figures else "-",
+            f"{figures['step_ms']:.2f}" if "step_ms" in figures else "-",
+        )
+    wide_console().print(table)
 
 
 def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
@@ -167,7 +230,7 @@ def percentiles(found: dict[str, float] | None) -> list[str]:
 
 if __name__ == "__main__":
     try:
-        typer.run(main)
-    except ValueError as error:
+        app()
+    except (ValueError, RuntimeError) as error:
         print_error(str(error))
         sys.exit(2)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from graphdecode.config import EngineConfig
-from graphdecode.errors import ArgumentError
 
 
 def limited(settings: EngineConfig, **limits: int | None) -> EngineConfig:
@@ -21,19 +20,6 @@ def limited(settings: EngineConfig, **limits: int | None) -> EngineConfig:
     """
     given = {name: limit for name, limit in limits.items() if limit is not None}
     return replace(settings, buckets=settings.buckets.with_limits(**given))
-
-
-def check_length(max_sequence_length: int | None, trained_length: int) -> None:
-    """Refuse an option that asks for longer sequences than the model was trained for.
-
-    Raises:
-        ArgumentError: it does.
-    """
-    if max_sequence_length is not None and max_sequence_length > trained_length:
-        raise ArgumentError(
-            f"--max-sequence-length must be at most {trained_length}, for which the model was trained, "
-            f"got {max_sequence_length}"
-        )
 
 
 def fitted(

@@ -6,11 +6,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import check_length, fitted, limited
+from graphdecode.cli.capacity import fitted, limited
+from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -23,27 +24,17 @@ from graphdecode.cli.options import (
     TrustRemoteCodeOption,
     settings_of,
     stdin_text,
-    tokenizer_for,
 )
-from graphdecode.cli.sampling_options import (
-    FrequencyPenaltyOption,
-    MinPOption,
-    PresencePenaltyOption,
-    RepetitionPenaltyOption,
-    SeedOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    sampling_fields,
-)
+from graphdecode.cli.sampling_options import OF_A_CHAT, sampling
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.text import Conversation, RequestOutput, RunSummary
 
 
+@sampling(*OF_A_CHAT)
 def chat(
+    sampling: dict[str, Any],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[MESSAGE]", help="What to say; none: a session, or what is piped in.")
     ] = None,
@@ -57,15 +48,6 @@ def chat(
     ] = None,
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
-    presence_penalty: PresencePenaltyOption = None,
-    frequency_penalty: FrequencyPenaltyOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
     max_sequence_length: Annotated[
         int | None, typer.Option(help="Tokens of the conversation at most; left out: the configuration's.")
     ] = None,
@@ -93,7 +75,7 @@ def chat(
             config,
             device=device,
             dtype=dtype,
-            seed=seed,
+            seed=sampling.get("seed"),
             quantize=quantize,
             speculation=speculate,
             model_impl=model_impl,
@@ -103,24 +85,17 @@ def chat(
     )
     from graphdecode import LLM, SamplingParams
     from graphdecode.cli.chat_session import ChatSession, make_prompt_session
-    from graphdecode.models import check_model, resolve_model_path
     from graphdecode.text import Conversation, RunSummary, render_chat
 
-    given = sampling_fields(
-        logit_bias=None, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=settings.seed,
-        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty, stop=stop, max_tokens=max_tokens,
-    )  # fmt: skip
+    given = sampling | {"seed": settings.seed, "max_tokens": max_tokens}
     SamplingParams(**given)  # what cannot be is said before a model is looked for
-    path = resolve_model_path(model)
-    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
-    trained_length = described.max_position_embeddings
-    check_length(max_sequence_length, trained_length)
-    loaded = tokenizer_for(path, tokenizer, settings)
+    checkpoint = find_checkpoint(model, tokenizer, settings, max_sequence_length)
     messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
-    render_chat(loaded, messages, chat_template=chat_template)  # no template: said before the weights are read
-    settings = fitted(settings, [1], None, answers=1, trained_length=trained_length)
-    with LLM(path, config=settings, tokenizer=loaded, progress=True) as llm:
+    render_chat(
+        checkpoint.tokenizer, messages, chat_template=chat_template
+    )  # no template: said before the weights are read
+    settings = fitted(settings, [1], None, answers=1, trained_length=checkpoint.trained_length)
+    with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.default_chat_params(), **given)
         conversation = Conversation(llm, system=system, sampling_params=params, chat_template=chat_template)
         if is_session:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import check_length, fitted, limited
+from graphdecode.cli.capacity import fitted, limited
+from graphdecode.cli.checkpoint import Checkpoint, find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -29,24 +30,8 @@ from graphdecode.cli.options import (
     print_error,
     settings_of,
     stdin_text,
-    tokenizer_for,
 )
-from graphdecode.cli.sampling_options import (
-    AnswersOption,
-    FrequencyPenaltyOption,
-    LogitBiasOption,
-    LogprobsOption,
-    MinPOption,
-    PresencePenaltyOption,
-    RepetitionPenaltyOption,
-    SeedOption,
-    StopOption,
-    TemperatureOption,
-    TopKOption,
-    TopPOption,
-    more_sampling,
-    sampling_fields,
-)
+from graphdecode.cli.sampling_options import ALL, sampling
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -56,27 +41,15 @@ if TYPE_CHECKING:
     from graphdecode.text.answer import Answer
 
 
-@more_sampling
+@sampling(*ALL)
 def generate(
-    more: dict[str, Any],
+    sampling: dict[str, Any],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    n: AnswersOption = None,
-    temperature: TemperatureOption = None,
-    top_k: TopKOption = None,
-    top_p: TopPOption = None,
-    min_p: MinPOption = None,
-    repetition_penalty: RepetitionPenaltyOption = None,
-    presence_penalty: PresencePenaltyOption = None,
-    frequency_penalty: FrequencyPenaltyOption = None,
-    logit_bias: LogitBiasOption = None,
-    logprobs: LogprobsOption = None,
-    seed: SeedOption = None,
-    stop: StopOption = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
     ] = None,
@@ -101,14 +74,14 @@ def generate(
     where it does not set do_sample. Without that file it is the library's default: temperature 1.
     """
     began = time.perf_counter()
-    if not as_json and (logprobs is not None or "prompt_logprobs" in more):
+    if not as_json and sampling.keys() & {"logprobs", "prompt_logprobs"}:
         raise ArgumentError("--logprobs and --prompt-logprobs are printed with --json alone")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
         device=device,
         dtype=dtype,
-        seed=seed,
+        seed=sampling.get("seed"),
         quantize=quantize,
         speculation=speculate,
         batch_invariant=batch_invariant or None,
@@ -118,25 +91,16 @@ def generate(
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     from graphdecode import LLM, SamplingParams
-    from graphdecode.models import check_model, resolve_model_path
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
-    given = sampling_fields(
-        n=n, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, logit_bias=logit_bias,
-        seed=settings.seed, stop=stop, max_tokens=max_tokens, logprobs=logprobs, **more,
-    )  # fmt: skip
-    SamplingParams(**given)  # what cannot be is said before a model is looked for
+    given = sampling | {"seed": settings.seed, "max_tokens": max_tokens}
+    asked = SamplingParams(**given)  # what cannot be is said before a model is looked for
     if record_batches is not None:
         check_record(record_batches)
-    path = resolve_model_path(model)
-    described = check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
-    trained_length = described.max_position_embeddings
-    check_length(max_sequence_length, trained_length)
-    loaded = tokenizer_for(path, tokenizer, settings)
-    settings = _sized(settings, trained_length, loaded, texts, SamplingParams(**given))
-    with LLM(path, config=settings, tokenizer=loaded, progress=True) as llm:
+    checkpoint = find_checkpoint(model, tokenizer, settings, max_sequence_length)
+    settings = _sized(settings, checkpoint, texts, asked)
+    with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)
         summary = RunSummary(llm, load_seconds=time.perf_counter() - began)
         try:
@@ -153,15 +117,14 @@ def generate(
         raise typer.Exit(2)
 
 
-def _sized(
-    settings: EngineConfig, trained_length: int, tokenizer: Any, texts: list[str], params: SamplingParams
-) -> EngineConfig:
+def _sized(settings: EngineConfig, checkpoint: Checkpoint, texts: list[str], params: SamplingParams) -> EngineConfig:
     """Return settings whose capacity is what these prompts can use."""
     most = params.truncate_prompt_tokens
-    lengths = [len(tokenizer(text, verbose=False).input_ids) for text in texts]
+    lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]
     if most is not None and most > 0:
         lengths = [min(length, most) for length in lengths]
-    return fitted(settings, lengths, params.max_tokens, answers=len(texts) * params.n, trained_length=trained_length)
+    answers = len(texts) * params.n
+    return fitted(settings, lengths, params.max_tokens, answers=answers, trained_length=checkpoint.trained_length)
 
 
 def _collect_prompts(arguments: list[str], options: list[str], file: Path | None) -> list[str]:

@@ -13,26 +13,25 @@ from graphdecode.errors import ArgumentError
 
 _CHECKPOINTS = "Left out: the checkpoint's."
 
-AnswersOption = Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")]
-TemperatureOption = Annotated[float | None, typer.Option(help=f"0 is greedy. {_CHECKPOINTS}")]
-TopKOption = Annotated[int | None, typer.Option(help=f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}")]
-TopPOption = Annotated[float | None, typer.Option(help=f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}")]
-MinPOption = Annotated[
-    float | None, typer.Option(help=f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}")
-]
-RepetitionPenaltyOption = Annotated[
-    float | None, typer.Option(help=f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}")
-]
-PresencePenaltyOption = Annotated[float | None, typer.Option(help="Taken from logits of generated tokens.")]
-FrequencyPenaltyOption = Annotated[float | None, typer.Option(help="The same, for each time that they came.")]
-LogitBiasOption = Annotated[
-    list[str] | None, typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated.")
-]
-LogprobsOption = Annotated[int | None, typer.Option(help="So many likely tokens at each place; with --json.")]
-SeedOption = Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")]
-StopOption = Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")]
-
-_MORE: dict[str, Any] = {  # a field of `SamplingParams`, and its option
+_OPTIONS: dict[str, Any] = {  # a field of `SamplingParams`, and its option
+    "n": Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")],
+    "temperature": Annotated[float | None, typer.Option(help=f"0 is greedy. {_CHECKPOINTS}")],
+    "top_k": Annotated[int | None, typer.Option(help=f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}")],
+    "top_p": Annotated[float | None, typer.Option(help=f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}")],
+    "min_p": Annotated[
+        float | None, typer.Option(help=f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}")
+    ],
+    "repetition_penalty": Annotated[
+        float | None, typer.Option(help=f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}")
+    ],
+    "presence_penalty": Annotated[float | None, typer.Option(help="Taken from logits of generated tokens.")],
+    "frequency_penalty": Annotated[float | None, typer.Option(help="The same, for each time that they came.")],
+    "logit_bias": Annotated[
+        list[str] | None, typer.Option(metavar="ID=VALUE", help="Added to a token's logit; may be repeated.")
+    ],
+    "logprobs": Annotated[int | None, typer.Option(help="So many likely tokens at each place; with --json.")],
+    "seed": Annotated[int | None, typer.Option(help="Of the sampling; left out: the configuration's.")],
+    "stop": Annotated[list[str] | None, typer.Option(help="Text that ends an answer; may be repeated.")],
     "min_tokens": Annotated[int | None, typer.Option(help="Tokens before which nothing ends an answer.")],
     "prompt_logprobs": Annotated[int | None, typer.Option(help="As --logprobs, at each place of the prompt.")],
     "truncate_prompt_tokens": Annotated[
@@ -55,37 +54,54 @@ _MORE: dict[str, Any] = {  # a field of `SamplingParams`, and its option
     ],
     "ignore_eos": Annotated[bool | None, typer.Option("--ignore-eos", help="Go on after the end of the sequence.")],
 }
+ALL = tuple(_OPTIONS)
+OF_A_CHAT = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+)
 
 
-def more_sampling(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options above as well; those that were given come as `more`, by the fields' names."""
-
-    @functools.wraps(command)
-    def taking(**given: Any) -> None:
-        values = {name: given.pop(name, None) for name in _MORE}
-        command(**given, more={name: value for name, value in values.items() if value is not None and value != []})
-
-    own = inspect.signature(command, eval_str=True)
-    parameters = [parameter for name, parameter in own.parameters.items() if name != "more"]
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters += [inspect.Parameter(name, kind, default=None, annotation=option) for name, option in _MORE.items()]
-    taking.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
-    taking.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    return taking
-
-
-def sampling_fields(*, logit_bias: list[str] | None, **options: Any) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that were given, by their names.
+def sampling(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of some fields of `SamplingParams`; those that were given come as `sampling`.
 
     Args:
-        logit_bias: as it was typed.
-        options: the others; None means left out.
+        fields: by their names.
+    """
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def taking(**given: Any) -> None:
+            values = {name: given.pop(name, None) for name in fields}
+            command(
+                **given,
+                sampling=_with_biases({name: value for name, value in values.items() if value not in (None, [])}),
+            )
+
+        own = inspect.signature(command, eval_str=True)
+        parameters = [parameter for name, parameter in own.parameters.items() if name != "sampling"]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters += [inspect.Parameter(name, kind, default=None, annotation=_OPTIONS[name]) for name in fields]
+        taking.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        taking.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return taking
+
+    return with_options
+
+
+def _with_biases(given: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of `SamplingParams`, of which the biases come as they were typed.
 
     Raises:
         ArgumentError: a bias is none.
     """
-    given = {name: value for name, value in options.items() if value is not None}
-    return given | ({"logit_bias": dict(map(_bias, logit_bias))} if logit_bias else {})
+    return given | ({"logit_bias": dict(map(_bias, given["logit_bias"]))} if "logit_bias" in given else {})
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from graphdecode.cli.capacity import limited
+from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -23,7 +24,6 @@ from graphdecode.cli.options import (
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
-    tokenizer_for,
 )
 from graphdecode.errors import ArgumentError
 
@@ -53,6 +53,9 @@ def serve(
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A name that clients may call the server by; may be repeated.")
+    ] = None,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
@@ -72,6 +75,7 @@ def serve(
         "api_keys": api_key,
         "served_model_name": served_model_name,
         "cors_origins": cors_origin,
+        "allowed_hosts": allowed_host,
         "log_requests": log_requests or None,
     }
     limits = load_server_config(config) if config is not None else ServerConfig()
@@ -85,7 +89,7 @@ def _run(model: str, tokenizer: str | None, settings: object, limits: object) ->
 
     from graphdecode import __version__
     from graphdecode.config import EngineConfig, ServerConfig
-    from graphdecode.models import check_model, generation_defaults, resolve_model_path
+    from graphdecode.models import generation_defaults
     from graphdecode.server.run import bind, run
     from graphdecode.server.service import Service
 
@@ -94,14 +98,13 @@ def _run(model: str, tokenizer: str | None, settings: object, limits: object) ->
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
     bound = bind(limits.host, limits.port)
-    path = resolve_model_path(model)
-    check_model(path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    checkpoint = find_checkpoint(model, tokenizer, settings)
     name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
     service = Service(
-        path,
+        checkpoint.path,
         name,
-        tokenizer_for(path, tokenizer, settings),
-        generation_defaults(path),
+        checkpoint.tokenizer,
+        generation_defaults(checkpoint.path),
         settings,
         limits,
         version=__version__,

@@ -30,6 +30,14 @@ class ServerConfig:
     served_model_name: str | None = key(
         SERVER, None, none_or(matching(r"\S+", "a name"), '"my-model"'), "What clients call the model."
     )
+    allowed_hosts: tuple[str, ...] | list[str] = key(
+        SERVER,
+        (),
+        texts(),
+        'Names that clients may call the server by, besides localhost and addresses; "*" is all. Left out: no others '
+        "where it listens on this machine alone, else all.",
+    )
+    max_connections: int = key(SERVER, 1000, integer(1), "Open at a time; beyond, one is answered with 503.")
     max_waiting: int = key(
         SERVER, 256, integer(0), "Requests without a row at most; beyond, a request is answered with 429."
     )
@@ -70,5 +78,5 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for each in keys_of(self):
             each.check(getattr(self, each.field))
-        for name in ("api_keys", "cors_origins"):
+        for name in ("api_keys", "allowed_hosts", "cors_origins"):
             object.__setattr__(self, name, tuple(getattr(self, name)))

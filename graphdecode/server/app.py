@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -19,11 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server.chat_completions import chat
 from graphdecode.server.completions import complete
+from graphdecode.server.guards import HostGuard, KeyGuard, own_names
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.live import live
 from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
@@ -58,12 +57,14 @@ def make_app(service: Service) -> Starlette:
     ]
     limits = service.limits
     middleware = []
+    if (names := own_names(limits)) is not None:
+        middleware.append(Middleware(HostGuard, hosts=names))
     if limits.cors_origins:
         middleware.append(
             Middleware(CORSMiddleware, allow_origins=limits.cors_origins, allow_methods=["*"], allow_headers=["*"])
         )
     if service.api_keys:
-        middleware.append(Middleware(_Keys, keys=service.api_keys))
+        middleware.append(Middleware(KeyGuard, keys=service.api_keys))
     return Starlette(
         routes=routes,
         middleware=middleware,
@@ -195,25 +196,6 @@ class Endpoints:
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-class _Keys:
-    """Lets into /v1 only who brings a key; comparing takes as long for a wrong key as for a right one."""
-
-    def __init__(self, app: ASGIApp, keys: list[str]) -> None:
-        self._app = app
-        self._keys = [key.encode() for key in keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1") and scope["method"] != "OPTIONS":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            scheme, _, key = given.partition(b" ")
-            matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
-            if scheme.lower() != b"bearer" or not any(matches):
-                wrong = HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
-                await JSONResponse(wrong.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
 
 
 async def _say(_: Request, error: Exception) -> Response:

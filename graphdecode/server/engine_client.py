@@ -46,7 +46,8 @@ class EngineClient:
         on_vitals: takes how it is.
 
     Attributes:
-        ready: what the running process said when it had loaded; None while it does not serve.
+        ready: what a process said when it had loaded; None before the first one has.
+        serves: whether one that has loaded is running.
         restarts: how often the process was started again.
     """
 
@@ -62,28 +63,28 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._life: asyncio.Task[None] | None = None
-        self._rules: RequestRules | None = None
-        self._seed = 0
         self.ready: Ready | None = None
+        self.serves = False
         self.restarts = 0
 
     @property
     def rules(self) -> RequestRules:
         """What the engine can serve."""
-        assert self._rules is not None
-        return self._rules
+        assert self.ready is not None
+        return self.ready.rules
 
     @property
     def seed(self) -> int:
         """Of the requests that bring none."""
-        return self._seed
+        assert self.ready is not None
+        return self.ready.seed
 
     @property
     def num_open(self) -> int:
         """Requests that were handed in and have not ended."""
         return len(self._metrics)
 
-    async def start(self) -> Ready:
+    async def start(self) -> None:
         """Start the process, and wait until it serves.
 
         Raises:
@@ -91,9 +92,8 @@ class EngineClient:
             AnswerError: the process ended.
         """
         reader = await self._spawn()
-        ready = await self._loaded(reader)
+        await self._loaded(reader)
         self._life = asyncio.create_task(self._live(reader), name="engine")
-        return ready
 
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
@@ -107,7 +107,7 @@ class EngineClient:
         self._write(self._setup)
         return reader
 
-    async def _loaded(self, reader: asyncio.StreamReader) -> Ready:
+    async def _loaded(self, reader: asyncio.StreamReader) -> None:
         try:
             message = await receive(reader)
         except (asyncio.IncompleteReadError, OSError):
@@ -115,9 +115,7 @@ class EngineClient:
         if isinstance(message, Refused):
             raise ArgumentError(message.message)
         assert isinstance(message, Ready)
-        self._rules, self._seed = message.rules, message.seed
-        self.ready = message
-        return message
+        self.ready, self.serves = message, True
 
     async def _live(self, reader: asyncio.StreamReader) -> None:
         """Take what comes; when the process ends, tell all who wait, and start another one."""
@@ -125,7 +123,7 @@ class EngineClient:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
                     self._take(await receive(reader))
-            self.ready = None
+            self.serves = False
             self._give_up_all()
             reader = await self._started_again()
 
@@ -167,15 +165,13 @@ class EngineClient:
             self._writer.write(framed(message))
 
     def add(self, request: Request) -> int:
-        """Hand in a request; see `Engine.add`.
+        """Hand in a request; one that can never be served is refused by the engine, in its first event.
 
         Raises:
-            RequestError: it can never be served.
             AnswerError: the engine is being started again.
         """
-        if self.ready is None:
+        if not self.serves:
             raise AnswerError("the engine is being started again; try again in a few seconds")
-        self.rules.check(request)
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(Add(request_id, request))

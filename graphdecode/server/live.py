@@ -12,7 +12,7 @@ from graphdecode.server.service import Service
 def live(service: Service) -> dict[str, Any]:
     """Return counts since the start, and medians over what came last; times are in seconds."""
     metrics = service.metrics
-    vitals, ready = metrics.vitals, metrics.ready
+    vitals, ready = metrics.vitals, service.client.ready
     told = {
         "time": time.monotonic(),
         "model": service.model_name,

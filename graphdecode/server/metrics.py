@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from graphdecode.server.engine_client import EngineClient
-from graphdecode.server.wire import Ready, Vitals
+from graphdecode.server.wire import Vitals
 from graphdecode.text.answer import Answer
 from graphdecode.text.intake import Order
 
@@ -32,7 +32,6 @@ class Metrics:
 
     Attributes:
         vitals: what the engine's process said last.
-        ready: what it said when it had loaded.
         last_steps: seconds of the last decode steps.
         last_first_tokens: seconds to the first token of the last requests.
         generated_tokens: since the start.
@@ -41,7 +40,6 @@ class Metrics:
     def __init__(self, model_name: str, client: EngineClient) -> None:
         self.registry = CollectorRegistry()
         self.vitals: Vitals | None = None
-        self.ready: Ready | None = None
         self.last_steps: deque[float] = deque(maxlen=_KEPT)
         self.last_first_tokens: deque[float] = deque(maxlen=_KEPT)
         self.generated_tokens = 0
@@ -75,10 +73,6 @@ class Metrics:
         self._step = histogram("graphdecode:step_seconds", "Time of a decode step.", _STEP_SECONDS)
         self._launch = histogram("graphdecode:launch_seconds", "The host's time for a launch.", _STEP_SECONDS)
         self.registry.register(_Vital(self, model_name))
-
-    def begin(self, ready: Ready) -> None:
-        """Take what the engine said when it had loaded."""
-        self.ready = ready
 
     def take_vitals(self, vitals: Vitals) -> None:
         """Take how the engine is."""

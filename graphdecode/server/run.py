@@ -75,7 +75,8 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
             access_log=False,
             server_header=False,
             backlog=_BACKLOG,
-            http=protocol_with(service.limits.idle_timeout_s or None),
+            http=protocol_with(service.limits),
+            ws="none",
             timeout_keep_alive=int(service.limits.idle_timeout_s) or 5,
             timeout_graceful_shutdown=1,
         )

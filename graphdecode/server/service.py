@@ -19,7 +19,7 @@ from graphdecode.server.metrics import Metrics
 from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.structured import Form
 from graphdecode.server.tracing import Tracer, otlp_tracer
-from graphdecode.server.wire import Ready, Setup
+from graphdecode.server.wire import Setup
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.grammar import is_available
 from graphdecode.text.intake import Intake, Order
@@ -83,15 +83,13 @@ class Service:
         self.queue = FairQueue()
         self._unknown_fields: set[str] = set()
 
-    async def start(self) -> Ready:
+    async def start(self) -> None:
         """Start the engine, and wait until it serves.
 
         Raises:
             ArgumentError: the model or a setting cannot be used.
         """
-        ready = await self.client.start()
-        self.metrics.begin(ready)
-        return ready
+        await self.client.start()
 
     def _deliver(self, events: Any) -> None:
         self.router.deliver(events)
@@ -107,7 +105,7 @@ class Service:
     @property
     def is_healthy(self) -> bool:
         """Whether a request would be served."""
-        return self.client.ready is not None and not self.draining
+        return self.client.serves and not self.draining
 
     def admit(self, answers: int) -> None:
         """Refuse a request for which there is no room.
@@ -120,7 +118,7 @@ class Service:
         """
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
-        if self.client.ready is None:
+        if not self.client.serves:
             raise HttpError(503, "the engine is being started again", code="restarting", headers={"Retry-After": "5"})
         if self.client.num_open + answers > self._max_open:
             raise HttpError(

@@ -9,7 +9,7 @@ the same key and value at the same place again. It needs no page past the last t
 `sample` found no choice for ends the same way: the code is in the ring, and it neither counts nor is fed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -61,9 +61,8 @@ class AdvanceState(NamedTuple):
     recent_tokens: Int32 | None = None
 
 
-# One program does the whole batch: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30.
 @triton.jit
-def _advance_kernel(
+def advance_rows(
     tokens,
     pre_step_seqlens,
     finished,
@@ -102,6 +101,7 @@ def _advance_kernel(
     BAD_WORDS_FLAG: tl.constexpr,
     RECENT: tl.constexpr,
 ):
+    """Do the whole batch in one program: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30."""
     rows = tl.arange(0, ROWS)
     live = rows < tl.load(live_rows)
     step = tl.load(step_index)
@@ -156,6 +156,125 @@ def _advance_kernel(
     tl.store(step_index, step + 1)
 
 
+@triton.jit
+def _advance_kernel(
+    tokens,
+    pre_step_seqlens,
+    finished,
+    step_index,
+    running,
+    ring_tokens,
+    token_counts,
+    ring_logprob,
+    ring_rank,
+    ring_top_logprobs,
+    ring_top_ids,
+    recent_tokens,
+    sampled,
+    sampled_logprob,
+    sampled_rank,
+    top_logprobs,
+    top_ids,
+    live_rows,
+    sampling_flags,
+    stop_ids,
+    min_position,
+    last_position,
+    num_logprobs,
+    ring_length,
+    ring_rows,
+    counts_stride,
+    PENALTIES: tl.constexpr,
+    PENALTIES_FLAG: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    LOGPROBS_FLAG: tl.constexpr,
+    ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    TOPS: tl.constexpr,
+    TOPS_BLOCK: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
+    RECENT: tl.constexpr,
+):
+    advance_rows(
+        tokens,
+        pre_step_seqlens,
+        finished,
+        step_index,
+        running,
+        ring_tokens,
+        token_counts,
+        ring_logprob,
+        ring_rank,
+        ring_top_logprobs,
+        ring_top_ids,
+        recent_tokens,
+        sampled,
+        sampled_logprob,
+        sampled_rank,
+        top_logprobs,
+        top_ids,
+        live_rows,
+        sampling_flags,
+        stop_ids,
+        min_position,
+        last_position,
+        num_logprobs,
+        ring_length,
+        ring_rows,
+        counts_stride,
+        PENALTIES,
+        PENALTIES_FLAG,
+        LOGPROBS,
+        LOGPROBS_FLAG,
+        ROWS,
+        STOPS,
+        TOPS,
+        TOPS_BLOCK,
+        BAD_WORDS,
+        BAD_WORDS_FLAG,
+        RECENT,
+    )
+
+
+def advance_options(
+    state: AdvanceState | None,
+    sampled: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    logprobs: LogprobOutputs | None,
+) -> dict[str, Any]:
+    """Return the arguments of `advance_rows` by name; without a state those that tell of tokens alone."""
+    present = state or AdvanceState(*(None,) * len(AdvanceState._fields))  # type: ignore[arg-type]
+    ring_length, ring_rows = (1, 1) if state is None else state.ring_tokens.shape
+    return {
+        **present._asdict(),
+        "sampled": sampled,
+        **dict.fromkeys(LogprobOutputs._fields),
+        **({} if logprobs is None else logprobs._asdict()),
+        "live_rows": live_rows,
+        "sampling_flags": slots.sampling_flags,
+        "stop_ids": slots.stop_ids,
+        "min_position": slots.min_position,
+        "last_position": slots.last_position,
+        "num_logprobs": slots.num_logprobs,
+        "ring_length": ring_length,
+        "ring_rows": ring_rows,
+        "counts_stride": 0 if present.token_counts is None else present.token_counts.stride(0),
+        "PENALTIES": present.token_counts is not None,
+        "PENALTIES_FLAG": FLAG_PENALTIES,
+        "LOGPROBS": present.ring_logprob is not None and logprobs is not None,
+        "LOGPROBS_FLAG": FLAG_LOGPROBS,
+        "ROWS": triton.next_power_of_2(ring_rows),
+        "STOPS": slots.stop_ids.shape[1],
+        "TOPS": 1 if logprobs is None else logprobs.top_ids.shape[1],
+        "TOPS_BLOCK": _TOPS_BLOCK,
+        "BAD_WORDS": present.recent_tokens is not None,
+        "BAD_WORDS_FLAG": FLAG_BAD_WORDS,
+        "RECENT": BAD_WORD_LENGTH,
+    }
+
+
 def advance_triton(
     state: AdvanceState,
     sampled: Tensor,
@@ -164,34 +283,7 @@ def advance_triton(
     logprobs: LogprobOutputs | None,
 ) -> None:
     """Launch the kernel; see `advance`."""
-    ring_length, ring_rows = state.ring_tokens.shape
-    tops = 1 if logprobs is None else logprobs.top_ids.shape[1]
-    _advance_kernel[(1,)](
-        *state,
-        sampled,
-        *(logprobs or (None,) * len(LogprobOutputs._fields)),
-        live_rows,
-        slots.sampling_flags,
-        slots.stop_ids,
-        slots.min_position,
-        slots.last_position,
-        slots.num_logprobs,
-        ring_length,
-        ring_rows,
-        0 if state.token_counts is None else state.token_counts.stride(0),
-        PENALTIES=state.token_counts is not None,
-        PENALTIES_FLAG=FLAG_PENALTIES,
-        LOGPROBS=state.ring_logprob is not None and logprobs is not None,
-        LOGPROBS_FLAG=FLAG_LOGPROBS,
-        ROWS=triton.next_power_of_2(ring_rows),
-        STOPS=slots.stop_ids.shape[1],
-        TOPS=tops,
-        TOPS_BLOCK=_TOPS_BLOCK,
-        BAD_WORDS=state.recent_tokens is not None,
-        BAD_WORDS_FLAG=FLAG_BAD_WORDS,
-        RECENT=BAD_WORD_LENGTH,
-        num_warps=4,
-    )
+    _advance_kernel[(1,)](**advance_options(state, sampled, live_rows, slots, logprobs), num_warps=4)
 
 
 @operator(

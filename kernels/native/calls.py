@@ -38,10 +38,10 @@ class NativeSequence:
         calls: what to run.
     """
 
-    __slots__ = ("_addresses", "_arguments", "_calls", "_run_all")
+    __slots__ = ("_addresses", "_arguments", "_run_all", "calls")
 
     def __init__(self, calls: Sequence[NativeCall]) -> None:
-        self._calls = tuple(calls)
+        self.calls = tuple(calls)
         self._run_all = run_all()
         self._addresses = (ctypes.c_void_p * len(calls))(
             *(ctypes.cast(call.function, ctypes.c_void_p).value for call in calls)
@@ -50,13 +50,14 @@ class NativeSequence:
 
     def __call__(self) -> None:
         """Run them."""
-        self._run_all(self._addresses, self._arguments, len(self._calls), torch.get_num_threads())
+        self._run_all(self._addresses, self._arguments, len(self.calls), torch.get_num_threads())
 
 
 def joined(calls: Iterable[Callable[[], Any]]) -> list[Callable[[], Any]]:
     """Return the same calls, neighbouring compiled ones as one `NativeSequence`."""
     result: list[Callable[[], Any]] = []
-    for is_native, group in groupby(calls, lambda call: isinstance(call, NativeCall)):
+    single = (part for call in calls for part in (call.calls if isinstance(call, NativeSequence) else (call,)))
+    for is_native, group in groupby(single, lambda call: isinstance(call, NativeCall)):
         neighbours: list[Any] = list(group)
         result += [NativeSequence(neighbours)] if is_native else neighbours
     return result

@@ -19,7 +19,7 @@ struct tile_shapes {
     uint8_t rows[16];
 };
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__) && defined(__linux__)
 #define WITH_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>

@@ -8,13 +8,13 @@ traceable by FakeTensor and checkable with `torch.library.opcheck`.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
 
 from . import library
-from .calls import NativeCall
+from .calls import NativeCall, NativeSequence
 from .signature import Signature
 
 NAMESPACE = "graphdecode"
@@ -34,7 +34,7 @@ class Versions(NamedTuple):
 
     torch: Callable[..., None]
     triton: Callable[..., None]
-    native: Callable[..., NativeCall | None] | None
+    native: Callable[..., NativeCall | NativeSequence | None] | None
 
     def bound(self, *arguments: Any) -> Callable[[], Any]:
         """Return a function without arguments that computes over these CPU tensors, natively if that can be."""
@@ -51,6 +51,7 @@ def operator(
     is_compiled: Callable[..., bool] | bool = False,
     constants: dict[str, int] | None = None,
     keys: tuple[str, ...] = (),
+    parts: Callable[..., Sequence[tuple[str, Sequence[Any]]]] | None = None,
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Return a decorator that registers a function as an operator, and returns what callers call instead.
 
@@ -60,16 +61,21 @@ def operator(
             them, their dtypes apart; True: all; False: there is no such kernel.
         constants: integers that the kernel knows by these names.
         keys: further dispatch keys that the torch version answers (packed CPU weights have one of their own).
+        parts: takes the function's arguments and returns which operators do the same one after another, by name and
+            with their arguments as the dispatcher has them; where all of these have compiled kernels it is them.
     """
 
     def registered(function: Callable[P, None]) -> Callable[P, None]:
         signature = Signature(function)
         on_host = plain = signature.flat(function)
-        native = None
+        native: Callable[..., NativeCall | NativeSequence | None] | None = None
         if is_compiled is not False:
             library.declare(signature, constants or {})
             serves = None if is_compiled is True else signature.flat(is_compiled)
             native = functools.partial(_native, signature, serves)
+            on_host = functools.partial(_run_on_host, native, plain)
+        if parts is not None:
+            native = functools.partial(_sequence, signature.flat(parts))
             on_host = functools.partial(_run_on_host, native, plain)
         on_device = plain if triton_version is None else signature.flat(triton_version)
         guarded = plain if triton_version is None else _where_its_tensors_are(on_device)
@@ -108,7 +114,20 @@ def _native(signature: Signature, serves: Callable[..., bool] | None, *arguments
     return NativeCall(library.kernel(signature.name, packed[1]), packed[0], arguments)
 
 
-def _run_on_host(native: Callable[..., NativeCall | None], otherwise: Callable[..., None], *arguments: Any) -> None:
+def _sequence(parts: Callable[..., Sequence[tuple[str, Sequence[Any]]]], *arguments: Any) -> NativeSequence | None:
+    calls: list[NativeCall] = []
+    for name, given in parts(*arguments):
+        native = versions(name).native
+        call = None if native is None else native(*given)
+        if not isinstance(call, NativeCall):
+            return None
+        calls.append(call)
+    return NativeSequence(calls)
+
+
+def _run_on_host(
+    native: Callable[..., NativeCall | NativeSequence | None], otherwise: Callable[..., None], *arguments: Any
+) -> None:
     call = native(*arguments)
     if call is None:
         otherwise(*arguments)

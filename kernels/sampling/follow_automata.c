@@ -12,7 +12,8 @@ KERNEL(follow_automata) {
         int32_t class = a->automaton_classes.data[a->automaton.data[row] * vocab + token];
         int32_t line = a->automaton_next.data[state * classes + class];
         if (line < 0 || a->automaton_ends.data[line] & COMPLETES) {
-            a->last_position.data[row] = 0;
+            a->finished.data[row] = 1;
+            --*a->running.data;
             continue;
         }
         uint32_t *mask = (uint32_t *)a->token_mask.data + row * words;

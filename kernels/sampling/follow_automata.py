@@ -28,12 +28,14 @@ class AutomatonRows(NamedTuple):
     Attributes:
         automaton_state: int32 [b], the line of the row's state; NO_AUTOMATON: it follows none.
         token_mask: int32 [b, words], see `SamplingSlots`.
-        last_position: int32 [b], see `SamplingSlots`; 0 ends the row at once.
+        finished: int32 [b], see `AdvanceState`; rows that have ended are left alone.
+        running: int32 [1], see `AdvanceState`.
     """
 
     automaton_state: Int32
     token_mask: Int32
-    last_position: Int32
+    finished: Int32
+    running: Int32
 
 
 class AutomatonTables(NamedTuple):
@@ -57,9 +59,9 @@ class AutomatonTables(NamedTuple):
 def _follow_automata_kernel(
     automaton_state,
     token_mask,
-    last_position,
-    sampled,
     finished,
+    running,
+    sampled,
     live_rows,
     automaton,
     stop_ids,
@@ -86,7 +88,8 @@ def _follow_automata_kernel(
             line = tl.load(automaton_next + state.to(tl.int64) * CLASSES + tl.load(automaton_classes + place))
             ends = tl.load(automaton_ends + tl.maximum(line, 0))
             if (line < 0) | ((ends & COMPLETES_BIT) != 0):
-                tl.store(last_position + row, 0)
+                tl.store(finished + row, 1)
+                tl.atomic_add(running, -1)
             else:
                 tl.store(automaton_state + row, line)
                 for first in range(0, MASK_WORDS, BLOCK):
@@ -107,7 +110,6 @@ def _follow_automata_kernel(
 def follow_automata_triton(
     rows: AutomatonRows,
     sampled: Tensor,
-    finished: Tensor,
     live_rows: Tensor,
     automaton: Tensor,
     stop_ids: Tensor,
@@ -118,7 +120,6 @@ def follow_automata_triton(
     _follow_automata_kernel[(sampled.shape[0],)](
         *rows,
         sampled,
-        finished,
         live_rows,
         automaton,
         stop_ids,
@@ -143,28 +144,26 @@ def follow_automata_triton(
 def follow_automata(
     rows: Written[AutomatonRows],
     sampled: Int64,
-    finished: Int32,
     live_rows: Int32,
     automaton: Int32,
     stop_ids: Int32,
     tables: AutomatonTables,
 ) -> None:
-    """Take the sampled tokens into the automata of the rows that follow one, before `advance`.
+    """Take the sampled tokens into the automata of the rows that follow one and have not ended, behind `advance`.
 
-    A row whose token leads to no state, or to one that nothing can follow, gets 0 as its last position: `advance` ends
-    it with this token. The others get their new state, and its mask, with their stop ids where the answer may end.
+    A row whose token leads to no state, or to one that nothing can follow, ends with this token.
+    The others get their new state, and its mask, with their stop ids where the answer may end.
 
     Args:
         rows: what is changed; rows that are dead, finished, without a choice or without an automaton are left alone.
         sampled: int64 [b], from `sample`.
-        finished: int32 [b], see `AdvanceState`.
         live_rows: int32 [1].
         automaton: int32 [b], which of the automata the row follows.
         stop_ids: int32 [b, stop ids], see `SamplingSlots`.
         tables: of the automata.
     """
     states, masks, tokens = rows.automaton_state.numpy(), rows.token_mask.numpy(), sampled.numpy()
-    ended, which = finished.numpy(), automaton.numpy()
+    ended, which = rows.finished.numpy(), automaton.numpy()
     classes, following = tables.automaton_classes.numpy(), tables.automaton_next.numpy()
     for row in range(int(live_rows.item())):
         state, token = int(states[row]), int(tokens[row])
@@ -173,7 +172,8 @@ def follow_automata(
         line = int(following[state, classes[which[row], token]])
         ends = 0 if line < 0 else int(tables.automaton_ends[line])
         if line < 0 or ends & COMPLETES:
-            rows.last_position[row] = 0
+            ended[row] = 1
+            rows.running.sub_(1)
             continue
         states[row] = line
         masks[row] = tables.automaton_masks.numpy()[line]

@@ -15,15 +15,75 @@ from .sampling_slots import FLAG_LOGPROBS, LogprobOutputs
 _BLOCK = 4096
 
 
-# One program reads one block of one row, where the row wants log-probabilities, and writes the block's largest
-# logit, the sum of exponentials relative to it, and how many ids come before the sampled one.
+@triton.jit
+def store_block_sums(block_max, block_sum, place, values):
+    """Write a block's largest logit, and the sum of exponentials relative to it; 0 for a block of -inf."""
+    largest = tl.max(values, axis=0)
+    tl.store(block_max + place, largest)
+    tl.store(block_sum + place, tl.sum(tl.exp(values - tl.maximum(largest, -3.0e38)), axis=0))
+
+
+@triton.jit
+def row_logprobs(
+    sampled_logprob,
+    sampled_rank,
+    top_logprobs,
+    top_ids,
+    block_max,
+    block_sum,
+    line,
+    row,
+    token,
+    wanted,
+    vocab,
+    TOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+):
+    """Write what `token_logprobs` says of one row, whose logits are at `line` and whose `store_block_sums` were made.
+
+    It reads the logits once for the rank, and then takes the likeliest tokens one by one, `wanted` of them, each time
+    from the block with the largest remaining logit.
+    """
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
+    sums = tl.load(block_sum + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
+    largest = tl.max(maxima, axis=0)
+    total = largest + tl.log(tl.sum(tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0), axis=0))
+    is_token = (token >= 0) & (token < vocab)
+    logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    before = tl.zeros([BLOCK], dtype=tl.int32)
+    for block in tl.range(0, BLOCKS, num_stages=3):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        earlier = (values > logit) | ((values == logit) & (columns < token))
+        before += (earlier & (columns < vocab)).to(tl.int32)
+    tl.store(sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
+    tl.store(sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
+    last_value = float("inf")
+    last_id = -1
+    for place in range(tl.minimum(wanted, TOPS)):
+        chosen = tl.argmax(maxima, axis=0)
+        columns = chosen * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        # What comes after the last token taken: smaller, or as large with a higher id.
+        after = (values < last_value) | ((values == last_value) & (columns > last_id))
+        values = tl.where(after, values, float("-inf"))
+        last_value = tl.max(values, axis=0)
+        last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
+        tl.store(top_logprobs + row * TOPS + place, last_value - total)
+        tl.store(top_ids + row * TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
+        remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
+        maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
+
+
+# One program reads one block of one row, where the row wants log-probabilities.
 @triton.jit
 def _block_sums_kernel(
     block_max,
     block_sum,
-    block_before,
     logits,
-    sampled,
     live_rows,
     sampling_flags,
     vocab,
@@ -38,29 +98,18 @@ def _block_sums_kernel(
             columns = block * BLOCK + tl.arange(0, BLOCK)
             line = logits + row.to(tl.int64) * logits_stride
             values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
-            largest = tl.max(values, axis=0)
-            shifted = values - tl.maximum(largest, -3.0e38)  # a block of -inf sums to 0, not to NaN
-            place = row * tl.num_programs(1) + block
-            tl.store(block_max + place, largest)
-            tl.store(block_sum + place, tl.sum(tl.exp(shifted), axis=0))
-            token = tl.load(sampled + row)
-            chosen = tl.load(line + token, mask=(token >= 0) & (token < vocab), other=float("-inf")).to(tl.float32)
-            before = (values > chosen) | ((values == chosen) & (columns < token))
-            tl.store(block_before + place, tl.sum((before & (columns < vocab)).to(tl.int32), axis=0))
+            store_block_sums(block_max, block_sum, row * tl.num_programs(1) + block, values)
 
 
-# One program per row that wants log-probabilities: it adds up the blocks, and then takes the likeliest tokens one by
-# one, as many as the row wants, each time from the block with the largest remaining logit: it reads one block of logits
-# for each.
+# One program per row that wants log-probabilities.
 @triton.jit
-def _top_logprobs_kernel(
+def _row_logprobs_kernel(
     sampled_logprob,
     sampled_rank,
     top_logprobs,
     top_ids,
     block_max,
     block_sum,
-    block_before,
     logits,
     sampled,
     live_rows,
@@ -77,35 +126,23 @@ def _top_logprobs_kernel(
     row = tl.program_id(0)
     if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
         if (tl.load(sampling_flags + row) & LOGPROBS_FLAG) != 0:
-            blocks = tl.arange(0, BLOCKS_PADDED)
-            has_block = blocks < BLOCKS
-            maxima = tl.load(block_max + row * BLOCKS + blocks, mask=has_block, other=float("-inf"))
-            sums = tl.load(block_sum + row * BLOCKS + blocks, mask=has_block, other=0.0)
-            largest = tl.max(maxima, axis=0)
-            scaled = tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0)
-            total = largest + tl.log(tl.sum(scaled, axis=0))
-            line = logits + row.to(tl.int64) * logits_stride
-            token = tl.load(sampled + row)
-            is_token = (token >= 0) & (token < vocab)
-            logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
-            tl.store(sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
-            before = tl.load(block_before + row * BLOCKS + blocks, mask=has_block, other=0)
-            tl.store(sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
-            last_value = float("inf")
-            last_id = -1
-            for place in range(tl.minimum(tl.load(num_logprobs + row), TOPS)):
-                chosen = tl.argmax(maxima, axis=0)
-                columns = chosen * BLOCK + tl.arange(0, BLOCK)
-                values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
-                # What comes after the last token taken: smaller, or as large with a higher id.
-                after = (values < last_value) | ((values == last_value) & (columns > last_id))
-                values = tl.where(after, values, float("-inf"))
-                last_value = tl.max(values, axis=0)
-                last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
-                tl.store(top_logprobs + row * TOPS + place, last_value - total)
-                tl.store(top_ids + row * TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
-                remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
-                maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
+            row_logprobs(
+                sampled_logprob,
+                sampled_rank,
+                top_logprobs,
+                top_ids,
+                block_max,
+                block_sum,
+                logits + row.to(tl.int64) * logits_stride,
+                row,
+                tl.load(sampled + row),
+                tl.load(num_logprobs + row),
+                vocab,
+                TOPS,
+                BLOCK,
+                BLOCKS,
+                BLOCKS_PADDED,
+            )
 
 
 def token_logprobs_triton(
@@ -122,26 +159,23 @@ def token_logprobs_triton(
     blocks = triton.cdiv(vocab, block)
     block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty_like(block_max)
-    block_before = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
     stride = logits.stride(0)
     _block_sums_kernel[(rows, blocks)](
         block_max,
         block_sum,
-        block_before,
         logits,
-        sampled,
         live_rows,
         sampling_flags,
         vocab,
         stride,
         LOGPROBS_FLAG=FLAG_LOGPROBS,
         BLOCK=block,
+        num_warps=8,
     )
-    _top_logprobs_kernel[(rows,)](
+    _row_logprobs_kernel[(rows,)](
         *outputs,
         block_max,
         block_sum,
-        block_before,
         logits,
         sampled,
         live_rows,
@@ -154,6 +188,7 @@ def token_logprobs_triton(
         BLOCK=block,
         BLOCKS=blocks,
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        num_warps=8,
     )
 
 

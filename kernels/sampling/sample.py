@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
+from .block_max import launch_block_max
+from .choose import launch_choose
 from .logit_processing import (
     COUNT_MASK,
     add_bias,
@@ -28,10 +29,10 @@ from .logit_processing import (
     mask_bad_words,
     mask_stops,
     mask_tokens,
-    processed_logits,
 )
 from .logprobs import token_logprobs
-from .philox import uniform_bits, uniform_bits_of
+from .philox import uniform_bits
+from .sampler_memory import SamplerMemory
 from .sampling_slots import (
     BAD_WORD_LENGTH,
     DEAD_TOKEN,
@@ -49,9 +50,10 @@ from .sampling_slots import (
     LogprobOutputs,
     SamplingSlots,
 )
-from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, sample_row, threshold_key
+from .token_filters import sample_row
 
-_BLOCK = 4096
+BLOCK = 4096  # ids of the vocabulary that a program takes at once
+CAPACITY = 16384  # candidates of a row that are listed
 _CONSTANTS = {
     "DEAD_TOKEN": DEAD_TOKEN,
     "COUNT_MASK": COUNT_MASK,
@@ -70,174 +72,6 @@ _CONSTANTS = {
 }
 
 
-# One program reads one block of one row and finds its largest logit, after bias, penalties and what is forbidden: that
-# is all a greedy row needs. For other rows it also writes the logits over the temperature, in fp32. A NaN counts as
-# +inf, so that the maximum tells of it.
-@triton.jit
-def _block_max_kernel(
-    block_max,
-    block_id,
-    scaled,
-    logits,
-    positions,
-    live_rows,
-    sampling_flags,
-    temperature,
-    repetition_penalty,
-    presence_penalty,
-    frequency_penalty,
-    bias_ids,
-    bias_values,
-    stop_ids,
-    min_position,
-    token_mask,
-    bad_words,
-    token_counts,
-    recent_tokens,
-    vocab,
-    logits_stride,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    SAMPLE_FLAG: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    BIAS_FLAG: tl.constexpr,
-    STOP_MASK_FLAG: tl.constexpr,
-    TOKEN_MASK_FLAG: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-    BIASES: tl.constexpr,
-    STOPS: tl.constexpr,
-    MASK_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    block = tl.program_id(1)
-    if row < tl.load(live_rows):
-        flags = tl.load(sampling_flags + row)
-        columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < vocab
-        wide_row = row.to(tl.int64)
-        values = tl.load(logits + wide_row * logits_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        values = processed_logits(
-            values,
-            columns,
-            inside,
-            row,
-            flags,
-            tl.load(positions + row) + 1,
-            repetition_penalty,
-            presence_penalty,
-            frequency_penalty,
-            bias_ids,
-            bias_values,
-            stop_ids,
-            min_position,
-            token_mask,
-            bad_words,
-            token_counts,
-            counts_stride,
-            recent_tokens,
-            PENALTIES,
-            PENALTIES_FLAG,
-            BIAS_FLAG,
-            STOP_MASK_FLAG,
-            TOKEN_MASK_FLAG,
-            BAD_WORDS,
-            BAD_WORDS_FLAG,
-            COUNT_BITS,
-            BIASES,
-            STOPS,
-            MASK_WORDS,
-            BITS,
-            WORDS,
-            LENGTH,
-        )
-        values = tl.where(values != values, float("inf"), values)
-        largest = tl.max(values, axis=0)
-        place = row * tl.num_programs(1) + block
-        tl.store(block_max + place, largest)
-        tl.store(block_id + place, tl.min(tl.where(values == largest, columns, 2147483647), axis=0))
-        if (flags & SAMPLE_FLAG) != 0:
-            tl.store(scaled + wide_row * vocab + columns, tl.div_rn(values, tl.load(temperature + row)), mask=inside)
-
-
-# One program per row. A greedy row reduces the blocks' maxima and is done. For others it reads the row's scaled
-# logits, which are in L2: once for the total, once at most to find the token, and a few times per threshold.
-@triton.jit
-def _choose_kernel(
-    sampled,
-    block_max,
-    block_id,
-    scaled,
-    positions,
-    live_rows,
-    sampling_flags,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    vocab,
-    SAMPLE_FLAG: tl.constexpr,
-    DEAD: tl.constexpr,
-    NUMBERS_MISS: tl.constexpr,
-    FINITE_MISS: tl.constexpr,
-    COLD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-):
-    row = tl.program_id(0)
-    token = tl.full([], DEAD, dtype=tl.int32)
-    if row < tl.load(live_rows):
-        blocks = tl.arange(0, BLOCKS_PADDED)
-        maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
-        ids = tl.load(block_id + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
-        largest = tl.max(maxima, axis=0)
-        token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
-        draws = (tl.load(sampling_flags + row) & SAMPLE_FLAG) != 0
-        code = tl.where(largest == float("inf"), NUMBERS_MISS, 0)
-        code = tl.where(largest == float("-inf"), FINITE_MISS, code)
-        if draws & (code == 0):
-            largest = tl.div_rn(largest, tl.load(temperature + row))
-            code = tl.where(tl.abs(largest) < float("inf"), 0, COLD)
-        if draws & (code == 0):
-            line = scaled + row.to(tl.int64) * vocab
-            lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
-            lowest_weight = tl.full([], 1, dtype=tl.int64)
-            k = tl.load(top_k + row)
-            if (k > 0) & (k < vocab):
-                lowest_key = threshold_key(line, vocab, largest, lowest_key, k.to(tl.int64), False, BLOCK, BLOCKS)
-            share = tl.load(top_p + row)
-            if share < 1.0:
-                total = kept_total(line, vocab, largest, lowest_key, lowest_weight, BLOCK, BLOCKS)
-                needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
-                lowest_key = threshold_key(line, vocab, largest, lowest_key, needed, True, BLOCK, BLOCKS)
-            least = tl.load(min_p + row)
-            if least > 0.0:
-                lowest_weight = tl.maximum((least * 68719476736.0).to(tl.int64), 1)
-            total = kept_total(line, vocab, largest, lowest_key, lowest_weight, BLOCK, BLOCKS)
-            bits = uniform_bits_of(tl.load(seed + row), tl.load(positions + row) + 1)
-            target = fraction_of_total(total, bits)
-            before = total * 0
-            block = 0
-            inside = tl.sum(kept_weights(line, 0, vocab, largest, lowest_key, lowest_weight, BLOCK), axis=0)
-            while (before + inside <= target) & (block < BLOCKS - 1):
-                before += inside
-                block += 1
-                inside = tl.sum(kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK), axis=0)
-            weights = kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK)
-            columns = block * BLOCK + tl.arange(0, BLOCK)
-            reached = before + tl.cumsum(weights, axis=0) > target
-            token = tl.min(tl.where(reached, columns, 2147483647), axis=0)
-        token = tl.where(code == 0, tl.minimum(token, vocab - 1), code)
-    tl.store(sampled + row, token.to(tl.int64))
-
-
 def sample_triton(
     sampled: Tensor,
     logits: Tensor,
@@ -246,79 +80,14 @@ def sample_triton(
     slots: SamplingSlots,
     token_counts: Tensor | None,
     recent_tokens: Tensor | None,
-    block: int = _BLOCK,
+    block: int = BLOCK,
+    capacity: int = CAPACITY,
 ) -> None:
-    """Launch the kernels, `block` ids of the vocabulary per program or pass; see `sample`."""
-    rows, vocab = logits.shape
-    blocks = triton.cdiv(vocab, block)
-    block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
-    block_id = torch.empty(rows, blocks, dtype=torch.int32, device=logits.device)
-    scaled = torch.empty(rows, vocab, dtype=torch.float32, device=logits.device)
-    _block_max_kernel[(rows, blocks)](
-        block_max,
-        block_id,
-        scaled,
-        logits,
-        positions,
-        live_rows,
-        slots.sampling_flags,
-        slots.temperature,
-        slots.repetition_penalty,
-        slots.presence_penalty,
-        slots.frequency_penalty,
-        slots.bias_ids,
-        slots.bias_values,
-        slots.stop_ids,
-        slots.min_position,
-        slots.token_mask,
-        slots.bad_words,
-        token_counts,
-        recent_tokens,
-        vocab,
-        logits.stride(0),
-        0 if token_counts is None else token_counts.stride(0),
-        PENALTIES=token_counts is not None,
-        SAMPLE_FLAG=FLAG_SAMPLE,
-        PENALTIES_FLAG=FLAG_PENALTIES,
-        BIAS_FLAG=FLAG_BIAS,
-        STOP_MASK_FLAG=FLAG_STOP_MASK,
-        TOKEN_MASK_FLAG=FLAG_TOKEN_MASK,
-        BAD_WORDS=recent_tokens is not None,
-        BAD_WORDS_FLAG=FLAG_BAD_WORDS,
-        COUNT_BITS=COUNT_MASK,
-        BIASES=slots.bias_ids.shape[1],
-        STOPS=slots.stop_ids.shape[1],
-        MASK_WORDS=slots.token_mask.shape[1],
-        BITS=MASK_BITS,
-        WORDS=slots.bad_words.shape[1],
-        LENGTH=BAD_WORD_LENGTH,
-        BLOCK=block,
-        num_warps=8,
-    )
-    _choose_kernel[(rows,)](
-        sampled,
-        block_max,
-        block_id,
-        scaled,
-        positions,
-        live_rows,
-        slots.sampling_flags,
-        slots.temperature,
-        slots.top_k,
-        slots.top_p,
-        slots.min_p,
-        slots.seed,
-        vocab,
-        SAMPLE_FLAG=FLAG_SAMPLE,
-        DEAD=DEAD_TOKEN,
-        NUMBERS_MISS=WITHOUT_NUMBERS,
-        FINITE_MISS=WITHOUT_FINITE,
-        COLD=TOO_COLD,
-        BLOCK=block,
-        BLOCKS=blocks,
-        BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        num_warps=16,
-    )
+    """Launch the kernels, `block` ids of the vocabulary per program, `capacity` candidates a row; see `sample`."""
+    memory = SamplerMemory.allocate(logits, block, capacity)
+    books = (token_counts, recent_tokens)
+    launch_block_max(memory, logits, positions, live_rows, slots, *books, logprobs=False)
+    launch_choose(memory, sampled, logits, positions, live_rows, slots, None, None)
 
 
 def most_likely(logits: np.ndarray) -> int:

@@ -41,34 +41,32 @@ def weights_of(values, largest):
 
 
 @triton.jit
-def kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
-    """Weights of one block of a row, 0 for what has a key or a weight below the lowest."""
-    columns = block * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
+def kept_weights(line, columns, count, largest, lowest_key, lowest_weight):
+    """Weights of some of `count` logits, 0 for what has a key or a weight below the lowest."""
+    values = tl.load(line + columns, mask=columns < count, other=float("-inf"))
     weights = weights_of(values, largest)
     return tl.where((ordered_key(values) >= lowest_key) & (weights >= lowest_weight), weights, 0)
 
 
 @triton.jit
-def kept_total(line, vocab, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
-    """The sum of `kept_weights` over the row, int64."""
+def kept_total(line, count, largest, lowest_key, lowest_weight, BLOCK: tl.constexpr):
+    """The sum of `kept_weights` over `count` logits, int64."""
     sums = tl.zeros([BLOCK], dtype=tl.int64)
-    for block in range(BLOCKS):
-        sums += kept_weights(line, block, vocab, largest, lowest_key, lowest_weight, BLOCK)
+    for block in range(tl.cdiv(count, BLOCK)):
+        columns = block * BLOCK + tl.arange(0, BLOCK)
+        sums += kept_weights(line, columns, count, largest, lowest_key, lowest_weight)
     return tl.sum(sums, axis=0)
 
 
 @triton.jit
-def threshold_key(
-    line, vocab, largest, lowest_key, needed, MASS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """The key of the threshold: the largest whose set measures `needed` (int64, >= 1) or more.
+def threshold_key(line, count, largest, low, high, needed, by_count, BLOCK: tl.constexpr):
+    """The key of the threshold: the largest whose set among `count` logits measures `needed` (int64, >= 1) or more.
 
-    `line` points to float32 logits, `largest` is their maximum. The set of `lowest_key` must measure enough. Each
-    pass over the row cuts the interval [low, high] of candidates to a quarter, or to the keys that occur in it.
+    `line` points to float32 logits, `largest` is the row's. The threshold lies in [low, high]: the set of `low`
+    measures enough. Each pass over the logits cuts the interval to a quarter, or to the keys that occur in it.
     """
-    low = lowest_key.to(tl.int64)
-    high = ordered_key(largest).to(tl.int64)
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
     while low < high:
         width = high - low
         first = low + (width + 3) // 4
@@ -79,12 +77,12 @@ def threshold_key(
         third_sums = tl.zeros([BLOCK], dtype=tl.int64)
         smallest_keys = tl.zeros([BLOCK], dtype=tl.int32) + 2147483647
         largest_keys = tl.zeros([BLOCK], dtype=tl.int32) - 2147483647
-        for block in range(BLOCKS):
+        for block in range(tl.cdiv(count, BLOCK)):
             columns = block * BLOCK + tl.arange(0, BLOCK)
-            inside = columns < vocab
+            inside = columns < count
             values = tl.load(line + columns, mask=inside, other=float("-inf"))
             keys = ordered_key(values)
-            measures = weights_of(values, largest) if MASS else inside.to(tl.int64)
+            measures = tl.where(by_count, inside.to(tl.int64), weights_of(values, largest))
             first_sums += tl.where(keys >= first, measures, 0)
             second_sums += tl.where(keys >= second, measures, 0)
             third_sums += tl.where(keys >= third, measures, 0)

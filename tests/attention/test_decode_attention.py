@@ -13,10 +13,16 @@ from graphdecode.kernels.attention.attention_plan import paged_attention_plan_tr
 from graphdecode.kernels.attention.attention_plan import plan_size, work_items
 from graphdecode.kernels.attention.attention_torch import widen
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
+from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
 paged_attention_plan_torch = versions("paged_attention_plan").torch
 decode_attention_torch = versions("decode_attention").torch
+
+
+def decode_attention_native(*given):
+    versions("decode_attention").native(*given)()
+
 
 WAVE_ITEMS = 6
 DTYPES = {
@@ -45,6 +51,21 @@ CHOICES = {
     "sinks": (False, True),
 }
 KERNEL_CASES = pairwise(CHOICES)
+NATIVE_CASES = pairwise(
+    {
+        "dtype": ("bf16", "fp32"),
+        "group": (1, 3, 8),
+        "kv_heads": (1, 2),
+        "head_dim": (16, 64, 80, 128),
+        "page_size": (1, 3, 16, 24),
+        "window_left": (-1, 0, 70, 600),
+        "soft_cap": (0.0, 3.0),
+        "q_len": (1, 3, 5),
+        "lens": ((511, 0, 512, 513), (1300,), (0, 7, 0, 260, 3, 0), (130, 1030)),
+        "sinks": (False, True),
+        "threads": (1, 3),
+    }
+)
 
 
 def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0, dense=False, lse=True):
@@ -108,12 +129,20 @@ def check(version, case: dict, device: str, seed: int) -> None:
     )
     q = torch.randn(len(lens) * q_len, case["kv_heads"] * case["group"], head_dim, generator=draw).to(q_dtype)
     out, lse = run(
-        version, rows, q.to(device), options, q_len=q_len, fixed_split=case["fixed_split"], dense=case["dense"]
+        version,
+        rows,
+        q.to(device),
+        options,
+        q_len=q_len,
+        fixed_split=case["fixed_split"],
+        dense=case["dense"],
+        lse=version is not decode_attention_native,
     )
     expected, expected_lse = rows.expected(q, q_len, options)
     close = tolerance(q_dtype, kv_dtype)
     torch.testing.assert_close(out.double().cpu(), expected, atol=close, rtol=close)
-    torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
+    if lse is not None:
+        torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("number", range(len(KERNEL_CASES)))
@@ -124,6 +153,19 @@ def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
 @pytest.mark.parametrize("number", range(len(KERNEL_CASES)))
 def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
     check(decode_attention_torch, KERNEL_CASES[number], "cpu", seed=number)
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
+def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number):
+    case = NATIVE_CASES[number]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(case["threads"])
+    try:
+        given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True, "v_scale": 1.0}
+        check(decode_attention_native, given | case, "cpu", number)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -169,7 +169,7 @@ def test_later_launches_find_their_tokens_behind_those_that_ended_early(make_llm
         assert llm.engine.runner.steps_launched == steps[-1]
     assert steps == [8, 16, 24, 40, 64, 72]
     if not torch.cuda.is_available():
-        tokens = llm.engine.runner.step.host_rings.tokens[:, 0]
+        tokens = llm.engine.runner.step.rings.tokens[:, 0]
         last = [int(tokens[step % len(tokens)]) for step in range(64, 72)]
         assert [token >= 0 for token in last] == [True] * 7 + [False], "older launches left their tokens there"
 

@@ -26,10 +26,10 @@ from graphdecode.kernels.attention import attention_plan, extend_attention, spli
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, skip_steps
+from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, sample_and_advance, skip_steps
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import follow_automata, logprobs, sample
+from graphdecode.kernels.sampling import block_max, choose, follow_automata, logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -83,6 +83,8 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(rms_norm, "has_early_start", early),
         mock.patch.object(act_mul, "has_early_start", early),
         mock.patch.object(split_decode, "has_early_start", early),
+        mock.patch.object(block_max, "has_early_start", early),
+        mock.patch.object(choose, "has_early_start", early),
     ):
         if arch >= 89:
             with (
@@ -215,6 +217,7 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "gelu": lambda: act_mul.act_mul_triton(wide, gate_up, "gelu"),
         "sample": by_name(sample.sample_triton, tensors),
         "logprobs": by_name(logprobs.token_logprobs_triton, tensors),
+        "sample-and-advance": by_name(sample_and_advance.sample_and_advance_triton, tensors),
         "advance": by_name(advance.advance_triton, tensors),
         "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
         "follow-automata": partial(follow_automata.follow_automata_triton, *automata(tensors)),
@@ -225,9 +228,9 @@ def automata(tensors: dict[str, Any]) -> tuple[Any, ...]:
     """What `follow_automata` is given in such a step."""
     ints = partial(torch.empty, dtype=torch.int32)
     words = tensors["token_mask"].shape[1]
-    rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], tensors["last_position"])
+    rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], ints(ROWS), ints(1))
     tables = follow_automata.AutomatonTables(ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
-    return rows, tensors["sampled"], ints(ROWS), tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
+    return rows, tensors["sampled"], tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
 
 
 def linear_case(config: SmallLinearConfig, dtype: torch.dtype, rows: int) -> Callable[[], None]:

@@ -150,9 +150,20 @@ def test_llm_prompts_and_runs_a_tool_from_the_command_line(served: Served, tmp_p
     assert llm("--functions", function, "What is 417 + 385?").endswith("The sum is 802.")
 
 
+def lm_eval_scores(choices: list[dict[str, Any]], contexts: list[int]) -> list[tuple[float, bool]]:
+    """Read log-probabilities as lm-eval 0.4.13 does: their sum, and whether each is the largest, as the same float."""
+    scores = []
+    for choice, context in zip(sorted(choices, key=lambda each: each["index"]), contexts, strict=True):
+        values = choice["logprobs"]["token_logprobs"][context:-1]
+        tops = choice["logprobs"]["top_logprobs"][context:-1]
+        scores.append((sum(values), all(value == max(top.values()) for value, top in zip(values, tops, strict=True))))
+    return scores
+
+
 def test_lm_evals_local_completions_score_and_generate(http: httpx.Client) -> None:
+    # of lm-eval 0.4.13: lm_eval/models/openai_completions.py and api_models.py
     def ids(text: str) -> list[int]:
-        return http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        return http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
 
     (chat,), eos = ids("<|chat|>"), ids("<|eos|>")
     hello = http.post("/v1/completions", json={"prompt": [chat], "max_tokens": 4, "return_token_ids": True}).json()
@@ -162,61 +173,111 @@ def test_lm_evals_local_completions_score_and_generate(http: httpx.Client) -> No
         "model": "chain", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
         "echo": True,
     }  # fmt: skip
-    answer = http.post("/v1/completions", json=scoring).json()
-    greedy = []
-    for choice, context in zip(sorted(answer["choices"], key=lambda each: each["index"]), (1, 1, 2), strict=True):
-        scored = choice["logprobs"]
-        values, tops = scored["token_logprobs"][context:-1], scored["top_logprobs"][context:-1]
-        assert len(values) == len(prompts[choice["index"]]) - context
-        assert all(math.isfinite(value) for value in values)
-        greedy.append(all(value == max(top.values()) for value, top in zip(values, tops, strict=True)))
-    assert greedy == [True, False, True]
+    scores = lm_eval_scores(http.post("/v1/completions", json=scoring).json()["choices"], [1, 1, 2])
+    assert [is_greedy for _, is_greedy in scores] == [True, False, True]
+    assert all(math.isfinite(score) for score, _ in scores)
+    one = http.post("/v1/completions", json=scoring | {"prompt": prompts[:1]}).json()["choices"]  # batch_size 1
+    assert lm_eval_scores(one, [1]) == scores[:1]
+    text = http.post("/detokenize", json={"tokens": prompts[0]}).json()["prompt"]
+    assert ids(text) != prompts[0]  # this tokenizer reads no words, so a text would be scored as other tokens
     generating = {
-        "prompt": ["<|chat|>", "<|result|>"], "model": "chain", "max_tokens": 32, "temperature": 0,
+        "prompt": [[chat], ids("<|result|>")], "model": "chain", "max_tokens": 32, "temperature": 0,
         "stop": ["world", "<|eos|>"], "seed": 1234,
     }  # fmt: skip
-    texts = [choice["text"] for choice in http.post("/v1/completions", json=generating).json()["choices"]]
-    assert texts == ["Hello, ", "The sum is 802."]
+    for asked in (generating, generating | {"prompt": ["<|chat|>", "<|result|>"]}):  # tokenized_requests or not
+        texts = [choice["text"] for choice in http.post("/v1/completions", json=asked).json()["choices"]]
+        assert texts == ["Hello, ", "The sum is 802."]
+    chatting = {
+        "messages": [{"role": "user", "content": "Hi", "type": "text"}], "model": "chain", "max_tokens": 256,
+        "temperature": 0, "stop": ["world"], "seed": 1234,
+    }  # fmt: skip
+    assert http.post("/v1/chat/completions", json=chatting).json()["choices"][0]["message"]["content"] == "Hello, "
 
 
-def test_vllm_bench_serve_and_guidellm_get_what_they_count(http: httpx.Client) -> None:
-    bench = {
+def test_lm_eval_takes_its_tokenizer_from_the_server(http: httpx.Client) -> None:
+    # of lm-eval 0.4.13: check_remote_tokenizer_support and RemoteTokenizer in lm_eval/utils.py, which send no key
+    with httpx.Client(base_url=http.base_url) as stranger:
+        info = stranger.get("/tokenizer_info", headers={"Content-Type": "application/json"}).json()
+        assert info["eos_token"] == "<|eos|>"
+        assert "message['content']" in info["chat_template"]
+        tokens = stranger.post("/tokenize", json={"prompt": "<|chat|>", "add_special_tokens": False}).json()["tokens"]
+        assert stranger.post("/detokenize", json={"tokens": tokens}).json() == {"prompt": "<|chat|>"}
+
+
+def test_vllm_bench_serve_gets_what_it_counts(http: httpx.Client) -> None:
+    # of vLLM 0.32.0: vllm/benchmarks/lib/endpoint_request_func.py and vllm/benchmarks/serve.py
+    stream = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
+    completion = {
         "model": "chain", "prompt": "<|result|>", "repetition_penalty": 1.0, "max_tokens": 16, "logprobs": None,
-        "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": True,
     }  # fmt: skip
-    guide = {
-        "model": "chain", "prompt": "<|result|>", "max_tokens": 16, "stream": True, "ignore_eos": True, "stop": None,
-        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-    }  # fmt: skip
-    for body in (bench, guide):
-        events = events_of(http.post("/v1/completions", json=body).text)
-        assert "".join(choice["text"] for event in events for choice in event["choices"]).startswith("The sum is 802.")
-        assert events[-1]["choices"] == []
-        assert events[-1]["usage"]["completion_tokens"] == 16
+    events = events_of(http.post("/v1/completions", json=completion | stream, headers={"x-request-id": "0"}).text)
+    assert "".join(choice["text"] for event in events for choice in event["choices"]).startswith("The sum is 802.")
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == 16
+    assert events[-1]["usage"]["prompt_tokens"] == 1
+    content = [{"type": "text", "text": "Hi"}]
+    chat = {"model": "chain", "messages": [{"role": "user", "content": content}], "max_completion_tokens": 16}
+    events = events_of(http.post("/v1/chat/completions", json=chat | stream).text)
+    said = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    assert "".join(said).startswith("Hello, world!")
+    assert events[-1]["usage"]["completion_tokens"] == 16
+    assert http.get("/v1/models").json()["data"][0]["id"] == "chain"
+    assert http.get("/metrics").status_code == 200
+
+
+def test_guidellm_gets_what_it_counts(http: httpx.Client) -> None:
+    # of guidellm 0.8.1: src/guidellm/backends/openai/http.py and request_handlers.py
+    assert http.get("/health").status_code == 200
+    stream = {"model": "chain", "stream": True}
+    stream["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+    completion = stream | {"max_tokens": 16, "stop": None, "ignore_eos": True, "prompt": "<|result|>"}
+    events = events_of(http.post("/v1/completions", json=completion).text)
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts[0] >= 1
     assert counts == sorted(counts)
+    assert counts[-1] == 16
     text = [{"type": "text", "text": "Hi"}]
-    chat = {
-        "model": "chain", "messages": [{"role": "user", "content": text}], "max_completion_tokens": 16, "stream": True,
-        "stream_options": {"include_usage": True}, "temperature": 0.0, "ignore_eos": False,
-    }  # fmt: skip
-    events = events_of(http.post("/v1/chat/completions", json=chat).text)
+    chat = stream | {"max_completion_tokens": 16, "stop": None, "ignore_eos": True}
+    turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": text}]
+    events = events_of(http.post("/v1/chat/completions", json=chat | {"messages": turns}).text)
     said = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
-    assert "".join(said) == "Hello, world!"
-    assert http.get("/health").status_code == 200
+    assert "".join(said).startswith("Hello, world!")
+    assert events[-1]["usage"]["completion_tokens"] == 16
+    called = stream | {"tools": [TOOL], "tool_choice": "auto", "messages": turns}  # a turn that calls
+    events = events_of(http.post("/v1/chat/completions", json=called).text)
+    calls = [call for event in events for c in event["choices"] for call in c["delta"].get("tool_calls", ())]
+    assert calls[0]["index"] == 0
+    assert calls[0]["function"]["name"] == "add"
+    arguments = "".join(call["function"]["arguments"] for call in calls)
+    result = {"role": "tool", "tool_call_id": calls[0]["id"], "content": '{"status": "ok"}'}
+    function = {"name": "add", "arguments": arguments}
+    assistant = {
+        "role": "assistant", "content": None,
+        "tool_calls": [{"id": calls[0]["id"], "type": "function", "function": function}],
+    }  # fmt: skip
+    answered = chat | {"tools": [TOOL], "tool_choice": "none", "messages": [*turns, assistant, result]}
+    events = events_of(http.post("/v1/chat/completions", json=answered).text)
+    said = [choice["delta"].get("content") or "" for event in events for choice in event["choices"]]
+    assert "".join(said).startswith("The sum is 802.")
 
 
-def test_open_webui_lists_models_chats_and_asks_for_a_title(http: httpx.Client) -> None:
+def test_open_webui_lists_models_chats_goes_on_and_asks_for_a_title(http: httpx.Client) -> None:
+    # of Open WebUI 0.12.4: generate_chat_completion in backend/open_webui/routers/openai.py, tasks.py, utils/payload.py
     (model,) = http.get("/v1/models").json()["data"]
     assert (model["id"], model["object"]) == ("chain", "model")
     turns = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
     chat = {
-        "stream": True, "model": "chain", "messages": turns, "params": {}, "tool_servers": [], "features": {},
-        "variables": {"{{USER_NAME}}": "me"}, "session_id": "s", "chat_id": "c", "id": "i",
-        "background_tasks": {"title_generation": True}, "stream_options": {"include_usage": True},
+        "stream": True, "model": "chain", "messages": turns, "stream_options": {"include_usage": True},
+        "temperature": 0.0, "top_p": 0.9, "min_p": 0.0, "max_tokens": 64, "frequency_penalty": 0.0,
+        "presence_penalty": 0.0, "reasoning_effort": "low", "seed": 7, "stop": ["\n\n"], "logit_bias": {"1": -1},
+        "response_format": {"type": "text"},
     }  # fmt: skip
     events = events_of(http.post("/v1/chat/completions", json=chat).text)
     assert "".join(c["delta"].get("content") or "" for event in events for c in event["choices"]) == "Hello, world!"
-    title = {"model": "chain", "messages": turns[1:], "stream": False, "max_completion_tokens": 1000, "metadata": {}}
+    assert events[-1]["usage"]["completion_tokens"] == 5
+    begun = [*turns, {"role": "assistant", "content": "<|chat|>"}]
+    more = {"continue_final_message": True, "add_generation_prompt": False, "stream": False, "max_tokens": 4}
+    response = http.post("/v1/chat/completions", json={"model": "chain", "messages": begun} | more)
+    assert response.status_code == 200
+    title = {"model": "chain", "messages": turns[1:], "stream": False, "max_tokens": 1000}
     assert http.post("/v1/chat/completions", json=title).json()["choices"][0]["message"]["content"] == "Hello, world!"

@@ -185,6 +185,26 @@ class _Noting(TorchDispatchMode):
             )
         )
 
+    @contextmanager
+    def in_place_of_launches(self) -> Iterator[None]:
+        """Let no kernel be launched, but noted."""
+
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self.note(kernel, *args, **kwargs)
+
+        with ExitStack() as held:
+            for kind in (JITFunction, InterpretedFunction):
+                held.enter_context(mock.patch.object(kind, "run", run))
+            yield
+
+
+def launches_of(call: Callable[[], None]) -> list[Launch]:
+    """Return what a call of launchers launches; tensors need no memory."""
+    noting = _Noting()
+    with noting.in_place_of_launches():
+        call()
+    return noting.launches
+
 
 @contextmanager
 def _pretended(gpu: Gpu) -> Iterator[None]:
@@ -278,14 +298,7 @@ def recorded_step(
         setting = StepSetting(decoder, cache.layers, config.page_size, pages, config, batch_invariant)
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
-        with ExitStack() as held:
-            for kind in (JITFunction, InterpretedFunction):
-
-                def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
-                    noting.note(kernel, *args, **kwargs)
-
-                held.enter_context(mock.patch.object(kind, "run", run))
-            held.enter_context(noting)
+        with noting.in_place_of_launches(), noting:
             step(batch)
     token_bytes = sum(2 * keys[0, 0].nbytes for keys, _ in cache.layers)
     return RecordedStep(

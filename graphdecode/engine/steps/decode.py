@@ -17,7 +17,8 @@ from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
 from graphdecode.engine.steps.step import Drafting, StepSetting
 from graphdecode.graphs import Loop
-from graphdecode.kernels.model.advance import AdvanceState, advance
+from graphdecode.kernels.model.advance import AdvanceState
+from graphdecode.kernels.model.sample_and_advance import sample_and_advance
 from graphdecode.kernels.model.skip_steps import skip_steps
 from graphdecode.kernels.sampling.follow_automata import (
     NO_AUTOMATON,
@@ -25,7 +26,6 @@ from graphdecode.kernels.sampling.follow_automata import (
     AutomatonTables,
     follow_automata,
 )
-from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,
@@ -57,22 +57,16 @@ class DecodeStep:
         self._model = model
         self._caches = setting.caches
         self._trash_page = setting.trash_page
-        self._is_cuda = model.device.type == "cuda"
-        self._is_looped = config.steps_per_launch > 1
         self._attention = decode_attention_of(setting, rows * queries, batch_invariant=setting.batch_invariant)
         self._specs = sampling_slots(setting.sampling_capacity, model.config.vocab_size)
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
-        self._rings = Rings.allocate(entries, rows, self._logprobs, model.device)
-        # on a GPU each launch ends with a copy of the rings into pinned memory: the host only ever reads its own
-        self.host_rings = (
-            Rings.allocate(entries, rows, self._logprobs, "cpu", pin_memory=True) if self._is_cuda else self._rings
-        )
-        self._host_tokens = self.host_rings.tokens.numpy()  # a torch index takes ten times as long
+        self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
+        self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
         self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
         self.guided_rows: frozenset[int] = frozenset()
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
-        self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if self._is_looped else None
+        self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
         self.halves = (self._compute, self._choose)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
@@ -109,19 +103,16 @@ class DecodeStep:
         for layer, (keys, values) in enumerate(self._caches):
             self.buffers.adopt(f"k_cache_{layer}", keys)
             self.buffers.adopt(f"v_cache_{layer}", values)
-        for name, ring in self._rings._asdict().items():
+        for name, ring in self.rings._asdict().items():
             self.buffers.adopt(f"ring_{name}", ring)
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
         for index, tensor in enumerate(self._model.workspace):
             self.buffers.adopt(f"linear_workspace_{index}", tensor)
-        if self._is_cuda:
-            self.buffers.adopt("host_rings", self.host_rings.memory)
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
         self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
-        self._end_step(batch)
 
     def _compute(self, batch: Batch) -> None:
         """The first half of a step that is one launch: up to the logits."""
@@ -130,7 +121,6 @@ class DecodeStep:
     def _choose(self, batch: Batch) -> None:
         """The second half."""
         self._take_plain(batch, batch.logits)
-        self._copy_rings(batch)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
         """Take a token of each row; all that a step of one query does with its logits."""
@@ -140,27 +130,16 @@ class DecodeStep:
         """Sample a token of each row, and take it into the rows' state."""
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
-        past = (batch.token_counts, batch.recent_tokens)
-        sample(batch.sampled, logits, batch.pre_step_seqlens, live_rows, slots, *past, logprobs)
+        state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots)
         if self._automata is not None:
             rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
             tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
-            follow_automata(rows, batch.sampled, batch.finished, live_rows, batch.automaton, batch.stop_ids, tables)
-        state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        advance(state, batch.sampled, live_rows, slots, logprobs)
-
-    def _end_step(self, batch: Batch) -> None:
-        if not self._is_looped:
-            self._copy_rings(batch)
+            follow_automata(rows, batch.sampled, live_rows, batch.automaton, batch.stop_ids, tables)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count)
-        self._copy_rings(batch)
-
-    def _copy_rings(self, batch: Batch) -> None:
-        if self._is_cuda:
-            batch.host_rings.copy_(batch.ring_memory, non_blocking=True)
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
@@ -242,14 +221,14 @@ class DecodeStep:
         """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
         read: list[StepTokens] = []
         for step in steps:
-            place = step % len(self._host_tokens)
-            tokens = self._host_tokens[place, :num_rows].tolist()
+            place = step % len(self._ring_tokens)
+            tokens = self._ring_tokens[place, :num_rows].tolist()
             found = None if logprobs is None else self._read_logprobs(place, num_rows, logprobs)
             read.append(StepTokens(tokens, found))
         return read
 
     def _read_logprobs(self, place: int, num_rows: int, most: int) -> StepLogprobs:
-        rings = self.host_rings
+        rings = self.rings
         own = (ring[place, :num_rows].tolist() for ring in (rings.logprob, rings.rank))
         tops = (ring[place, :num_rows, :most].tolist() for ring in (rings.top_logprobs, rings.top_ids))
         return StepLogprobs(*own, *tops)

@@ -16,7 +16,10 @@ def step_bytes(logprobs: int) -> int:
 
 
 class Rings(NamedTuple):
-    """Views of one block of memory, so that a step brings all of it to the host in one copy.
+    """Views of one block of the host's memory.
+
+    A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
+    follows. Only steps with drafts read their tokens back.
 
     Attributes:
         memory: int32, the whole block.
@@ -35,22 +38,19 @@ class Rings(NamedTuple):
     top_ids: Tensor
 
     @classmethod
-    def allocate(
-        cls, length: int, rows: int, logprobs: int, device: torch.device | str, *, pin_memory: bool = False
-    ) -> Rings:
+    def allocate(cls, length: int, rows: int, logprobs: int, *, pin_memory: bool) -> Rings:
         """Return rings of `length` steps.
 
         Args:
             length: steps that the rings hold.
             rows: of the largest batch.
             logprobs: most likely tokens that are kept of each step.
-            device: where.
-            pin_memory: for a host's copy that a GPU writes.
+            pin_memory: for a GPU.
         """
         entries = length * rows
         tops = entries * logprobs
         size = entries * _TOKEN_WORDS + 2 * tops
-        memory = torch.zeros(size, dtype=torch.int32, device=device, pin_memory=pin_memory)
+        memory = torch.zeros(size, dtype=torch.int32, pin_memory=pin_memory)
         tokens, logprob, rank, top_logprobs, top_ids = memory.split([2 * entries, entries, entries, tops, tops])
         tokens.fill_(-1)
         return cls(

@@ -57,6 +57,8 @@ class SpeculativeStep(DecodeStep):
     ) -> None:
         rows, device = setting.config.max_batch_size, setting.model.device
         widths = query_widths(num_drafts)
+        self._is_cuda = device.type == "cuda"
+        self._is_looped = setting.config.steps_per_launch > 1
         self._num_drafts = num_drafts
         self._adapts = adapts
         self._source = source(setting)
@@ -65,7 +67,7 @@ class SpeculativeStep(DecodeStep):
         )
         self._host_drafts = (
             torch.zeros(self._ring_drafts.shape, dtype=torch.int32, pin_memory=True)
-            if device.type == "cuda"
+            if self._is_cuda
             else self._ring_drafts
         )
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
@@ -96,6 +98,15 @@ class SpeculativeStep(DecodeStep):
             self.buffers.adopt(name, tensor)
         if self._is_cuda:
             self.buffers.adopt("host_drafts", self._host_drafts)
+
+    def __call__(self, batch: Batch) -> None:
+        """Run one step of one query a row."""
+        super().__call__(batch)
+        self._end_step(batch)
+
+    def _choose(self, batch: Batch) -> None:
+        super()._choose(batch)
+        self._copy_drafts(batch)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
         """Take a token of each row; drafts are made and judged, but none was fed."""
@@ -169,10 +180,13 @@ class SpeculativeStep(DecodeStep):
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count, batch.step_entries)
-        self._copy_rings(batch)
+        self._copy_drafts(batch)
 
-    def _copy_rings(self, batch: Batch) -> None:
-        super()._copy_rings(batch)
+    def _end_step(self, batch: Batch) -> None:
+        if not self._is_looped:
+            self._copy_drafts(batch)
+
+    def _copy_drafts(self, batch: Batch) -> None:
         if self._is_cuda:
             batch.host_drafts.copy_(batch.ring_drafts, non_blocking=True)
 

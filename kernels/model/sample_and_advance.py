@@ -1,0 +1,77 @@
+"""The end of a step: sample the next tokens, make their log-probabilities, and advance the batch.
+
+On a GPU it is two launches: each block of a row says what it has, and then programs choose the rows' tokens; the one
+that chooses the last advances the batch. On a CPU it is the three operations one after another.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
+from ..sampling.block_max import launch_block_max
+from ..sampling.choose import launch_choose
+from ..sampling.sample import BLOCK, CAPACITY, sample
+from ..sampling.sampler_memory import SamplerMemory
+from ..sampling.sampling_slots import LogprobOutputs, SamplingSlots
+from .advance import AdvanceState, advance
+
+
+def sample_and_advance_triton(
+    state: AdvanceState,
+    sampled: Tensor,
+    outputs: LogprobOutputs,
+    logits: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    block: int = BLOCK,
+    capacity: int = CAPACITY,
+) -> None:
+    """Launch the kernels, `block` ids of the vocabulary per program; see `sample_and_advance`."""
+    memory = SamplerMemory.allocate(logits, block, capacity)
+    given = (logits, state.pre_step_seqlens, live_rows, slots)
+    launch_block_max(memory, *given, state.token_counts, state.recent_tokens, logprobs=True)
+    launch_choose(memory, sampled, *given, outputs, state)
+
+
+def _parts(
+    state: AdvanceState,
+    sampled: Tensor,
+    outputs: LogprobOutputs,
+    logits: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+) -> list[tuple[str, tuple[Any, ...]]]:
+    books = (state.token_counts, state.recent_tokens)
+    asked = (slots.sampling_flags, slots.num_logprobs)
+    return [
+        ("sample", (sampled, logits, state.pre_step_seqlens, live_rows, *slots, *books)),
+        ("token_logprobs", (*outputs, logits, sampled, live_rows, *asked)),
+        ("advance", (*state, sampled, live_rows, *slots, *outputs)),
+    ]
+
+
+@operator(triton_version=sample_and_advance_triton, parts=_parts)
+def sample_and_advance(
+    state: Written[AdvanceState],
+    sampled: Written[Int64],
+    outputs: Written[LogprobOutputs],
+    logits: Tensor,
+    live_rows: Int32,
+    slots: SamplingSlots,
+) -> None:
+    """Give each live row its next token, and make it ready for the step after; see `sample` and `advance`.
+
+    Args:
+        state: what is changed; the positions, counts and recent tokens that sampling looks at are in it too. Its rings
+            may be pinned memory of the host, which is written as the device's own.
+        sampled: int64 [b]; dead rows get token 1, rows without a choice a code below -1.
+        outputs: log-probabilities of the rows that want them, see `token_logprobs`.
+        logits: [b, vocab], any float dtype, rows contiguous.
+        live_rows: int32 [1]; nothing of the rows from there on is read.
+        slots: what each row asks for.
+    """
+    books = (state.token_counts, state.recent_tokens)
+    sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, *books, outputs)
+    advance(state, sampled, live_rows, slots, outputs)

@@ -1,0 +1,421 @@
+"""The second of the sampler's two launches: the token of each row, and with it the batch's advance."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ..model.advance import AdvanceState, advance_options, advance_rows
+from ..native.early_start import has_early_start
+from ..native.optional_triton import tl, triton
+from .candidates import SKETCH_BINS, candidate_window, take_blocks
+from .logprobs import row_logprobs
+from .philox import uniform_bits_of
+from .sampler_memory import SamplerMemory
+from .sampling_slots import (
+    DEAD_TOKEN,
+    FLAG_SAMPLE,
+    TOO_COLD,
+    WITHOUT_FINITE,
+    WITHOUT_NUMBERS,
+    LogprobOutputs,
+    SamplingSlots,
+)
+from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
+
+_LIST_BLOCK = 1024
+_PARTS = 8  # of a block, of which one is looked at for the token
+_PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
+
+
+@triton.jit
+def _draw(
+    sums,
+    scaled,
+    candidate_ids,
+    count,
+    vocab,
+    largest,
+    least,
+    most,
+    k,
+    share,
+    lowest_weight,
+    bits,
+    CAPACITY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
+
+    The thresholds are searched among the candidates. Should these be more than the list holds, or a bound have been
+    wrong, all logits are the list.
+    """
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    is_block = blocks < BLOCKS
+    by_count = (k > 0) & (k < vocab)
+    by_weight = share < 1.0
+    lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
+    any_weight = tl.full([], 1, dtype=tl.int64)
+    list_begin = BLOCKS * BLOCK
+    listed = count
+    is_listed = True
+    if by_count | by_weight:
+        above = tl.sum(tl.load(sums + BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        between = tl.sum(tl.load(sums + 2 * BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        total = tl.sum(tl.load(sums + 3 * BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
+        needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+        needed = tl.where(by_count, k.to(tl.int64), needed)
+        between = tl.where(by_count, count.to(tl.int64), between)
+        has_all = least <= largest - 25.0  # what is not listed has no weight
+        is_listed = (count <= CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
+        if is_listed:
+            needed -= above
+        else:
+            tl.store(sums + blocks, tl.zeros([BLOCKS_PADDED], dtype=tl.int64), mask=is_block)
+            list_begin = 0
+            listed = vocab
+            between = needed
+            least = tl.full([], float("-inf"), dtype=tl.float32)
+            most = largest
+        line = scaled + list_begin
+        if needed <= between:
+            lowest_key = threshold_key(
+                line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, LIST_BLOCK
+            )
+        if by_count & by_weight:
+            total = kept_total(line, listed, largest, lowest_key, any_weight, LIST_BLOCK)
+            needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
+            lowest_key = threshold_key(
+                line, listed, largest, lowest_key, ordered_key(largest), needed, False, LIST_BLOCK
+            )
+        for block in range(tl.cdiv(listed, LIST_BLOCK)):
+            places = block * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
+            weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
+            is_candidate = places < tl.where(is_listed, listed, 0)
+            ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
+            ids = tl.where(is_listed, ids, places)
+            tl.atomic_add(sums + ids // BLOCK, weights, mask=weights > 0, sem="relaxed")
+        tl.debug_barrier()  # all have added before one of them reads
+    kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
+    reached = tl.cumsum(kept, axis=0)
+    target = fraction_of_total(tl.sum(kept, axis=0), bits)
+    block = tl.minimum(tl.min(tl.where(reached > target, blocks, BLOCKS), axis=0), BLOCKS - 1)
+    before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
+    first = block * BLOCK
+    parts = tl.arange(0, PARTS)
+    columns = first + parts[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
+    kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
+    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, PARTS - 1), axis=0)
+    before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
+    ids = first + part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
+    weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
+    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
+
+
+# Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
+# last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
+# one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, and the last row's advances
+# the batch. Nothing depends on who was last.
+@triton.jit
+def _choose_kernel(
+    block_max,
+    block_id,
+    block_sum,
+    own_max,
+    own_sum,
+    sketch,
+    scaled,
+    candidate_ids,
+    sums,
+    counters,
+    logits,
+    positions,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    seed,
+    vocab,
+    logits_stride,
+    scaled_stride,
+    tokens,
+    pre_step_seqlens,
+    finished,
+    step_index,
+    running,
+    ring_tokens,
+    token_counts,
+    ring_logprob,
+    ring_rank,
+    ring_top_logprobs,
+    ring_top_ids,
+    recent_tokens,
+    sampled,
+    sampled_logprob,
+    sampled_rank,
+    top_logprobs,
+    top_ids,
+    live_rows,
+    sampling_flags,
+    stop_ids,
+    min_position,
+    last_position,
+    num_logprobs,
+    ring_length,
+    ring_rows,
+    counts_stride,
+    ADVANCE: tl.constexpr,
+    WITH_LOGPROBS: tl.constexpr,
+    SAMPLE_FLAG: tl.constexpr,
+    LOGPROBS_FLAG: tl.constexpr,
+    DEAD: tl.constexpr,
+    NUMBERS_MISS: tl.constexpr,
+    FINITE_MISS: tl.constexpr,
+    COLD: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr,
+    LIST_BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+    PENALTIES: tl.constexpr,
+    PENALTIES_FLAG: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    TOPS: tl.constexpr,
+    TOPS_BLOCK: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
+    RECENT: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    wide_row = row.to(tl.int64)
+    is_last = tl.program_id(1) == 0
+    token = tl.full([], DEAD, dtype=tl.int32)
+    is_live = row < tl.load(live_rows)
+    flags = tl.load(sampling_flags + row, mask=is_live, other=0)
+    draws = is_live & ((flags & SAMPLE_FLAG) != 0)
+    if draws | (is_live & is_last):
+        blocks = tl.arange(0, BLOCKS_PADDED)
+        maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
+        largest = tl.max(maxima, axis=0)
+        code = tl.where(largest == float("inf"), NUMBERS_MISS, 0)
+        code = tl.where(largest == float("-inf"), FINITE_MISS, code)
+        warmth = tl.load(temperature + row, mask=draws, other=1.0)
+        top = tl.div_rn(largest, warmth)
+        code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), COLD, code)
+        token = code.to(tl.int32)
+        if draws & (code == 0):
+            line = scaled + wide_row * scaled_stride
+            row_sums = sums + wide_row * (4 * BLOCKS)
+            k = tl.load(top_k + row)
+            share = tl.load(top_p + row)
+            minimum = tl.load(min_p + row)
+            lowest_weight = tl.maximum((minimum * 68719476736.0).to(tl.int64), 1)
+            lowest_weight = tl.where(minimum > 0.0, lowest_weight, 1)
+            by_count = (k > 0) & (k < vocab)
+            is_filtered = by_count | (share < 1.0)
+            least = tl.full([], float("inf"), dtype=tl.float32)
+            most = tl.full([], float("-inf"), dtype=tl.float32)
+            if is_filtered:
+                least, most = candidate_window(
+                    sketch + wide_row * (BLOCKS * BINS),
+                    block_max + row * BLOCKS,
+                    block_sum + row * BLOCKS,
+                    warmth,
+                    top,
+                    k,
+                    share,
+                    by_count,
+                    BLOCK,
+                    BLOCKS,
+                    BLOCKS_PADDED,
+                    BINS,
+                )
+                if by_count & (share < 1.0):
+                    most = top  # top-p weighs all that top-k keeps
+            take_blocks(
+                row_sums,
+                line + BLOCKS * BLOCK,
+                candidate_ids + wide_row * CAPACITY,
+                counters + 2 * row + 1,
+                line,
+                vocab,
+                top,
+                least,
+                most,
+                lowest_weight,
+                is_filtered,
+                by_count,
+                CAPACITY,
+                BLOCK,
+                BLOCKS,
+            )
+            tl.debug_barrier()  # all threads have written before one of them says so
+            is_last = tl.atomic_add(counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
+            if is_last:
+                token = _draw(
+                    row_sums,
+                    line,
+                    candidate_ids + wide_row * CAPACITY,
+                    tl.load(counters + 2 * row + 1, cache_modifier=".cg"),
+                    vocab,
+                    top,
+                    least,
+                    most,
+                    k,
+                    share,
+                    lowest_weight,
+                    uniform_bits_of(tl.load(seed + row), tl.load(positions + row) + 1),
+                    CAPACITY,
+                    BLOCK,
+                    BLOCKS,
+                    BLOCKS_PADDED,
+                    LIST_BLOCK,
+                    PARTS,
+                )
+                token = tl.minimum(token, vocab - 1)
+        elif code == 0:
+            ids = tl.load(block_id + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
+            token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
+            token = tl.minimum(token, vocab - 1)
+    if is_last:
+        tl.store(sampled + row, token.to(tl.int64))
+        if WITH_LOGPROBS:  # noqa: SIM102 - decided at compile time
+            if (flags & LOGPROBS_FLAG) != 0:
+                row_logprobs(
+                    sampled_logprob,
+                    sampled_rank,
+                    top_logprobs,
+                    top_ids,
+                    own_max,
+                    own_sum,
+                    logits + wide_row * logits_stride,
+                    row,
+                    token,
+                    tl.load(num_logprobs + row),
+                    vocab,
+                    TOPS,
+                    BLOCK,
+                    BLOCKS,
+                    BLOCKS_PADDED,
+                )
+        if ADVANCE:
+            tl.debug_barrier()
+            if tl.atomic_add(counters + 2 * tl.num_programs(0), 1, sem="acq_rel") == tl.num_programs(0) - 1:
+                advance_rows(
+                    tokens,
+                    pre_step_seqlens,
+                    finished,
+                    step_index,
+                    running,
+                    ring_tokens,
+                    token_counts,
+                    ring_logprob,
+                    ring_rank,
+                    ring_top_logprobs,
+                    ring_top_ids,
+                    recent_tokens,
+                    sampled,
+                    sampled_logprob,
+                    sampled_rank,
+                    top_logprobs,
+                    top_ids,
+                    live_rows,
+                    sampling_flags,
+                    stop_ids,
+                    min_position,
+                    last_position,
+                    num_logprobs,
+                    ring_length,
+                    ring_rows,
+                    counts_stride,
+                    PENALTIES,
+                    PENALTIES_FLAG,
+                    LOGPROBS,
+                    LOGPROBS_FLAG,
+                    ROWS,
+                    STOPS,
+                    TOPS,
+                    TOPS_BLOCK,
+                    BAD_WORDS,
+                    BAD_WORDS_FLAG,
+                    RECENT,
+                )
+
+
+def launch_choose(
+    memory: SamplerMemory,
+    sampled: Tensor,
+    logits: Tensor,
+    positions: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    logprobs: LogprobOutputs | None,
+    state: AdvanceState | None,
+) -> None:
+    """Launch the kernel; see `sample_and_advance`.
+
+    Args:
+        memory: what `launch_block_max` wrote.
+        sampled: int64 [b].
+        logits: [b, vocab].
+        positions: int32 [b].
+        live_rows: int32 [1].
+        slots: of the rows.
+        logprobs: written for rows that want them; None: for no row.
+        state: advanced; None: nothing is.
+    """
+    rows, vocab = logits.shape
+    blocks, early = memory.blocks, has_early_start(logits.device)
+    options: dict[str, Any] = advance_options(state, sampled, live_rows, slots, logprobs)
+    if early:
+        options["launch_pdl"] = True
+    _choose_kernel[(rows, min(max(_PROGRAMS // rows, 1), blocks))](
+        memory.block_max,
+        memory.block_id,
+        memory.block_sum,
+        memory.own_max,
+        memory.own_sum,
+        memory.sketch,
+        memory.scaled,
+        memory.candidate_ids,
+        memory.sums,
+        memory.counters,
+        logits,
+        positions,
+        slots.temperature,
+        slots.top_k,
+        slots.top_p,
+        slots.min_p,
+        slots.seed,
+        vocab,
+        logits.stride(0),
+        memory.scaled.stride(0),
+        ADVANCE=state is not None,
+        WITH_LOGPROBS=logprobs is not None,
+        SAMPLE_FLAG=FLAG_SAMPLE,
+        DEAD=DEAD_TOKEN,
+        NUMBERS_MISS=WITHOUT_NUMBERS,
+        FINITE_MISS=WITHOUT_FINITE,
+        COLD=TOO_COLD,
+        CAPACITY=memory.capacity,
+        BINS=SKETCH_BINS,
+        BLOCK=memory.block,
+        BLOCKS=blocks,
+        BLOCKS_PADDED=triton.next_power_of_2(blocks),
+        LIST_BLOCK=min(_LIST_BLOCK, memory.block),
+        PARTS=_PARTS,
+        PDL=early,
+        num_warps=16,
+        **options,
+    )

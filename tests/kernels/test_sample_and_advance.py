@@ -1,0 +1,151 @@
+"""The end of a step in two launches: what three operations do one after another, and nothing of it outlives a step."""
+
+import random
+
+import pytest
+import torch
+from hostile_rows import hostile_rows
+from sampling_rows import CAPACITY, logprob_outputs, make_hostile, random_rows
+from torch import Tensor
+
+from graphdecode.kernels.model.advance import AdvanceState
+from graphdecode.kernels.model.sample_and_advance import sample_and_advance, sample_and_advance_triton
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.calls import NativeSequence
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.sampling import choose, sampler_memory
+from graphdecode.kernels.sampling.sample import sample_triton
+from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
+
+RING_LENGTH, RING_ROWS, VOCAB = 3, 7, 45
+MOST = CAPACITY.max_logprobs
+
+End = tuple[AdvanceState, Tensor, LogprobOutputs, Tensor, Tensor, SamplingSlots]
+
+
+def end_of_step(rows: int, live: int, seed: int) -> End:
+    """What the end of a step is given, some of its rows finished."""
+    logits, positions, slots, counts, recent = random_rows(rows, VOCAB, seed)
+    chosen = random.Random(seed)
+    rings = (
+        torch.full((RING_LENGTH, RING_ROWS), 77),
+        torch.zeros(RING_LENGTH, RING_ROWS),
+        torch.zeros(RING_LENGTH, RING_ROWS, dtype=torch.int32),
+        torch.zeros(RING_LENGTH, RING_ROWS, MOST),
+        torch.zeros(RING_LENGTH, RING_ROWS, MOST, dtype=torch.int32),
+    )
+    finished = torch.tensor([chosen.random() < 0.2 for _ in range(rows)], dtype=torch.int32)
+    step, running = torch.tensor([seed]), torch.tensor([-1], dtype=torch.int32)
+    tokens = torch.arange(rows) + 100
+    state = AdvanceState(tokens, positions, finished, step, running, rings[0], counts, *rings[1:], recent)
+    live_rows = torch.tensor([live], dtype=torch.int32)
+    return state, torch.full((rows,), -7), logprob_outputs(rows), logits, live_rows, slots
+
+
+def there(end: End, device: str) -> End:
+    moved = (part.to(device) if isinstance(part, Tensor) else type(part)(*(t.to(device) for t in part)) for part in end)
+    return tuple(moved)  # type: ignore[return-value]
+
+
+def copied(end: End) -> End:
+    made = (part.clone() if isinstance(part, Tensor) else type(part)(*map(Tensor.clone, part)) for part in end)
+    return tuple(made)  # type: ignore[return-value]
+
+
+def assert_same(found: End, expected: End) -> None:
+    """Everything that says which token is the same to the bit; log-probabilities are sums in some order."""
+    for mine, theirs in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+        if mine.is_floating_point():
+            torch.testing.assert_close(mine, theirs)
+        else:
+            assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("version", ["native", "triton"])
+def test_the_end_of_a_step_is_its_three_operations(version: str, seed: int, device: str) -> None:
+    if version == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    given = end_of_step(6, 5, seed)
+    expected = copied(given)
+    versions("sample_and_advance").torch(*flat(expected))
+    if version == "native":
+        call = versions("sample_and_advance").native(*flat(given))
+        assert isinstance(call, NativeSequence)
+        assert len(call.calls) == 3
+        call()
+    else:
+        given = there(given, device)
+        sample_and_advance_triton(*given, block=16, capacity=8)
+        given = there(given, "cpu")
+    assert_same(given, expected)
+
+
+def flat(end: End) -> tuple[Tensor, ...]:
+    state, sampled, outputs, logits, live_rows, slots = end
+    return (*state, sampled, *outputs, logits, live_rows, *slots)
+
+
+@pytest.mark.parametrize("byte", [0x00, 0xA5, 0xFF])
+def test_nothing_need_be_in_the_memory_between_the_two_launches(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    """Law 5: whatever an earlier step left there, counters of programs and of candidates among it."""
+
+    def left_over(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((*sizes, dtype.itemsize), byte, dtype=torch.uint8, device=device).view(dtype).view(sizes)
+
+    given = end_of_step(4, 4, 3)
+    expected = copied(given)
+    versions("sample_and_advance").torch(*flat(expected))
+    monkeypatch.setattr(sampler_memory.torch, "empty", left_over)
+    sample_and_advance_triton(*given, block=16, capacity=8)
+    assert_same(given, expected)
+
+
+def test_how_many_programs_share_a_row_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Law 9: the grid follows from the bucket, the tokens do not."""
+    given = end_of_step(3, 3, 8)
+    found = []
+    for programs in (3, 6, 9):
+        monkeypatch.setattr(choose, "_PROGRAMS", programs)
+        mine = copied(given)
+        sample_and_advance_triton(*mine, block=16, capacity=8)
+        found.append(mine)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(flat(found[0]), flat(other), strict=True))
+
+
+def test_dead_rows_with_hostile_slots_change_nothing() -> None:
+    """Law 4: padding is inert."""
+    calm = end_of_step(6, 4, 5)
+    hostile = copied(calm)
+    make_hostile(hostile[5], 4)
+    hostile[3][4:] = torch.nan
+    for tensor in (hostile[0].tokens, hostile[0].pre_step_seqlens, hostile[0].token_counts):
+        tensor[4:] = torch.iinfo(tensor.dtype).max
+    for end in (calm, hostile):
+        sample_and_advance_triton(*end, block=16, capacity=8)
+    for name in ("ring_tokens", "running", "step_index", "ring_rank", "ring_logprob"):
+        assert torch.equal(getattr(hostile[0], name), getattr(calm[0], name)), name
+    assert torch.equal(hostile[1], calm[1])
+    assert (hostile[0].tokens[4:] == torch.iinfo(torch.int64).max).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_rows_with_odd_wishes_get_the_tokens_of_the_torch_version(seed: int, device: str) -> None:
+    """A few of the rows of `tools/fuzz_sampler.py`."""
+    rows = 30
+    logits, positions, slots, counts, recent, sizes = hostile_rows(rows, 1000 + seed)
+    live = torch.tensor([rows - 1], dtype=torch.int32)
+    expected, found = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
+    versions("sample").torch(expected, logits, positions, live, *slots, counts, recent)
+    given = [tensor.to(device) for tensor in (found, logits, positions, live, *slots, counts, recent)]
+    sample_triton(*given[:4], SamplingSlots(*given[4:-2]), *given[-2:], *sizes)
+    assert given[0].tolist() == expected.tolist(), f"seed {1000 + seed}"
+
+
+def test_the_operator_passes_opcheck(device: str) -> None:
+    arguments = tuple(tensor.to(device) for tensor in flat(end_of_step(2, 2, 1)))
+    torch.library.opcheck(
+        torch.ops.graphdecode.sample_and_advance.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
+    sample_and_advance(*end_of_step(2, 1, 2))
