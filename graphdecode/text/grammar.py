@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _KEPT = 64  # grammars that stay compiled: clients ask for the same few again and again
 _MAX_GRAMMAR_LENGTH = 1 << 20  # characters
+_WORTH_THREADS_BYTES = 1024  # of one mask
 
 
 def is_available() -> bool:
@@ -194,8 +195,12 @@ class _Together:
             self._words = np.zeros((len(matchers), self._words.shape[1]), dtype=np.int32)
             self._address = self._words.ctypes.data
         size_bytes = self._words.shape[1] * self._words.itemsize
-        jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(jobs, self._address, size_bytes, len(self._words))
+        if size_bytes < _WORTH_THREADS_BYTES:  # these wake up more slowly than such a mask is computed
+            for place, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(self._address + place * size_bytes, size_bytes)
+        else:
+            jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(jobs, self._address, size_bytes, len(self._words))
         return self._words
 
 
