@@ -68,6 +68,19 @@ class BucketConfig:
     max_bad_words: int = key(
         "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
     )
+    max_automata: int = key(
+        "capacity",
+        8,
+        integer(1, 65536),
+        "Forms (`structured_outputs` of choices or a regex) that rows follow on the device at the same time; the host "
+        "masks the rows of others.",
+    )
+    max_automaton_states: int = key(
+        "capacity",
+        1024,
+        integer(0, 2**20),
+        "States that all of them have together; 0 leaves every form to the host.",
+    )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
     )
@@ -135,6 +148,8 @@ class EngineKeywords(TypedDict, total=False):
     max_stop_token_ids: int
     max_logit_biases: int
     max_bad_words: int
+    max_automata: int
+    max_automaton_states: int
     batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
     max_graphs: int
     capture_when: Literal["startup", "first-use"]

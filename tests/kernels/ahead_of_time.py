@@ -42,7 +42,7 @@ from graphdecode.kernels.model import (
 )
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import block_max, choose, logprobs, sample
+from graphdecode.kernels.sampling import block_max, choose, follow_automata, logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -256,7 +256,17 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "sample-and-advance": by_name(sample_and_advance.sample_and_advance_triton, tensors),
         "advance": by_name(advance.advance_triton, tensors),
         "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
+        "follow-automata": partial(follow_automata.follow_automata_triton, *automata(tensors)),
     }
+
+
+def automata(tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """What `follow_automata` is given in such a step."""
+    ints = partial(torch.empty, dtype=torch.int32)
+    words = tensors["token_mask"].shape[1]
+    rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], ints(ROWS), ints(1))
+    tables = follow_automata.AutomatonTables(ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
+    return rows, tensors["sampled"], tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
 
 
 def linear_case(

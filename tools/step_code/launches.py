@@ -222,7 +222,8 @@ def _pretended(gpu: Gpu) -> Iterator[None]:
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
         """What a GPU would have to time: the first tile for so many rows, dealt to two programs on each processor."""
-        found = candidates(*weight.shape, weight.element_size(), rows, gpu.processors)
+        out_features, in_features = weight.shape
+        found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors)
         if not found:
             return None, {"plain": 1.0}
 

@@ -101,12 +101,20 @@ class SpeculativeStep(DecodeStep):
             self.buffers.adopt("host_drafts", self._host_drafts)
 
     def __call__(self, batch: Batch) -> None:
-        """Run one step of one query a row; drafts are made and judged, but none is fed."""
+        """Run one step of one query a row."""
+        super().__call__(batch)
+        self._end_step(batch)
+
+    def _choose(self, batch: Batch) -> None:
+        super()._choose(batch)
+        self._copy_drafts(batch)
+
+    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
+        """Take a token of each row; drafts are made and judged, but none was fed."""
         self._source.draft(batch, 1)
-        self._take(batch, self._model.decode(batch, self._caches, self._attention), batch.live_rows)
+        self._take(batch, logits, batch.live_rows)
         self._judge(batch, 0, 1)
         self._settle(batch, 1, adapts=False)
-        self._end_step(batch)
 
     def _verify(self, batch: Batch, queries: int) -> None:
         """Run one step of several queries a row."""
@@ -195,7 +203,7 @@ class SpeculativeStep(DecodeStep):
             if row < len(self._known) and self._known[row][0] is tokens:
                 begin = min(self._known[row][1], len(tokens))
             staged["history"][row, begin : len(tokens)] = tokens[begin:]
-            staged["draft_limit"][row] = self._num_drafts if inputs.may_draft else 0
+            staged["draft_limit"][row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
             known.append((tokens, len(tokens)))
         self._known = known
         self.buffers.upload(_HISTORY, len(rows))
