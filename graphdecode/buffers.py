@@ -130,6 +130,19 @@ class StagingBlock:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
 
+    def upload_rows(self, name: str, rows: Iterable[int]) -> None:
+        """Copy some rows of a slot to the device, neighbours in one copy; see `upload`."""
+        source, target = self.host_views[name], self.device_views[name]
+        first = end = -1
+        for row in [*rows, -1]:
+            if row != end:
+                if end > first:
+                    target[first:end].copy_(source[first:end], non_blocking=True)
+                first = row
+            end = row + 1
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self.device.device))
+
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Make a device the current one for a while: kernels, events and allocations go there. Nothing on a CPU."""
@@ -283,6 +296,16 @@ class StepBuffers:
             arrays[LIVE_ROWS][0] = live_rows
             self._live_rows = live_rows
         self._blocks[block].upload()
+
+    def upload_rows(self, name: str, rows: Iterable[int]) -> None:
+        """Move some rows of one staged slot to the device, neighbours in one copy; all else is left as it is there.
+
+        Args:
+            name: of a slot whose first dimension follows the batch.
+            rows: ascending.
+        """
+        block = self._blocks[self.slots[name].staged or ""]
+        block.upload_rows(name, rows)
 
     def set_live_rows(self, live_rows: int) -> None:
         """Make the first `live_rows` rows live and fill the tails of all others with their pads.

@@ -92,7 +92,11 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
         "mem_get_info": lambda *_device: (_FREE_BYTES, _FREE_BYTES),
         "memory_snapshot": list,
         "current_device": lambda: 0,
-        "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=2, total_memory=_FREE_BYTES),
+        "get_device_properties": lambda _device: SimpleNamespace(
+            multi_processor_count=2,
+            total_memory=_FREE_BYTES,
+            shared_memory_per_multiprocessor=228 * 1024,
+        ),
     }
 
     def over(loops: cuda_loop.CudaLoops, step: CudaStepGraph, epilogue: CudaStepGraph) -> StepLoop:

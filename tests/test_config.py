@@ -138,7 +138,7 @@ def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: Eng
         ("[model]\ndtype = 'int4'", r"dtype must be auto, float32, bfloat16 or float16, got 'int4'"),
         ("[model]\ndevice = 'tpu'", r"device must be auto, cpu or cuda .*, got 'tpu'"),
         ("[model]\nquantize = '8 bits'", r"quantize must be None or a weight form's name, got '8 bits'"),
-        ("[model]\nkv_cache_dtype = 'fp8'", r":2: \[model\] kv_cache_dtype: unknown key; known: device, dtype, seed"),
+        ("[model]\nkv_cache_type = 'fp8'", r":2: \[model\] kv_cache_type: unknown key; known: device, dtype, seed"),
         ("[scheduling]\nmax_prefill_tokens = 0", r"max_prefill_tokens must be 'auto' or an integer in 1\.\..*, got 0"),
         (
             "[drafts]\nmethod = 'ngram'",

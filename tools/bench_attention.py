@@ -29,7 +29,7 @@ from peers.attention import (
     AttentionResult,
     compare_attention,
     parse_attention_peers,
-    plan_and_merge_us,
+    plan_us,
     suitable_peers,
 )
 
@@ -93,12 +93,12 @@ def main() -> None:
     torch.manual_seed(0)
     bandwidth = read_bandwidth(device)
     report = {
-        "schema": 2,
+        "schema": 3,
         "environment": describe_environment(device),
         "read_bandwidth": bandwidth,
         "page_size": PAGE_SIZE,
         "tolerance": {shape.name: shape.tolerance for shape in SHAPES},
-        "plan_and_merge": [],
+        "plans": [],
         "rows": [],
     }
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
@@ -118,7 +118,7 @@ def main() -> None:
                         print(line(result))
                     if cuda:
                         overhead = {"shape": shape.name, "batch": batch, "context": context}
-                        report["plan_and_merge"].append(overhead | plan_and_merge_us(problem))
+                        report["plans"].append(overhead | {"plan_us": plan_us(problem)})
                     del problem
                     report["rows"] = [asdict(result) for result in results]
                     (options.out / "attention.json").write_text(json.dumps(report, indent=1) + "\n")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention
@@ -120,10 +120,18 @@ def _decode(
         page_table = torch.arange(rows, dtype=torch.int32, device=device).unsqueeze(1)
     new, known = cu_seqlens_q.diff(), cu_seqlens_kv.diff()
     before = torch.where(new > 0, known, 0) - 1  # a row that attends to nothing has one less than no token
-    wave_items = wave_items_for(device, kv_heads)
+    wave_items = wave_items_for(
+        device,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=q.shape[-1],
+        head_dim_v=v_cache.shape[-1],
+        dtype=q.dtype,
+        kv_dtype=k_cache.dtype,
+    )
     items = work_items(rows, wave_items)
     kv_lens = torch.empty(rows, dtype=torch.int32, device=device)
-    plan = torch.empty(plan_size(rows, items), dtype=torch.int32, device=device)
+    plan = torch.empty(plan_size(items), dtype=torch.int32, device=device)
     live = torch.full((1,), rows, dtype=torch.int32, device=device)
     attention_plan(kv_lens, plan, before, live, wave_items=wave_items, window_left=window_left)
     decode_attention(
@@ -136,8 +144,7 @@ def _decode(
         None,
         kv_lens,
         plan,
-        torch.empty(items, 1, heads, v_cache.shape[-1], dtype=torch.float32, device=device),
-        torch.empty(items, 1, heads, dtype=torch.float32, device=device),
+        *decode_workspace(device, rows, items, heads, v_cache.shape[-1]),
         max_items=items,
         sm_scale=sm_scale,
         window_left=window_left,

@@ -7,6 +7,23 @@ from typing import NamedTuple
 from torch import Tensor
 
 
+class HeadTurn(NamedTuple):
+    """What is done to the heads of queries and keys before they meet.
+
+    Attributes:
+        cos_sin: float32 [max positions, 2, rot/2], cosines and sines by position.
+        q_norm: fp32 [head_dim], weight of each query head's RMSNorm, or [num_qo_heads * head_dim], of all of them
+            together; None: no norm.
+        k_norm: the same of the keys.
+        eps: of these norms.
+    """
+
+    cos_sin: Tensor
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    eps: float = 0.0
+
+
 class AttentionOptions(NamedTuple):
     """Options that may differ from layer to layer; the same for prompts and for decode steps.
 

@@ -3,24 +3,60 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from graphdecode.attention.options import AttentionOptions
+from graphdecode.attention.options import AttentionOptions, HeadTurn
+from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
+from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
-PROGRAMS_PER_PROCESSOR = 2  # decode programs that one multiprocessor holds at a time
 FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
 
 
-def wave_items_for(device: torch.device, num_kv_heads: int) -> int:
-    """Return how many work items (times kv heads: programs) run on the device at the same time."""
+def wave_items_for(
+    device: torch.device,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    head_dim_v: int,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    q_len: int = 1,
+) -> int:
+    """Return how many work items (times kv heads: programs) run on the device at the same time.
+
+    Args:
+        device: where the cache is.
+        num_qo_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: of queries and keys.
+        head_dim_v: of values.
+        dtype: of queries.
+        kv_dtype: of the cache.
+        q_len: queries a row.
+    """
     if device.type != "cuda":
         return 1
+    tile = decode_tile(q_len * num_qo_heads // num_kv_heads, head_dim, head_dim_v, dtype, kv_dtype)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(processors * PROGRAMS_PER_PROCESSOR // num_kv_heads, 1)
+    return max(processors * programs_per_processor(device, tile, kv_dtype.itemsize) // num_kv_heads, 1)
+
+
+def decode_workspace(
+    device: torch.device, rows: int, items: int, num_qo_heads: int, head_dim_v: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `decode_attention` of one query a row takes as `partial`, `partial_lse` and `counters`."""
+    held = items if device.type == "cuda" else 1  # nothing is split on a CPU
+    return (
+        torch.zeros(held, 1, num_qo_heads, head_dim_v, dtype=torch.float32, device=device),
+        torch.zeros(held, 1, num_qo_heads, dtype=torch.float32, device=device),
+        torch.zeros(rows * num_qo_heads, dtype=torch.int32, device=device),
+    )
 
 
 class PagedDecodeAttention:
@@ -38,7 +74,9 @@ class PagedDecodeAttention:
         page_size: tokens a page.
         max_pages_per_row: width of the page table.
         dtype: of queries and outputs.
-        options: the default of `run`; the plan is balanced for its window.
+        kv_dtype: of keys and values; None: dtype.
+        options: the default of `run`.
+        windows: the windows of the layers, -1 for none, each of which has a plan; None: that of the options.
         batch_invariant: split at fixed places, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
@@ -57,7 +95,9 @@ class PagedDecodeAttention:
         page_size: int,
         max_pages_per_row: int,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype | None = None,
         options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
+        windows: Iterable[int] | None = None,
         batch_invariant: bool = False,
         device: torch.device | str,
     ) -> None:
@@ -79,16 +119,25 @@ class PagedDecodeAttention:
         self.options = options
         self.device = torch.device(device)
         max_kv_len = page_size * max_pages_per_row
-        self._wave_items = wave_items_for(self.device, num_kv_heads)
+        value_dim = head_dim if head_dim_v is None else head_dim_v
+        self._wave_items = wave_items_for(
+            self.device,
+            num_qo_heads=num_qo_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=value_dim,
+            dtype=dtype,
+            kv_dtype=dtype if kv_dtype is None else kv_dtype,
+        )
+        self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
         self._max_splits = -(-max_kv_len // FIXED_SPLIT) if batch_invariant else 0
         items = self._items(max_batch_size)
-        held = items if self.device.type == "cuda" else 1  # the CPU path splits nothing
-        value_dim = head_dim if head_dim_v is None else head_dim_v
         self._kv_lens = torch.zeros(max_batch_size, dtype=torch.int32, device=self.device)
-        self._plan = torch.zeros(plan_size(max_batch_size, items), dtype=torch.int32, device=self.device)
-        self._partial = torch.zeros(held, 1, num_qo_heads, value_dim, dtype=torch.float32, device=self.device)
-        self._partial_lse = torch.zeros(held, 1, num_qo_heads, dtype=torch.float32, device=self.device)
+        chosen = [options.window_left] if windows is None else sorted(set(windows))
+        plans = torch.zeros(len(chosen), plan_size(items), dtype=torch.int32, device=self.device)
+        self._plans = dict(zip(chosen, plans, strict=True))
+        self._workspace = decode_workspace(self.device, max_batch_size, items, num_qo_heads, value_dim)
 
     def _items(self, rows: int) -> int:
         return work_items(rows, self._wave_items, self._max_splits)
@@ -96,7 +145,7 @@ class PagedDecodeAttention:
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that a captured step reads and writes here."""
-        return [self._kv_lens, self._plan, self._partial, self._partial_lse]
+        return [self._kv_lens, *self._plans.values(), *self._workspace]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
         """Plan one step on the device: row i attends to `pre_step_seqlens[i] + 1` tokens, padding to none.
@@ -105,15 +154,20 @@ class PagedDecodeAttention:
             pre_step_seqlens: int32 [rows], tokens in the cache before the step.
             live_rows: int32 [1]; rows past it are padding.
         """
-        attention_plan(
-            self._kv_lens,
-            self._plan,
-            pre_step_seqlens,
-            live_rows,
-            wave_items=self._wave_items,
-            fixed_split=self._fixed_split,
-            window_left=self.options.window_left,
-        )
+        for window, plan in self._plans.items():
+            attention_plan(
+                self._kv_lens,
+                plan,
+                pre_step_seqlens,
+                live_rows,
+                wave_items=self._wave_items,
+                fixed_split=self._fixed_split,
+                window_left=window,
+            )
+
+    def _plan_of(self, window: int) -> Tensor:
+        """Return the plan that was made for a window; another one is as right, but not as balanced."""
+        return self._plans.get(window, next(iter(self._plans.values())))
 
     def run(
         self,
@@ -144,12 +198,56 @@ class PagedDecodeAttention:
             page_table,
             None,
             self._kv_lens,
-            self._plan,
-            self._partial,
-            self._partial_lse,
+            self._plan_of(options.window_left),
+            *self._workspace,
             max_items=self._items(q.shape[0]),
             sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
             window_left=options.window_left,
             soft_cap=options.logits_soft_cap,
             sinks=options.sinks,
+        )
+
+    def append_and_run(
+        self,
+        out: Tensor,
+        qkv: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        page_table: Tensor,
+        turn: HeadTurn,
+        options: AttentionOptions | None = None,
+    ) -> None:
+        """Append each row's new token to one layer's cache and write its attention into `out`, in one launch.
+
+        The bits of a row are not those of `rope_append` and `run`, which a batch-invariant model takes for its prompts:
+        the newest key is taken from registers.
+
+        Args:
+            out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.
+            qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], queries, keys, values.
+            k_cache: [pages, page_size, num_kv_heads, head_dim], contiguous.
+            v_cache: the same shape.
+            page_table: int32 [rows, max_pages_per_row].
+            turn: norm and rotation of queries and keys.
+            options: of this layer, where they are not the default ones.
+        """
+        options = self.options if options is None else options
+        append_attention(
+            out,
+            k_cache,
+            v_cache,
+            qkv,
+            page_table,
+            self._kv_lens,
+            self._plan_of(options.window_left),
+            *self._workspace,
+            turn.cos_sin,
+            turn.q_norm,
+            turn.k_norm,
+            options.sinks,
+            eps=turn.eps,
+            max_items=self._items(out.shape[0]),
+            sm_scale=1.0 / math.sqrt(out.shape[-1]) if options.sm_scale is None else options.sm_scale,
+            window_left=options.window_left,
+            soft_cap=options.logits_soft_cap,
         )

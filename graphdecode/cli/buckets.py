@@ -9,13 +9,20 @@ import typer
 from rich.table import Table
 
 from graphdecode.buckets import query_widths
-from graphdecode.cli.options import DeviceOption, DtypeOption, ModelImplOption, settings_of, wide_console
+from graphdecode.cli.options import (
+    DeviceOption,
+    DtypeOption,
+    KvCacheDtypeOption,
+    ModelImplOption,
+    settings_of,
+    wide_console,
+)
 from graphdecode.cli.tune import tune
 
 if TYPE_CHECKING:
     import torch
 
-    from graphdecode.config import BucketConfig
+    from graphdecode.config import BucketConfig, EngineConfig
     from graphdecode.models import ModelConfig
     from graphdecode.models.transformers_backend import AdoptedConfig
 
@@ -43,10 +50,11 @@ def show(
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
     device: DeviceOption = None,
     dtype: DtypeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     model_impl: ModelImplOption = None,
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
-    config = settings_of(file, device=device, dtype=dtype, model_impl=model_impl)
+    config = settings_of(file, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, model_impl=model_impl)
     from graphdecode.engine.loading import resolve_device
     from graphdecode.models import describe_model, resolve_dtype
 
@@ -64,7 +72,7 @@ def show(
             f"{config.speculation} drafts: each bucket also with {widths} queries a row, captured after a first use",
             highlight=False,
         )
-    console.print(_memory_table(config.buckets, model, described, chosen, place))
+    console.print(_memory_table(config, model, described, chosen, place))
 
 
 def _bucket_table(config: BucketConfig) -> Table:
@@ -79,13 +87,14 @@ def _bucket_table(config: BucketConfig) -> Table:
 
 
 def _memory_table(
-    config: BucketConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
+    engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity
+    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
     from graphdecode.models import weight_bytes
 
+    config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
     free, weights = free_bytes(device), weight_bytes(settings, dtype)
-    capacity = plan_capacity(config, settings, dtype, device, available_bytes=max(free - weights, 0))
+    capacity = plan_capacity(config, settings, cache_dtype, device, available_bytes=max(free - weights, 0))
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
     cache = capacity.page_bytes * (pages + 1)
     left = free - weights - cache

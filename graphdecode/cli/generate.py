@@ -20,6 +20,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    KvCacheDtypeOption,
     MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
@@ -57,6 +58,7 @@ def generate(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     speculate: SpeculateOption = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
@@ -83,6 +85,7 @@ def generate(
         dtype=dtype,
         seed=sampling.get("seed"),
         quantize=quantize,
+        kv_cache_dtype=kv_cache_dtype,
         speculation=speculate,
         batch_invariant=batch_invariant or None,
         model_impl=model_impl,

@@ -23,6 +23,9 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
 ]
 QuantizeOption = Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")]
+KvCacheDtypeOption = Annotated[
+    str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
+]
 SpeculateOption = Annotated[
     str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")
 ]

@@ -16,6 +16,7 @@ from graphdecode.cli.options import (
     ConfigOption,
     DeviceOption,
     DtypeOption,
+    KvCacheDtypeOption,
     MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
@@ -46,6 +47,7 @@ def serve(
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     quantize: QuantizeOption = None,
+    kv_cache_dtype: KvCacheDtypeOption = None,
     speculate: SpeculateOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
@@ -65,8 +67,8 @@ def serve(
     from graphdecode.config import ServerConfig, load_server_config
 
     settings = settings_of(
-        config, device=device, dtype=dtype, quantize=quantize, speculation=speculate, model_impl=model_impl,
-        trust_remote_code=trust_remote_code or None,
+        config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
+        model_impl=model_impl, trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {

@@ -68,6 +68,19 @@ class BucketConfig:
     max_bad_words: int = key(
         "capacity", 128, integer(1, 65536), "Sequences of tokens that a request's bad_words may be; a word can be two."
     )
+    max_automata: int = key(
+        "capacity",
+        8,
+        integer(1, 65536),
+        "Forms (`structured_outputs` of choices or a regex) that rows follow on the device at the same time; the host "
+        "masks the rows of others.",
+    )
+    max_automaton_states: int = key(
+        "capacity",
+        1024,
+        integer(0, 2**20),
+        "States that all of them have together; 0 leaves every form to the host.",
+    )
     batch_sizes: tuple[int, ...] | list[int] | str = key(
         "buckets", "auto", auto_or(integers()), "The buckets; max_batch_size is added where it is missing."
     )
@@ -135,6 +148,8 @@ class EngineKeywords(TypedDict, total=False):
     max_stop_token_ids: int
     max_logit_biases: int
     max_bad_words: int
+    max_automata: int
+    max_automaton_states: int
     batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
     max_graphs: int
     capture_when: Literal["startup", "first-use"]
@@ -147,12 +162,14 @@ class EngineKeywords(TypedDict, total=False):
     dtype: Any  # a name or a torch.dtype
     seed: int
     quantize: str | None
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
     batch_invariant: bool
     prefix_cache: bool
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
     speculation: Any  # a method's name, a dict of the section [speculation], or None
+    draft_model: str | None
     num_tokens: int | Literal["auto"]
     ngram_min: int
     ngram_max: int
@@ -193,7 +210,8 @@ class EngineConfig:
         "model",
         "auto",
         matching("auto|float32|bfloat16|float16", "auto, float32, bfloat16 or float16"),
-        "Of weights and cache; auto is the checkpoint's where the device can compute in it.",
+        "Of weights, and of the cache where kv_cache_dtype is auto; auto is the checkpoint's where the device can "
+        "compute in it.",
     )
     seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
     quantize: str | None = key(
@@ -201,6 +219,13 @@ class EngineConfig:
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
         "Weights in 8 bits, on a CPU: int8. Forms that are registered from outside go by their own names.",
+    )
+    kv_cache_dtype: str = key(
+        "model",
+        "auto",
+        one_of("auto", "fp8", "fp8_e4m3"),
+        "Of cached keys and values; auto is the model's. fp8, which is fp8_e4m3, holds twice as many tokens as 16 bits "
+        "in the same memory, three bits of each number's fraction, and nothing beyond 448; on a CPU it is slow.",
     )
     batch_invariant: bool = key(
         "model",
@@ -229,10 +254,17 @@ class EngineConfig:
     speculation: str = key(
         "speculation",
         "off",
-        one_of("off", "ngram"),
+        one_of("off", "ngram", "model"),
         "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
-        "the last tokens where they stood before in the prompt or the answer.",
+        "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
         name="method",
+    )
+    draft_model: str | None = key(
+        "speculation",
+        None,
+        none_or(matching(r"\S.*", "a model"), '"a/smaller/one"'),
+        "The small model of the method model: a folder or name as for the large one, of the same vocabulary.",
+        name="model",
     )
     num_tokens: int | str = key(
         "speculation",
@@ -254,6 +286,8 @@ class EngineConfig:
             if isinstance(self.device, torch.device):
                 object.__setattr__(self, "device", str(self.device))
         _check(self)
+        if self.speculation == "model" and self.draft_model is None:
+            raise ConfigError("method is 'model', and [speculation] model names none")
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"ngram_min must be at most ngram_max={self.ngram_max}, got {self.ngram_min}")
 

@@ -73,6 +73,16 @@ def plan_capacity(
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
 
 
+def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Return what keys and values are kept in.
+
+    Args:
+        kv_cache_dtype: as in `EngineConfig`.
+        dtype: of the model.
+    """
+    return dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device, in bytes."""
     if device.type == "cuda":

@@ -119,6 +119,15 @@ class Engine:
         self._loop.lookahead = launches
 
     @property
+    def worth_a_thread_seconds(self) -> float:
+        """On a CPU, masks of forms that take less are filled before the step, and not beside it."""
+        return self._loop.worth_a_thread_seconds
+
+    @worth_a_thread_seconds.setter
+    def worth_a_thread_seconds(self, seconds: float) -> None:
+        self._loop.worth_a_thread_seconds = seconds
+
+    @property
     def pace(self) -> DraftPace | None:
         """What chooses how many drafts a launch verifies, and its averages; None without speculation."""
         return self._loop.pace
@@ -198,6 +207,8 @@ class Engine:
         """Return what holds an answer to a grammar, and the mask of its first token."""
         if grammar is None:
             return None, None
+        if not self.runner.holds_forms:
+            raise RequestError(f"a {type(self.runner.step).__name__} cannot hold answers to forms")
         if self.constrain is None:
             raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is not installed")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.chunk_budget import ChunkBudget
@@ -45,6 +48,7 @@ class EngineLoop:
     Attributes:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
+        worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
         pace: chooses how many drafts a launch verifies; None for a step that has none.
     """
 
@@ -56,7 +60,10 @@ class EngineLoop:
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
-        self._is_constrained = False  # any of the rows that are decoding
+        # staged rows whose masks the host fills, by the kind of their constraints
+        self._held: dict[type[Any], list[tuple[int, Sequence]]] = {}
+        self._mask_seconds = 0.0  # that this took for the last step
+        self.worth_a_thread_seconds = 1e-3
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
@@ -95,7 +102,7 @@ class EngineLoop:
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         if goes_on:
             self._launch()
-        may_look_ahead = goes_on and not self._is_constrained
+        may_look_ahead = goes_on and not self._held
         while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
         events, self._events = self._events, []
@@ -139,29 +146,39 @@ class EngineLoop:
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
     def _launch(self) -> None:
-        # what a constrained row may sample follows from its last token, which the host has to see first: while there is
-        # such a row, a launch is one step, and is read before the next one
-        self._is_constrained = any(sequence.constraint is not None for sequence in self.scheduler.decoding)
-        num_steps = 1 if self._is_constrained else self.runner.steps_per_launch
+        # what a held row may sample follows from its last token, which the host has to see first: while there is such a
+        # row, a launch is one step, and is read before the next one
+        is_steady = self.scheduler.decoding == self._staged
+        is_held = bool(self._held) if is_steady else any(map(_needs_the_host, self.scheduler.decoding))
+        num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest)
-        if self.scheduler.decoding != self._staged:
+        is_new = self.scheduler.decoding != self._staged
+        if is_new:
             self._drain()  # what is under way belongs to the rows as they were
-            self._staged = []
+            self._staged, self._held = [], {}
             rows = list(self.scheduler.decoding)
             if not rows:
                 return
+            for sequence in rows:
+                sequence.fill_mask()
             self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
             self._staged, self._found = rows, []
+            guided = self.runner.guided_rows
+            for row, sequence in enumerate(rows):
+                if sequence.constraint is not None and row not in guided:
+                    self._held.setdefault(type(sequence.constraint), []).append((row, sequence))
+            num_steps = 1 if self._held else num_steps
             wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
             self._logprobs = max(wanted, default=None)
         else:
             if pages_changed:
                 self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
-            if self._is_constrained:
-                self.runner.stage_masks([sequence.sampling.token_mask for sequence in self._staged])
-        queries = self._queries(room)
-        launch = self.runner.launch(len(self._staged), min(num_steps, room // queries), queries)
+        queries, meanwhile = self._queries(room), None
+        if self._held and not is_new:
+            meanwhile = self._masks_on_the_way(queries)
+        num_steps = min(num_steps, room // queries)
+        launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         under_way = _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
         self._under_way.append(under_way)
@@ -175,6 +192,31 @@ class EngineLoop:
         if found is not None:
             self._found = found
         return self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
+
+    def _masks_on_the_way(self, queries: int) -> Callable[[], None] | None:
+        """Return what fills the masks while the step is computed; or fill them at once where that is quicker.
+
+        Steps of several queries a row are one graph, so that theirs are filled at once, too.
+        """
+        is_cuda = self.runner.model.device.type == "cuda"
+        if queries == 1 and (is_cuda or self._mask_seconds > self.worth_a_thread_seconds):
+            return self._fill_masks
+        self._fill_masks()
+        return None
+
+    def _fill_masks(self) -> None:
+        """Write the masks of the held rows; a constraint that fails ends its row when the step is read."""
+        began = time.perf_counter()
+        masks: dict[int, np.ndarray] = {}
+        for kind, held in self._held.items():
+            found = kind.fill_all([s.constraint for _, s in held], [s.stop_ids for _, s in held])
+            for (row, sequence), mask in zip(held, found, strict=True):
+                if isinstance(mask, ConstraintError):
+                    sequence.failure = mask
+                else:
+                    masks[row] = mask
+        self._mask_seconds = time.perf_counter() - began
+        self.runner.stage_masks(masks)
 
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
@@ -245,8 +287,8 @@ class EngineLoop:
                 break
             if token == ENDED_BEFORE:  # or the draft before it was wrong, and the row's next step goes on
                 continue
-            if token < 0:
-                error = sequence.fail(token)
+            if token < 0 or sequence.failure is not None:
+                error = sequence.fail(sequence.failure or token)
                 break
             try:
                 sequence.accept(token)
@@ -279,6 +321,10 @@ class EngineLoop:
         if scores is not None or sequence.is_complete:
             event = event._replace(prompt_logprobs=scores, completes=sequence.is_complete)
         self._events.append(event)
+
+
+def _needs_the_host(sequence: Sequence) -> bool:
+    return sequence.constraint is not None and sequence.constraint.guide is None
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

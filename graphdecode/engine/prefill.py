@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,12 +55,14 @@ class Prefill:
     Args:
         setting: model, caches and capacity.
         max_tokens: of all chunks of a pass together.
+        follow: is given the tokens of each pass behind it, as the model's `prefill` was; None: nobody.
 
     Attributes:
         graphs: of passes; None where there are none: with `batch_invariant`, which takes tokens one by one.
     """
 
-    def __init__(self, setting: StepSetting, max_tokens: int) -> None:
+    def __init__(self, setting: StepSetting, max_tokens: int, *, follow: Callable[..., None] | None = None) -> None:
+        self._follow = follow
         self.max_tokens = max_tokens
         self._model = setting.model
         self._caches = setting.caches
@@ -167,22 +169,21 @@ class Prefill:
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self._buffers.upload(_CHUNKS, end)
+        buffers, rows = self._buffers, len(chunks)
+        tokens = (buffers.tokens[:end], buffers.rows[:end], buffers.positions[:end], buffers.live_rows)
+        where = (buffers.cu_seqlens_q[: rows + 1], buffers.cu_seqlens_kv[: rows + 1], buffers.page_table[:rows])
+        found: list[StepLogprobs | None] = [None] * rows
         graphs = self.graphs if self._is_captured else None
         if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
             graphs.replay(end)
-            return [None] * len(chunks)
-        buffers, rows = self._buffers, len(chunks)
-        stream = self._model.prefill(
-            buffers.tokens[:end],
-            buffers.rows[:end],
-            buffers.positions[:end],
-            buffers.live_rows,
-            buffers.cu_seqlens_q[: rows + 1],
-            buffers.cu_seqlens_kv[: rows + 1],
-            buffers.page_table[:rows],
-            self._caches,
-            self._attention,
-        )
+        else:
+            stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
+            found = self._scored(chunks, stream)
+        if self._follow is not None:
+            self._follow(*tokens, *where)
+        return found
+
+    def _scored(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
         found: list[StepLogprobs | None] = []
         end = 0
         for chunk in chunks:

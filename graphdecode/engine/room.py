@@ -12,6 +12,7 @@ import torch
 
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.steps.automaton_places import state_bytes
 from graphdecode.engine.steps.rings import step_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
@@ -86,6 +87,13 @@ def _needs(config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_
         ),
         _Need("max_batch_size", rows, "counts of tokens, logits and masks", rows * _row_bytes(model)),
         *_request_needs(config, rows, model),
+        _Need("max_automata", config.max_automata, "classes of tokens", 4 * model.vocab_size * config.max_automata),
+        _Need(
+            "max_automaton_states",
+            config.max_automaton_states,
+            "states of automata",
+            config.max_automaton_states * state_bytes(model.vocab_size),
+        ),
         _Need(
             "steps_per_launch",
             config.steps_per_launch,
@@ -98,7 +106,7 @@ def _needs(config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_
 
 def _row_bytes(model: ModelShape) -> int:
     """Return what a row takes that may ask for nothing."""
-    return 8 * model.vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + _slots_bytes(SamplingCapacity(0, 0, 0, 0), model)
+    return 12 * model.vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + _slots_bytes(SamplingCapacity(0, 0, 0, 0), model)
 
 
 def _request_needs(config: BucketConfig, rows: int, model: ModelShape) -> list[_Need]:

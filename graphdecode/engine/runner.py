@@ -1,11 +1,11 @@
-"""Runs the model: long prompts eagerly, steps and short prompts by replaying their graphs; the slots are the step's own affair."""
+"""Runs the model: steps and short prompts by replaying their graphs; the slots are the step's own affair."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,16 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prefill import Prefill, PromptChunk
-from graphdecode.engine.steps import DecodeStep, Drafting, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
+from graphdecode.engine.steps import (
+    DecodeStep,
+    Drafting,
+    HeldStep,
+    RowInputs,
+    Step,
+    StepLogprobs,
+    StepSetting,
+    StepTokens,
+)
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Model
 
@@ -94,21 +103,37 @@ class Runner:
         self.steps_launched = 0
         setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
         self.sampling_capacity = setting.sampling_capacity
-        self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
+        drafting = self.drafting
+        self._prefill = Prefill(setting, prefill_budget, follow=None if drafting is None else drafting.prefill)
         self.graphs = GraphManager(
             self.step,
             self.buffers,
             config.ladder,
-            constants=model.constants,
+            constants=[*model.constants, *(() if drafting is None else drafting.constants)],
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
             choices=model.linear_choices,
             loop=self.step.loop,
-            wider=None if self.drafting is None else self.drafting.wider,
+            halves=self._held_step.halves if self.holds_forms else None,
+            wider=None if drafting is None else drafting.wider,
         )
+
+    @property
+    def holds_forms(self) -> bool:
+        """Whether this kind of step can hold rows to forms."""
+        return isinstance(self.step, HeldStep)
+
+    @property
+    def guided_rows(self) -> Collection[int]:
+        """The staged rows that hold to their forms by themselves, without masks of the host's."""
+        return self._held_step.guided_rows if self.holds_forms else ()
+
+    @property
+    def _held_step(self) -> HeldStep:
+        return cast(HeldStep, self.step)
 
     @property
     def buffers(self) -> StepBuffers:
@@ -149,26 +174,31 @@ class Runner:
         self.step.stage_pages(pages)
 
     @_on_its_device
-    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
-        """Tell the device which tokens the staged rows may sample next; for when only that has changed.
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Tell the device which tokens some of the staged rows may sample next; for when only that has changed.
 
         Args:
-            masks: of each row, None where it is not constrained.
+            masks: by row.
         """
-        self.step.stage_masks(masks)
+        self._held_step.stage_masks(masks)
 
     @_on_its_device
-    def launch(self, num_rows: int, num_steps: int = 1, queries: int = 1) -> Launch:
-        """Start steps of the staged rows: one launch.
+    def launch(
+        self, num_rows: int, num_steps: int = 1, queries: int = 1, *, meanwhile: Callable[[], None] | None = None
+    ) -> Launch:
+        """Start steps of the staged rows: one launch; or two, of the halves of one step.
 
         Args:
             num_rows: rows that were staged.
             num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
             queries: of a row; one of the step's.
+            meanwhile: what the host does while one step of one query is computed, up to its logits; it stages masks.
         """
         first, started = self.steps_launched, time.perf_counter()
         try:
-            if self.steps_per_launch == 1:
+            if meanwhile is not None:
+                bucket = self.graphs.replay_halves(num_rows, meanwhile)
+            elif self.steps_per_launch == 1:
                 bucket = self.graphs.replay(num_rows, queries)
             else:
                 bucket = self.graphs.launch(num_rows, num_steps, queries)

@@ -36,8 +36,9 @@ class Sequence:
         stop_reason: the request's stop token that ended it.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
         has_told_prompt: whether an event has brought them to the owner.
-        constraint: holds the answer to a form; None: it may have any. After each token `sampling.token_mask` holds
-            what it allows next.
+        constraint: holds the answer to a form; None: it may have any.
+        mask_is_stale: whether `sampling.token_mask` is not what the constraint allows next.
+        failure: why the constraint cannot be kept any further; the answer ends with it.
         is_complete: whether the constraint has ended the answer.
     """
 
@@ -57,6 +58,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_told_prompt: bool = False
     constraint: Constraint | None = None
+    mask_is_stale: bool = False
+    failure: ConstraintError | None = None
     is_complete: bool = False
 
     @property
@@ -117,9 +120,19 @@ class Sequence:
             self.finish_reason, self.is_complete = "stop", True
         elif self.is_full:
             self.finish_reason = "length"
-        elif self.constraint is not None:
+        else:
+            self.mask_is_stale = self.constraint is not None
+
+    def fill_mask(self) -> None:
+        """Let `sampling.token_mask` be what the constraint allows next; what it cannot do is kept as the failure."""
+        if self.mask_is_stale and self.failure is None:
+            assert self.constraint is not None
             assert self.sampling.token_mask is not None
-            self.constraint.fill(self.sampling.token_mask, self.stop_ids)
+            try:
+                self.constraint.fill(self.sampling.token_mask, self.stop_ids)
+            except ConstraintError as failure:
+                self.failure = failure
+            self.mask_is_stale = False
 
     def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen; return an error that says so.
@@ -141,4 +154,6 @@ class Sequence:
         Args:
             pages: of the cache that it owns.
         """
-        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, self.constraint is None)
+        may_draft = self.constraint is None
+        guide = None if self.constraint is None else self.constraint.guide
+        return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide)

@@ -30,6 +30,21 @@ class Runnable:
     graphs: tuple[StepGraph, ...] = ()
 
 
+@dataclass(frozen=True)
+class Halves:
+    """How a bucket's step runs in two.
+
+    Attributes:
+        first: runs all of the step that does not read what the host writes meanwhile.
+        second: runs the rest.
+        graphs: what was captured: nothing, or the two.
+    """
+
+    first: Callable[[], None]
+    second: Callable[[], None]
+    graphs: tuple[StepGraph, ...] = ()
+
+
 class Generation:
     """The graphs that are captured over one set of buffers and retired together, those that failed among them.
 
@@ -76,6 +91,12 @@ class Generation:
             return Runnable(step, HostLoop(control, step, epilogue))
         return Runnable(step, SingleLaunches(control, step, epilogue, "nothing is captured"))
 
+    def eager_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
+        """Return what runs a bucket's step in two, without any graph."""
+        batch = self._buffers.narrow(bucket)
+        first, second = (partial(self._run, half, batch) for half in halves)
+        return Halves(first, second)
+
     def _run(self, step: Step, batch: Batch) -> None:
         with on_device(self._buffers.device):
             run(step, batch)
@@ -88,6 +109,17 @@ class Generation:
         """
         with on_device(self._buffers.device):
             return self._captured(self._steps[queries], self._buffers.narrow(bucket))
+
+    def capture_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
+        """Capture a bucket's step in two graphs.
+
+        Raises:
+            CaptureError: one of them does what no graph can replay.
+        """
+        with on_device(self._buffers.device):
+            batch = self._buffers.narrow(bucket)
+            first, second = (self._graph(half, batch) for half in halves)
+        return Halves(first.replay, second.replay, (first, second))
 
     def _captured(self, plain: Step, batch: Batch) -> Runnable:
         control = self._control

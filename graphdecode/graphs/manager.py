@@ -22,6 +22,7 @@ from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_poin
 from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.generation import Generation, Runnable
+from graphdecode.graphs.halves import HalvedStep
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
 from graphdecode.graphs.picture import to_dot, to_svg
@@ -48,6 +49,7 @@ class GraphManager:
         strict: refuse a replay when an address in its graph has lost its owner.
         choices: given a bucket, says by name what the step's owner chose for it, for the report.
         loop: lets `launch` run several steps at once.
+        halves: the same step in two, for `replay_halves`; their graphs are captured after the first step that runs so.
         wider: steps of more queries a row than one, by their number; each is captured after its first use.
 
     Raises:
@@ -68,6 +70,7 @@ class GraphManager:
         strict: bool = False,
         choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
         loop: Loop | None = None,
+        halves: tuple[Step, Step] | None = None,
         wider: Mapping[int, Step] | None = None,
     ) -> None:
         if not isinstance(ladder, BucketLadder):
@@ -93,6 +96,7 @@ class GraphManager:
         self._owners = Owners(buffers, constants)
         self._control = None if loop is None else LoopControl(loop, buffers)
         self._runnables: dict[tuple[int, int], Runnable] = {}  # by rows, and queries of a row
+        self._halved = None if halves is None else HalvedStep(halves, buffers)
         self._is_open = False
         self._verified_size: int | None = None
         self._padded_size: int | None = None
@@ -178,10 +182,9 @@ class GraphManager:
         runnable, report = self._generation.capture(bucket, queries), self._report_at(bucket, queries)
         graph = runnable.graphs[0]
         report.state, report.error = "captured", None
-        report.capture_ms, report.instantiate_ms = sum(g.capture_ms for g in runnable.graphs), graph.instantiate_ms
         report.nodes, report.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
-        report.moved_bytes, report.pool_bytes = graph.moved_bytes, sum(g.pool_bytes for g in runnable.graphs)
-        report.driver_bytes = sum(g.driver_bytes for g in runnable.graphs)
+        report.moved_bytes = graph.moved_bytes
+        report.add_graphs(runnable.graphs)
         self._keep(bucket, queries, runnable)
 
     def _report_at(self, bucket: int, queries: int) -> BucketReport:
@@ -289,6 +292,29 @@ class GraphManager:
             self._report_at(bucket, queries).error = str(error)
             warnings.warn(f"bucket {bucket} stays eager: {error}", RuntimeWarning, stacklevel=4)
 
+    def replay_halves(self, batch_size: int, meanwhile: Callable[[], None]) -> int:
+        """Run one step in two halves, and something of the host's while the first one runs. Returns the bucket.
+
+        What `meanwhile` writes, and uploads on the current stream, the second half reads. On a CPU, where the first
+        half runs in the calling thread, `meanwhile` runs in another one.
+
+        Raises:
+            RuntimeError: the manager was made without halves; and what `replay` raises.
+        """
+        if self._halved is None or not self._is_open:
+            raise RuntimeError("replay_halves() needs a manager that was made with halves=, and capture() before")
+        bucket = self.ladder.bucket_for(batch_size)
+        is_new = bucket not in self._halved.buckets
+        if self._strict or batch_size != self._verified_size:
+            self.verify()
+            self._verified_size = batch_size
+        self._set_rows(batch_size, bucket)
+        self._halved.run(bucket, self._generation, meanwhile)
+        self._report_at(bucket, 1).add_run(batch_size, 1, False)
+        if is_new and not self._frozen and self.backend != "eager":
+            self._report_at(bucket, 1).add_graphs(self._halved.capture(bucket, self._generation))
+        return bucket
+
     def run_eager(self, batch_size: int, queries: int = 1) -> int:
         """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
         bucket = self.ladder.bucket_for(batch_size)
@@ -311,16 +337,11 @@ class GraphManager:
         self._owners.verify()
 
     def audit(self) -> list[StalePointer]:
-        """Return every address in the graphs that nobody owns any more, smallest bucket first.
-
-        Not all of them are certain: a word in a kernel's struct may be padding, which only looks like an address.
-        """
-        return [
-            stale
-            for (bucket, _), runnable in sorted(self._runnables.items(), key=itemgetter(0))
-            for graph in runnable.graphs
-            for stale in stale_pointers(bucket, graph, self._owners)
-        ]
+        """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
+        captured = [(bucket, graph) for (bucket, _), runnable in self._runnables.items() for graph in runnable.graphs]
+        captured += [] if self._halved is None else self._halved.graphs
+        captured.sort(key=itemgetter(0))
+        return [stale for bucket, graph in captured for stale in stale_pointers(bucket, graph, self._owners)]
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -392,6 +413,8 @@ class GraphManager:
         self._is_open = False
         self._verified_size = self._padded_size = None
         self._runnables.clear()
+        if self._halved is not None:
+            self._halved.close()
         self._generation.close()
         self._generation = self._new_generation()
         self._reports = {(bucket, 1): BucketReport(bucket, "waiting") for bucket in self.ladder}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
+from graphdecode.graphs.step_graph import StepGraph
+
 _NAMES_SHOWN = 8
 
 
@@ -74,6 +76,14 @@ class BucketReport:
         self.launches += is_launch
         self.replays += steps
         self.live_rows += live_rows * steps
+
+    def add_graphs(self, graphs: Iterable[StepGraph]) -> None:
+        """Add the times and the memory of what was captured."""
+        for graph in graphs:
+            self.capture_ms += graph.capture_ms
+            self.instantiate_ms += graph.instantiate_ms
+            self.pool_bytes += graph.pool_bytes
+            self.driver_bytes += graph.driver_bytes
 
     def as_dict(self) -> dict:
         """Return the report as plain data."""

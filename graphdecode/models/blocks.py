@@ -15,23 +15,26 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from graphdecode.attention import AttentionOptions
+from graphdecode.attention import AttentionOptions, HeadTurn
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.model.embedding_norm import embedding_norm
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
 LayerCache = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
+AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
 
 class StepOperators(NamedTuple):
     """What a layer is made of besides products and attention; each has the signature of the fused operator.
 
-    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch.
+    With `fuses_products` a product may take the norm before it, and what is done with its result, into its own launch;
+    with `fuses_append` attention appends the keys and values that it attends to.
     """
 
     rms_norm: Callable[..., None] = rms_norm
@@ -39,6 +42,8 @@ class StepOperators(NamedTuple):
     rope_append: Callable[..., None] = rope_append
     act_mul: Callable[..., None] = act_mul
     fuses_products: bool = True
+    fuses_append: bool = True
+    embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
 
 
 class Tokens(NamedTuple):
@@ -116,22 +121,40 @@ class Stream:
 
     Args:
         tokens: of the pass.
-        residual: [t, hidden], the embedded tokens.
+        stem: embeds them, together with the first norm where that is computed by itself.
         attend: attention over a layer's cache.
         operators: of the layers.
+        append_and_attend: the same with the append before it, in one launch, where that can be had.
     """
 
-    def __init__(self, tokens: Tokens, residual: Tensor, attend: Attend, operators: StepOperators) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        stem: Stem,
+        attend: Attend,
+        operators: StepOperators,
+        append_and_attend: AppendAndAttend | None = None,
+    ) -> None:
         self.tokens = tokens
-        self.residual = residual
         self.attend = attend
+        self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
-        self._hidden = torch.empty_like(residual)
+        self._stem: Stem | None = stem  # while the residual is not made
+        self._residual = stem.residual(tokens)
+        self._hidden = torch.empty_like(self._residual)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
         self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
         self._is_whole = True  # nothing is to be added to the residual
         self._post_norm: Norm | None = None
         self._scale = 1.0
+
+    @property
+    def residual(self) -> Tensor:
+        """[t, hidden], the embedded tokens and what was added to them."""
+        if self._stem is not None:
+            stem, self._stem = self._stem, None
+            embedding(self._residual, self.tokens.ids, stem.embedding, self.tokens.live, stem.scale)
+        return self._residual
 
     @property
     def hidden(self) -> Tensor:
@@ -142,7 +165,13 @@ class Stream:
             linear.apply(self._hidden, x)
         elif self._norm is not None:
             norm, self._norm = self._norm, None
-            self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+            embedded, stem = self.operators.embedding_norm, self._stem
+            if stem is None or embedded is None:
+                self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+            else:
+                self._stem = None
+                rows = (self._residual, self.tokens.ids, stem.embedding, self.tokens.live)
+                embedded(self._hidden, *rows, norm.weight, stem.scale, norm.eps)
         return self._hidden
 
     def norm(self, norm: Norm | None) -> None:
@@ -193,7 +222,8 @@ class Stream:
         self._add_product()
         hidden = self.hidden
         part = copy(self)
-        part.residual, part._hidden = self.residual[begin:end], hidden[begin:end]
+        part._residual, part._hidden = self.residual[begin:end], hidden[begin:end]
+        part._stem = None
         return part
 
     def _add_product(self) -> None:
@@ -207,11 +237,11 @@ class Stream:
             self._product, self._is_whole = None, True
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
-        return linear.fused(self.residual.shape[0]) if self.operators.fuses_products else None
+        return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
 
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
-        return self.residual.new_empty((self.residual.shape[0], columns))
+        return self._residual.new_empty((self._residual.shape[0], columns))
 
 
 @dataclass(frozen=True)
@@ -248,23 +278,21 @@ class Attention(Block):
         tokens = stream.tokens
         qkv = stream.empty(self.qkv.out_features)
         stream.feed(self.qkv, qkv)
-        q = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        stream.operators.rope_append(
-            q,
-            *cache,
-            qkv,
-            tokens.rows,
-            tokens.positions,
-            tokens.live,
-            tokens.page_table,
+        attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        turn = HeadTurn(
             self.cos_sin,
             None if self.q_norm is None else self.q_norm.weight,
             None if self.k_norm is None else self.k_norm.weight,
             0.0 if self.q_norm is None else self.q_norm.eps,
         )
-        attended = torch.empty_like(q)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
-        stream.attend(attended, q, *cache, options)
+        if stream.append_and_attend is not None:
+            stream.append_and_attend(attended, qkv, cache, turn, options)
+        else:
+            q = torch.empty_like(attended)
+            where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
+            stream.operators.rope_append(q, *cache, qkv, *where, *turn)
+            stream.attend(attended, q, *cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 
 
@@ -347,12 +375,9 @@ class Stem(Block):
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
 
-    def run(self, tokens: Tokens) -> Tensor:
-        """Return the embedded tokens [t, hidden]."""
-        table = self.embedding
-        residual = torch.empty((tokens.ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
-        embedding(residual, tokens.ids, table, tokens.live, self.scale)
-        return residual
+    def residual(self, tokens: Tokens) -> Tensor:
+        """Return memory for the embedded tokens, [t, hidden]."""
+        return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]))
 
 
 @dataclass(frozen=True)

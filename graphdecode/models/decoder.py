@@ -7,9 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_attention
+from graphdecode.attention import (
+    AttentionOptions,
+    HeadTurn,
+    PagedDecodeAttention,
+    TokenByTokenAttention,
+    extend_attention,
+)
 from graphdecode.buffers import Batch
-from graphdecode.models.blocks import Attend, Block, Head, Layer, LayerCache, Stem, StepOperators, Stream, Tokens, Vary
+from graphdecode.models.blocks import (
+    AppendAndAttend,
+    Attend,
+    Block,
+    Head,
+    Layer,
+    LayerCache,
+    Stem,
+    StepOperators,
+    Stream,
+    Tokens,
+    Vary,
+)
 from graphdecode.models.config import ModelConfig
 
 
@@ -103,7 +121,11 @@ class Decoder:
         def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
             attention.run(out, q, keys, values, batch.page_table, options)
 
-        return self.head.run(self._run_layers(tokens, caches, attend))
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+            attention.append_and_run(out, qkv, *cache, batch.page_table, turn, options)
+
+        # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
+        return self.head.run(self._run_layers(tokens, caches, attend, None if attention.is_invariant else append))
 
     def prefill(
         self,
@@ -139,9 +161,11 @@ class Decoder:
         with torch.no_grad():
             return self.head.run(stream.narrowed(begin, end))
 
-    def _run_layers(self, tokens: Tokens, caches: list[LayerCache], attend: Attend) -> Stream:
+    def _run_layers(
+        self, tokens: Tokens, caches: list[LayerCache], attend: Attend, append: AppendAndAttend | None = None
+    ) -> Stream:
         """Return the stream that the last layer leaves."""
-        stream = Stream(tokens, self.stem.run(tokens), attend, self._operators)
+        stream = Stream(tokens, self.stem, attend, self._operators, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream

@@ -41,6 +41,10 @@ class ModelShape(Protocol):
         """Channels of a head."""
 
     @property
+    def windows(self) -> tuple[int, ...]:
+        """How many keys before a query's own layers see, -1 for all: what steps are planned for."""
+
+    @property
     def max_position_embeddings(self) -> int:
         """Tokens that a sequence may have."""
 

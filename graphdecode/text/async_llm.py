@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any, Unpack
 
 from graphdecode.engine import SamplingParams
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.chat import ChatOptions, Message, render_chat
-from graphdecode.text.intake import as_params, as_priorities
+from graphdecode.text.intake import Order, as_params, as_priorities
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt
@@ -46,6 +48,8 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt: yield all there is so far each time that there is more; leaving it gives the request up.
 
+        A form (`structured_outputs`) is read in a thread of its own: a large one delays its own request alone.
+
         Args:
             prompt: a text, a list of token ids, or a dict with either, as for `LLM.generate`.
             sampling_params: None means the defaults.
@@ -59,8 +63,8 @@ class AsyncLLM:
         (params,) = as_params(sampling_params, 1)
         item = as_prompt(prompt)
         (first,) = as_priorities(priority, 1)
-        order = self.llm.intake.order(item, self.llm.intake.encode(item), params, priority=first)
-        return self._front.outputs(order, request_id)
+        make = partial(self.llm.intake.order, item, self.llm.intake.encode(item), params, priority=first)
+        return self._outputs(make, params, request_id)
 
     def chat(
         self,
@@ -83,7 +87,23 @@ class AsyncLLM:
         """
         (params,) = as_params(self.llm.default_chat_params() if sampling_params is None else sampling_params, 1)
         chat = render_chat(self.llm.tokenizer, messages, **options)
-        return self._front.outputs(self.llm.intake.order(chat.text, chat.token_ids, chat.ending(params)), request_id)
+        ending = chat.ending(params)
+        return self._outputs(partial(self.llm.intake.order, chat.text, chat.token_ids, ending), ending, request_id)
+
+    def _outputs(
+        self, make: Callable[[], Order], params: SamplingParams, request_id: str | None
+    ) -> AsyncIterator[RequestOutput]:
+        if params.structured_outputs is None:
+            return self._front.outputs(make(), request_id)
+        return self._outputs_of_a_form(make, request_id)
+
+    async def _outputs_of_a_form(
+        self, make: Callable[[], Order], request_id: str | None
+    ) -> AsyncGenerator[RequestOutput, None]:
+        order = await asyncio.to_thread(make)
+        async with contextlib.aclosing(self._front.outputs(order, request_id)) as outputs:
+            async for output in outputs:
+                yield output
 
     def _wake(self) -> None:
         with self._work:

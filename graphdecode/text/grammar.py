@@ -7,20 +7,24 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.engine.token_automaton import TokenAutomaton
 from graphdecode.errors import ArgumentError
+from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # grammars that stay compiled: clients ask for the same few again and again
 _MAX_GRAMMAR_LENGTH = 1 << 20  # characters
+_WORTH_THREADS_BYTES = 1024  # of one mask
 
 
 def is_available() -> bool:
@@ -40,9 +44,9 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._source = tokenizer
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[str, LLMatcher | TokenAutomaton] = OrderedDict()
         self._good: OrderedDict[str, None] = OrderedDict()  # that were looked at, and can be kept
         self._books = threading.Lock()  # of the three above
 
@@ -61,7 +65,7 @@ class Grammars:
                 source = self._source if isinstance(self._source, str) else self._source.to_str()
                 try:
                     self._vocabulary = LLTokenizer(
-                        source, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+                        source, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids) or None
                     )
                 except ValueError as error:
                     raise ArgumentError(f"structured_outputs: this tokenizer cannot be used: {error}") from error
@@ -93,7 +97,7 @@ class Grammars:
         self._keep(self._good, grammar, None)
         return grammar
 
-    def constraint(self, grammar: str) -> TokenGrammar:
+    def constraint(self, grammar: str) -> Constraint:
         """Return what holds one answer to a grammar.
 
         Args:
@@ -110,11 +114,22 @@ class Grammars:
                     self._compiled.move_to_end(grammar)
             if compiled is None:
                 with _taken("grammar"):
-                    compiled = _compile(vocabulary, grammar)
+                    matcher = _compile(vocabulary, grammar)
+                    compiled = self._automata.of(grammar, matcher) or matcher
                 self._keep(self._compiled, grammar, compiled)
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
-        return TokenGrammar(compiled.deep_copy(), vocabulary.vocab_size)
+        if isinstance(compiled, TokenAutomaton):
+            return AutomatonConstraint(compiled, self._eos_token_ids)
+        return TokenGrammar(compiled.deep_copy(), self._together, self._eos_token_ids)
+
+    @cached_property
+    def _together(self) -> _Together:
+        return _Together(self._vocab_size)
+
+    @cached_property
+    def _automata(self) -> TokenAutomata:
+        return TokenAutomata(self.load(), self._vocab_size, self._eos_token_ids)
 
     def _keep(self, kept: OrderedDict[str, Any], grammar: str, value: Any) -> None:
         with self._books:
@@ -160,39 +175,88 @@ def _compile(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     return matcher
 
 
+class _Together:
+    """Computes the masks of several answers in one call, without Python's lock, on several threads.
+
+    Args:
+        vocab_size: of the vocabulary that the answers' matchers were made for.
+    """
+
+    def __init__(self, vocab_size: int) -> None:
+        from llguidance import LLExecutor
+
+        self._executor = LLExecutor()
+        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._address = self._words.ctypes.data
+
+    def fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
+        """Return int32 [matchers, words], good until the next call."""
+        if len(matchers) > len(self._words):
+            self._words = np.zeros((len(matchers), self._words.shape[1]), dtype=np.int32)
+            self._address = self._words.ctypes.data
+        size_bytes = self._words.shape[1] * self._words.itemsize
+        if size_bytes < _WORTH_THREADS_BYTES:  # these wake up more slowly than such a mask is computed
+            for place, matcher in enumerate(matchers):
+                matcher.unsafe_compute_mask_ptr(self._address + place * size_bytes, size_bytes)
+        else:
+            jobs = [(matcher, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(jobs, self._address, size_bytes, len(self._words))
+        return self._words
+
+
 class TokenGrammar:
     """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
         matcher: at the beginning of the answer.
-        vocab_size: of the vocabulary that it was made for.
+        together: computes the masks of all answers.
+        eos_token_ids: tokens that the matcher allows by itself where the answer may end.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    guide = None  # it is the library that knows what may come next
+
+    def __init__(self, matcher: LLMatcher, together: _Together, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
-        self._words = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+        self._together = together
+        self._eos_token_ids = eos_token_ids
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
-        self._check()
-        count = min(len(words), len(self._words))  # a tokenizer may know more tokens than the model, or fewer
-        words[:count] = self._words[:count]
-        words[count:] = 0
-        if self._matcher.is_accepting():  # it allows end-of-sequence tokens by itself, and not those that end a turn
-            bits = words.view(np.uint32)
-            for token in stop_ids:
-                bits[token // 32] |= np.uint32(1 << token % 32)
+        (found,) = self.fill_all([self], [stop_ids])
+        if isinstance(found, ConstraintError):
+            raise found
+        words[:] = found
+
+    @classmethod
+    def fill_all(
+        cls, constraints: Sequence[TokenGrammar], stop_ids: Sequence[Sequence[int]]
+    ) -> list[np.ndarray | ConstraintError]:
+        """Return for several answers what `fill` writes, or why it cannot; see `Constraint.fill_all`."""
+        found: list[np.ndarray | ConstraintError] = []
+        words = constraints[0]._together.fill([constraint._matcher for constraint in constraints])
+        for mask, constraint, stops in zip(words, constraints, stop_ids, strict=False):
+            matcher = constraint._matcher
+            if matcher.is_error():
+                found.append(_failure(matcher))
+                continue
+            if (
+                stops != constraint._eos_token_ids and matcher.is_accepting()
+            ):  # these can end a turn, and not only a text
+                bits = mask.view(np.uint32)
+                for token in stops:
+                    bits[token // 32] |= np.uint32(1 << token % 32)
+            found.append(mask)
+        return found
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""
-        self._matcher.consume_token(token_id)
-        self._check()
+        if not self._matcher.consume_token(token_id):
+            raise _failure(self._matcher)
         return self._matcher.is_stopped()
 
-    def _check(self) -> None:
-        if self._matcher.is_error():
-            raise ConstraintError(f"its grammar cannot be followed further: {self._matcher.get_error()}")
+
+def _failure(matcher: LLMatcher) -> ConstraintError:
+    return ConstraintError(f"its grammar cannot be followed further: {matcher.get_error()}")
 
 
 def _schema_text(params: StructuredOutputsParams) -> str:

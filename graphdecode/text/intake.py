@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
+from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.text.answer import Answer
@@ -44,11 +45,14 @@ class Intake:
     Args:
         engine: what will serve them.
         tokenizer: of transformers.
+        reads_grammars: read forms to the end, so that an engine of this process, whose `constrain` is that of
+            `grammars`, finds them read and nobody's step waits for it.
     """
 
-    def __init__(self, engine: TokenEngine, tokenizer: Any) -> None:
+    def __init__(self, engine: TokenEngine, tokenizer: Any, *, reads_grammars: bool = False) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
+        self._reads_grammars = reads_grammars
         self._encoding = threading.Lock()  # the tokenizer keeps settings of the call that runs
         self._numbers = itertools.count()
 
@@ -107,7 +111,9 @@ class Intake:
         requests: list[tuple[Request, Answer]] = []
         try:
             grammar = self._grammar(params)
-        except ArgumentError as error:
+            if grammar is not None and self._reads_grammars:
+                self.grammars.constraint(grammar)
+        except (ArgumentError, ConstraintError) as error:
             return _refused(output, str(error))
         for answer_output in outputs:
             index = answer_output.index

@@ -91,7 +91,7 @@ class LLM:
         self.engine = load_engine(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
         self.router = SteppingRouter(self.engine)
-        self.intake = Intake(self.engine, self.tokenizer)
+        self.intake = Intake(self.engine, self.tokenizer, reads_grammars=True)
         if self.tokenizer is not None:
             self.engine.constrain = self.intake.grammars.constraint
         self.load_seconds = time.perf_counter() - began

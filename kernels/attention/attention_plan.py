@@ -10,12 +10,12 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Written
+from .attention_tile import PLAN_TILE
+from .work_item import ITEM_SIZE, PLAN_HEADER
 
-TILE_TOKENS = 64  # balanced splits are of whole tiles
 MIN_SPLIT_TILES = 2  # a shorter split would cost more to merge than it saves
-WAVES_WHEN_FULL = 3  # with more rows than one wave holds, long rows may be split into so many waves more
+WAVES_WHEN_FULL = 1  # with more rows than one wave holds, long rows may be split into so many waves more
 MOST_FIXED_SPLITS = 16  # of one row: grid and workspace are sized for as many in every row, and mostly are not used
-PLAN_HEADER = 1
 
 
 def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
@@ -31,13 +31,13 @@ def work_items(rows: int, wave_items: int, max_splits: int = 0) -> int:
     return wave_items if rows <= wave_items else rows + WAVES_WHEN_FULL * wave_items
 
 
-def plan_size(max_rows: int, max_items: int) -> int:
-    """Return how many int32 a plan takes: the number of items, first item and splits of each row, row of each item."""
-    return PLAN_HEADER + 2 * max_rows + max_items
+def plan_size(max_items: int) -> int:
+    """Return how many int32 a plan takes: the number of items, and for each its row, split, splits and row's length."""
+    return PLAN_HEADER + ITEM_SIZE * max_items
 
 
 # One program plans one row: it reads all lengths (4 bytes a row, in L2 but for the first), finds the split size that
-# all programs find, and writes its own row's entries. No program waits for another.
+# all programs find, and writes its own row's items, 16 bytes each. No program waits for another.
 @triton.jit(do_not_specialize=["rows"])
 def _attention_plan_kernel(
     kv_lens,
@@ -46,7 +46,6 @@ def _attention_plan_kernel(
     live_rows,
     last_page_len,
     rows,
-    max_rows,
     page_size,
     wave_items,
     fixed_split,
@@ -55,6 +54,7 @@ def _attention_plan_kernel(
     PAGED: tl.constexpr,
     FIXED: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HEADER: tl.constexpr,
     TILE: tl.constexpr,
     MIN_TILES: tl.constexpr,
     WAVES: tl.constexpr,
@@ -96,14 +96,17 @@ def _attention_plan_kernel(
     own = index == row
     count = tl.sum(tl.where(own, splits, 0))
     first = tl.sum(tl.where(index < row, splits, 0))
-    tl.store(kv_lens + row, tl.sum(tl.where(own, tokens, 0)))
-    tl.store(plan + 1 + row, first)
-    tl.store(plan + 1 + max_rows + row, count)
+    length = tl.sum(tl.where(own, tokens, 0))
+    tl.store(kv_lens + row, length)
     if row == 0:
         tl.store(plan, tl.sum(splits))
     for begin in range(0, count, 32):
-        item = begin + tl.arange(0, 32)
-        tl.store(plan + 1 + 2 * max_rows + first + item, item * 0 + row, mask=item < count)
+        split = begin + tl.arange(0, 32)
+        item = plan + HEADER + (first + split) * 4
+        tl.store(item, split * 0 + row, mask=split < count)
+        tl.store(item + 1, split, mask=split < count)
+        tl.store(item + 2, split * 0 + count, mask=split < count)
+        tl.store(item + 3, split * 0 + length, mask=split < count)
 
 
 def _launch(
@@ -128,7 +131,6 @@ def _launch(
         live_rows,
         last_page_len,
         rows,
-        max_rows,
         page_size,
         wave_items,
         fixed_split,
@@ -137,7 +139,8 @@ def _launch(
         PAGED=paged,
         FIXED=fixed_split > 0,
         HAS_WINDOW=window_left >= 0,
-        TILE=TILE_TOKENS,
+        HEADER=PLAN_HEADER,
+        TILE=PLAN_TILE,
         MIN_TILES=MIN_SPLIT_TILES,
         WAVES=WAVES_WHEN_FULL,
         MOST_SPLITS=MOST_FIXED_SPLITS,

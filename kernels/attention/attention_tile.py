@@ -13,7 +13,11 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 
 LOG2_E = 1.4426950408889634
+PLAN_TILE = 64  # tokens: rows are split between whole ones, whatever the tile of the kernel
 _TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
+_OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reductions exchange
+_PROGRAM_REGISTERS = 168  # of a thread, at most; the tests' budgets
+_PROCESSOR_REGISTERS = 65536  # of every NVIDIA GPU from 2012 on
 _FP8_BITS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
@@ -25,10 +29,41 @@ def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
         # fp16 has the same layout with a bias of 15 in place of 7: right but for a factor of 2^8, subnormals too
         wide = x.to(tl.uint16)
         half = (((wide & 0x7F) << 7) | ((wide & 0x80) << 8)).to(tl.float16, bitcast=True)
-        value = half.to(tl.float32) * 256.0
+        value = half * 256.0
         return tl.where((wide & 0x7F) == 0x7F, float("nan"), value).to(COMPUTE)
     if KV_BITS == "e5m2":
         return (x.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(COMPUTE)
+    return x.to(COMPUTE)
+
+
+@triton.jit
+def quantise(x, KV_BITS: tl.constexpr, element):
+    """Narrow fp32 values to those of a cache, the inverse of `dequantise`; fp8 e4m3 takes what is too large as 448."""
+    if KV_BITS == "e4m3":
+        bits = x.to(tl.uint32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        most = tl.where(size > 0x43E00000, 0x43E00000, size)  # 448
+        code = ((most + 0x7FFFF + ((most >> 20) & 1)) >> 20) - (120 << 3)
+        # below the smallest normal value, 2^-6, steps are of 2^-9: those of floats from 2^14 on
+        small = (most.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
+        code = tl.where(most < 0x3C800000, small, code)
+        code = tl.where(size > 0x7F800000, 0x7F, code)
+        return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+    if KV_BITS == "e5m2":
+        return (x.to(tl.float16).to(tl.uint16, bitcast=True) >> 8).to(tl.uint8)
+    if element == tl.float8e4nv:
+        x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(element)
+
+
+@triton.jit
+def to_compute(x, COMPUTE: tl.constexpr):
+    """Turn queries into the compute type; what does not fit into fp16 becomes its largest value, not infinity."""
+    if tl.float16 == COMPUTE and x.dtype != tl.float16:
+        wide = x.to(tl.float32)
+        wide = tl.minimum(wide, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(wide, -65504.0, propagate_nan=tl.PropagateNan.ALL).to(COMPUTE)
     return x.to(COMPUTE)
 
 
@@ -49,9 +84,29 @@ def rotate(low, high, at, pairs, rope_step, rope_scale):
     return low * cos - high * sin, high * cos + low * sin
 
 
+@triton.jit
+def pages_of(pages, begin, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the pages [BLOCK_N] of the keys from `begin` on; what lies behind `end` is not looked up."""
+    at = begin + tl.arange(0, BLOCK_N)
+    if PAGE_SIZE == 0:
+        return tl.load(pages).to(tl.int64) + tl.zeros([BLOCK_N], tl.int64)
+    return tl.load(pages + at // PAGE_SIZE, mask=at < end, other=0, eviction_policy="evict_last").to(tl.int64)
+
+
+@triton.jit
+def capped(scores, soft_cap):
+    """Cap logits that hold log2(e): cap * log2(e) * tanh(s / (cap * log2(e))), tanh(x) = 1 - 2 / (e^2x + 1)."""
+    reach = soft_cap * 1.4426950408889634
+    return reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+
+
 # One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
 @triton.jit
 def attend_span(
+    acc,
+    total,
+    top,
+    page,
     q,
     q_high,
     q_at,
@@ -61,6 +116,7 @@ def attend_span(
     pages,
     begin,
     end,
+    last,
     k_page_stride,
     k_token_stride,
     k_dim_stride,
@@ -81,29 +137,25 @@ def attend_span(
     BLOCK_V: tl.constexpr,
     COMPUTE: tl.constexpr,
     KV_BITS: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
     MODE: tl.constexpr,
 ):
-    """Return (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]) of the keys [begin, end), unnormalised, base 2.
+    """Add the keys [begin, end) to (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]), unnormalised, base 2.
 
-    `q` [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
-    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, `pages` at the row's page table.
-    `scale` holds log2(e). A PAGE_SIZE of 0 says that the row is all in one page.
+    Returns the three, and the pages of the keys behind `end`, as `page` [BLOCK_N] holds those from `begin` on. `q`
+    [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
+    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, `pages` at the row's page table,
+    which is read up to the key `last`. `scale` holds log2(e). A PAGE_SIZE of 0 says that the row is all in one page.
+    Without IS_RAGGED the span is of whole tiles, and seen by every query.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     PRECISION: tl.constexpr = "tf32x3"  # of fp32 products: three tensor-core products that keep fp32's accuracy
     dims = tl.arange(0, BLOCK_D)
     values = tl.arange(0, BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if PAGE_SIZE == 0:
-        page = tl.load(pages).to(tl.int64) + tl.zeros([BLOCK_N], tl.int64)
-    else:
-        page = tl.load(pages + (begin + keys) // PAGE_SIZE, mask=begin + keys < end, other=0).to(tl.int64)
     for start in range(begin, end, BLOCK_N):
         at = start + keys
         inside = at < end
@@ -111,8 +163,7 @@ def attend_span(
         next_page = page
         if PAGE_SIZE > 0:
             place = at % PAGE_SIZE
-            following = at + BLOCK_N
-            next_page = tl.load(pages + following // PAGE_SIZE, mask=following < end, other=0).to(tl.int64)
+            next_page = pages_of(pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
         k_at = k_cache + page * k_page_stride + place.to(tl.int64) * k_token_stride
         v_at = v_cache + page * v_page_stride + place.to(tl.int64) * v_token_stride
         if MODE == "ROPE_LLAMA":
@@ -130,7 +181,9 @@ def attend_span(
             scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
             scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
         else:
-            if BLOCK_D == HEAD_DIM:
+            if BLOCK_D == HEAD_DIM and not IS_RAGGED:
+                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride)
+            elif BLOCK_D == HEAD_DIM:
                 k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=inside[None, :], other=0.0)
             else:
                 held = inside[None, :] & (dims < HEAD_DIM)[:, None]
@@ -138,23 +191,24 @@ def attend_span(
             scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
         scores = scores * scale
         if HAS_CAP:
-            # log2(e) stands in the scale: cap * log2(e) * tanh(s / (cap * log2(e)) ), tanh(x) = 1 - 2 / (e^2x + 1)
-            reach = soft_cap * 1.4426950408889634
-            scores = reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
+            scores = capped(scores, soft_cap)
         if MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
-        seen = inside[None, :]
-        if CAUSAL:
-            seen = seen & (at[None, :] <= q_at[:, None])
-        if HAS_WINDOW:
-            seen = seen & (at[None, :] >= q_at[:, None] - window_left)
-        scores = tl.where(seen, scores, -float("inf"))
+        if IS_RAGGED:
+            seen = inside[None, :]
+            if CAUSAL:
+                seen = seen & (at[None, :] <= q_at[:, None])
+            if HAS_WINDOW:
+                seen = seen & (at[None, :] >= q_at[:, None] - window_left)
+            scores = tl.where(seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        if BLOCK_V == VALUE_DIM:
+        if BLOCK_V == VALUE_DIM and not IS_RAGGED:
+            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride)
+        elif BLOCK_V == VALUE_DIM:
             v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=inside[:, None], other=0.0)
         else:
             held = inside[:, None] & (values < VALUE_DIM)[None, :]
@@ -163,7 +217,7 @@ def attend_span(
         acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
         page = next_page
-    return acc, total, top
+    return acc, total, top, page
 
 
 @triton.jit
@@ -176,10 +230,15 @@ def with_sinks(acc, total, top, sinks, head, taken):
     return acc * shrink[:, None], total * shrink + tl.exp2(sink - base), new_top
 
 
-def compute_dtype(q: Tensor, cache: Tensor) -> Any:
-    """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32."""
-    narrow = cache.dtype.itemsize == 1 or cache.dtype == q.dtype
-    return getattr(tl, _TRITON_DTYPES[q.dtype if narrow else torch.float32])
+def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
+    """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32.
+
+    fp8 is widened to fp16, which holds it exactly and which hardware converts it to two at a time; bf16 takes five
+    instructions for each value.
+    """
+    if cache.itemsize == 1:
+        return tl.float32 if q == torch.float32 else tl.float16
+    return getattr(tl, _TRITON_DTYPES[q if cache == q else torch.float32])
 
 
 def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
@@ -203,10 +262,10 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
     """
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_v = max(triton.next_power_of_2(value_dim), 16)
-    most = 64 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16
+    most = 128 if block_v <= 128 and compute_itemsize == 2 else 32 if block_v * compute_itemsize <= 512 else 16
     block_m = min(max(triton.next_power_of_2(rows), 16), most)
     block_n = _TILE_BYTES // ((block_d + block_v) * compute_itemsize)
-    block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m == 64 else 128)
+    block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m >= 64 else 128)
     wide = compute_itemsize == 4
     # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
     room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
@@ -220,6 +279,27 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
         "num_warps": 4 if block_m * max(block_v, block_n) <= room and not spread else 8,
         "num_stages": stages,
     }
+
+
+def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cache: torch.dtype) -> dict[str, int]:
+    """Return the tile of decode attention over so many queries times heads of a group."""
+    compute_itemsize = compute_dtype(q, cache).primitive_bitwidth // 8
+    return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize)
+
+
+def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsize: int) -> int:
+    """Return how many programs with such tiles one multiprocessor of a GPU holds at a time.
+
+    Args:
+        device: a CUDA device.
+        tile: of `tile_sizes`.
+        kv_itemsize: bytes of a cached value.
+    """
+    held = torch.cuda.get_device_properties(device)
+    in_flight = max(tile["num_stages"] - 1, 1) * tile["BLOCK_N"] * (tile["BLOCK_D"] + tile["BLOCK_V"]) * kv_itemsize
+    by_memory = held.shared_memory_per_multiprocessor // (in_flight + _OTHER_BYTES)
+    by_registers = _PROCESSOR_REGISTERS // (_PROGRAM_REGISTERS * 32 * tile["num_warps"])
+    return max(min(by_memory, by_registers), 1)
 
 
 def logit_arguments(

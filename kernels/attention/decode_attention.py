@@ -77,6 +77,7 @@ def decode_attention(
     plan: Int32,
     partial: Written[Float32],
     partial_lse: Written[Float32],
+    counters: Written[Int32],
     *,
     q_len: int = 1,
     max_items: int,
@@ -103,6 +104,8 @@ def decode_attention(
         plan: int32, what `attention_plan` wrote for at least as many rows.
         partial: fp32 [max_items, q_len, hq, dv], workspace; a CPU reads none of it.
         partial_lse: fp32 [max_items, q_len, hq], workspace.
+        counters: int32 [rows * q_len * hq] at least, all 0, and 0 again afterwards; launches that run one after
+            another share them.
         q_len: queries a row, causal among themselves.
         max_items: what the plan was sized for (`work_items`).
         sm_scale: multiplies the logits.

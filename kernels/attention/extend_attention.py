@@ -12,16 +12,25 @@ from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Written
-from .attention_tile import LOG2_E, attend_span, cache_bytes, compute_dtype, tile_sizes, with_sinks
+from .attention_tile import (
+    LOG2_E,
+    attend_span,
+    cache_bytes,
+    compute_dtype,
+    pages_of,
+    tile_sizes,
+    to_compute,
+    with_sinks,
+)
 from .attention_torch import LogitOptions, attend_row, row_entries
 
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
-_QUERIES_AT_ONCE = 64  # times heads: rows of a program's tile, where its accumulator fits
 
 
 # One program takes BLOCK_M of one row's queries times the heads of one group: it reads the keys and values that they
 # see once, (HEAD_DIM + VALUE_DIM) * itemsize bytes each, and writes the outputs. Which row and which queries is found
-# in the cumulative lengths, so the grid needs nothing but the number of tokens; surplus programs exit.
+# in the cumulative lengths, so the grid needs nothing but the number of tokens; surplus programs exit. A row's last
+# queries see the most keys and come first, so that no long program is left over at the end.
 @triton.jit(do_not_specialize=["rows"])  # one code for any number of prompts: nothing is compiled while they wait
 def _extend_attention_kernel(
     out,
@@ -35,6 +44,7 @@ def _extend_attention_kernel(
     cu_seqlens_kv,
     rows,
     group,
+    kv_heads,
     table_stride,
     q_row_stride,
     q_token_stride,
@@ -78,12 +88,12 @@ def _extend_attention_kernel(
     starts = tl.load(cu_seqlens_q + index, mask=index < rows, other=0)
     stops = tl.load(cu_seqlens_q + index + 1, mask=index < rows, other=0)
     tiles = tl.cdiv((stops - starts) * group, BLOCK_M)
-    program = tl.program_id(0)
+    program = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
     row = tl.sum((tl.cumsum(tiles, axis=0) <= program).to(tl.int32))
     if row >= rows:
         return
-    tile = program - tl.sum(tl.where(index < row, tiles, 0))
-    kv_head = tl.program_id(1)
+    tile = tl.sum(tl.where(index <= row, tiles, 0)) - 1 - program
     q_first = tl.load(cu_seqlens_q + row)
     q_len = tl.load(cu_seqlens_q + row + 1) - q_first
     kv_len = tl.load(cu_seqlens_kv + row + 1) - tl.load(cu_seqlens_kv + row)
@@ -101,20 +111,76 @@ def _extend_attention_kernel(
     dims = tl.arange(0, BLOCK_D)
     q_from = q + row_of * q_row_stride + token * q_token_stride + head * q_head_stride
     there = held[:, None] & (dims < HEAD_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0).to(COMPUTE)
+    queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0)
+    queries = to_compute(queries, COMPUTE)
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
+    first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(kv_len - q_len + (tile * BLOCK_M) // group - window_left, 0)
-    acc, total, top = attend_span(
+        begin = tl.maximum(first - window_left, 0)
+    pages = table + row.to(tl.int64) * table_stride
+    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if not HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
+        ragged = tl.maximum((first + 1) // BLOCK_N, 0) * BLOCK_N
+        acc, total, top, page = attend_span(
+            acc,
+            total,
+            top,
+            page,
+            queries,
+            queries,
+            q_at,
+            q_at,
+            k_cache + kv_head.to(tl.int64) * k_head_stride,
+            v_cache + kv_head.to(tl.int64) * v_head_stride,
+            pages,
+            begin,
+            ragged,
+            end,
+            k_page_stride,
+            k_token_stride,
+            k_dim_stride,
+            v_page_stride,
+            v_token_stride,
+            v_dim_stride,
+            scale,
+            window_left,
+            soft_cap,
+            0.0,
+            1.0,
+            HEAD_DIM,
+            VALUE_DIM,
+            PAGE_SIZE,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_V,
+            COMPUTE,
+            KV_BITS,
+            False,
+            True,
+            HAS_WINDOW,
+            HAS_CAP,
+            "NONE",
+        )
+        begin = ragged
+    acc, total, top, page = attend_span(
+        acc,
+        total,
+        top,
+        page,
         queries,
         queries,
         q_at,
         q_at,
         k_cache + kv_head.to(tl.int64) * k_head_stride,
         v_cache + kv_head.to(tl.int64) * v_head_stride,
-        table + row.to(tl.int64) * table_stride,
+        pages,
         begin,
+        end,
         end,
         k_page_stride,
         k_token_stride,
@@ -137,6 +203,7 @@ def _extend_attention_kernel(
         COMPUTE,
         KV_BITS,
         True,
+        True,
         HAS_WINDOW,
         HAS_CAP,
         "NONE",
@@ -152,6 +219,12 @@ def _extend_attention_kernel(
     if HAS_LSE:
         place = lse + row_of * lse_row_stride + token * lse_token_stride + head * lse_head_stride
         tl.store(place, top + tl.log2(norm), mask=held)
+
+
+def queries_at_once(device: torch.device) -> int:
+    """Return the rows of a program's tile, queries times heads, where its accumulator fits."""
+    # a warp group multiplies 64 rows: eight warps on one such tile would do the same work twice
+    return 128 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 else 64
 
 
 def extend_attention_triton(
@@ -175,14 +248,14 @@ def extend_attention_triton(
     group = q.shape[-2] // kv_heads
     keys, kv_bits = cache_bytes(k_cache)
     values, _ = cache_bytes(v_cache)
-    compute = compute_dtype(q, k_cache)
+    compute = compute_dtype(q.dtype, k_cache.dtype)
     tile = tile_sizes(
-        _QUERIES_AT_ONCE, head_dim, v_cache.shape[-1], k_cache.dtype.itemsize, compute.primitive_bitwidth // 8
+        queries_at_once(q.device), head_dim, v_cache.shape[-1], k_cache.dtype.itemsize, compute.primitive_bitwidth // 8
     )
     table = page_table if page_table is not None else torch.arange(rows, dtype=torch.int32, device=q.device)
     most = q.shape[0] * group if packed else q.shape[1] * group
     tiles = triton.cdiv(most, tile["BLOCK_M"]) + rows if packed else triton.cdiv(most, tile["BLOCK_M"]) * rows
-    _extend_attention_kernel[(tiles, kv_heads)](
+    _extend_attention_kernel[(tiles * kv_heads,)](
         out,
         lse,
         sinks,
@@ -194,6 +267,7 @@ def extend_attention_triton(
         cu_seqlens_kv,
         rows,
         group,
+        kv_heads,
         table.stride(0),
         *((0,) if packed else ()),
         *q.stride(),

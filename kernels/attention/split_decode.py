@@ -6,31 +6,34 @@ time by the tests.
 
 from torch import Tensor
 
-from ..native.early_start import has_early_start
 from ..native.optional_triton import tl, triton
 from .attention_tile import (
+    PLAN_TILE,
     alibi_slope,
     attend_span,
     cache_bytes,
     compute_dtype,
+    decode_tile,
     logit_arguments,
+    pages_of,
     rotate,
-    tile_sizes,
+    to_compute,
     with_sinks,
 )
-
-SPLITS_AT_ONCE = 8  # partials that one merging program holds
+from .work_item import PLAN_HEADER, clear_row, deliver, merge_sizes, span_of
 
 
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M of its queries times group heads. It
-# reads the split's keys and values once, split * (HEAD_DIM + VALUE_DIM) * itemsize bytes, and writes the queries'
-# outputs: straight out where the row has one split, else fp32 partials with their log-sum-exps.
+# reads the split's keys and values once, split * (HEAD_DIM + VALUE_DIM) * itemsize bytes, and delivers the queries'
+# outputs. The heads of an item are neighbours in the grid, for a token's heads are neighbours in memory. Programs past
+# the last item, and others, clear the row of their number if it has no keys.
 @triton.jit(do_not_specialize=["rows"])
 def _decode_attention_kernel(
     out,
     lse,
     partial,
     partial_lse,
+    counters,
     sinks,
     q,
     k_cache,
@@ -40,9 +43,9 @@ def _decode_attention_kernel(
     kv_lens,
     plan,
     rows,
-    max_rows,
     q_len,
     group,
+    kv_heads,
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -64,10 +67,14 @@ def _decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    HEADER: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    MERGE_M: tl.constexpr,
+    MERGE_S: tl.constexpr,
     COMPUTE: tl.constexpr,
     KV_BITS: tl.constexpr,
     HAS_INDPTR: tl.constexpr,
@@ -79,24 +86,25 @@ def _decode_attention_kernel(
     MODE: tl.constexpr,
     ALIBI_POWER: tl.constexpr,
 ):
-    item = tl.program_id(0)
-    if item >= tl.load(plan):
+    item = tl.program_id(0) // kv_heads
+    kv_head = tl.program_id(0) % kv_heads
+    found = plan + HEADER + item * 4
+    items = tl.load(plan)
+    row = tl.load(found)
+    split = tl.load(found + 1)
+    splits = tl.load(found + 2)
+    kv_len = tl.load(found + 3)
+    if tl.load(kv_lens + item, mask=item < rows, other=1) <= 0:
+        clear_row(out, lse, item, kv_head, kv_heads, q_len, group, VALUE_DIM, BLOCK_M, BLOCK_V, HAS_LSE)
+    if item >= items or row >= rows:  # planned for more rows than there are queries
         return
-    kv_head = tl.program_id(1)
-    row = tl.load(plan + 1 + 2 * max_rows + item)
-    if row >= rows:  # planned for more rows than there are queries
-        return
-    split = item - tl.load(plan + 1 + row)
-    splits = tl.load(plan + 1 + max_rows + row)
-    kv_len = tl.load(kv_lens + row)
-    lowest = 0
-    if HAS_WINDOW:
-        lowest = tl.maximum(kv_len - q_len - window_left, 0)
-    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, splits), BLOCK_N) * BLOCK_N
-    begin = lowest + split * chunk
-    end = tl.minimum(begin + chunk, kv_len)
+    begin, end = span_of(kv_len, split, splits, q_len, window_left, TILE, HAS_WINDOW)
+    pages = table + row.to(tl.int64) * table_stride
+    if HAS_INDPTR:
+        pages = table + tl.load(indptr + row)
+    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
 
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     query = m // group
     head = kv_head * group + m % group
     held = query < q_len
@@ -110,25 +118,27 @@ def _decode_attention_kernel(
         low = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0).to(tl.float32)
         high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * q_dim_stride, mask=there, other=0.0).to(tl.float32)
         low, high = rotate(low, high, q_at[:, None], dims[None, :], rope_step, rope_scale)
-        queries = low.to(COMPUTE)
-        queries_high = high.to(COMPUTE)
+        queries = to_compute(low, COMPUTE)
+        queries_high = to_compute(high, COMPUTE)
     else:
         there = held[:, None] & (dims < HEAD_DIM)[None, :]
-        queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0).to(COMPUTE)
+        queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0)
+        queries = to_compute(queries, COMPUTE)
         queries_high = queries
-    slopes = alibi_slope(head, ALIBI_POWER)
-    pages = table + row.to(tl.int64) * table_stride
-    if HAS_INDPTR:
-        pages = table + tl.load(indptr + row)
-    acc, total, top = attend_span(
+    acc, total, top, _ = attend_span(
+        tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], -float("inf"), tl.float32),
+        page,
         queries,
         queries_high,
         q_at,
-        slopes,
+        alibi_slope(head, ALIBI_POWER),
         k_cache + kv_head.to(tl.int64) * k_head_stride,
         v_cache + kv_head.to(tl.int64) * v_head_stride,
         pages,
         begin,
+        end,
         end,
         k_page_stride,
         k_token_stride,
@@ -150,6 +160,7 @@ def _decode_attention_kernel(
         BLOCK_V,
         COMPUTE,
         KV_BITS,
+        True,
         CAUSAL,
         HAS_WINDOW,
         HAS_CAP,
@@ -158,78 +169,31 @@ def _decode_attention_kernel(
     if HAS_SINKS:
         is_first = split + tl.zeros([BLOCK_M], tl.int32) == 0
         acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
-    norm = tl.where(total > 0.0, total, 1.0)
-    acc = acc / norm[:, None]
-    log_sum = top + tl.log2(norm)
-    values = tl.arange(0, BLOCK_V)
-    heads = tl.num_programs(1) * group
-    kept = held[:, None] & (values < VALUE_DIM)[None, :]
-    if splits == 1:
-        place = token * heads + head
-        result = (acc * v_scale).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=kept)
-        if HAS_LSE:
-            tl.store(lse + place, log_sum, mask=held)
-    else:
-        place = (item.to(tl.int64) * q_len + query) * heads + head
-        tl.store(partial + place[:, None] * VALUE_DIM + values[None, :], acc, mask=kept)
-        tl.store(partial_lse + place, log_sum, mask=held)
-
-
-# One program merges one head of one query: it reads splits * (VALUE_DIM + 1) * 4 bytes. Rows of one split are out
-# already; rows of none get 0 and -inf.
-@triton.jit
-def _merge_splits_kernel(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    plan,
-    max_rows,
-    q_len,
-    v_scale,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    if PDL:  # the product behind it may begin to load its weights
-        tl.extra.cuda.gdc_launch_dependents()
-    row = tl.program_id(0)
-    splits = tl.load(plan + 1 + max_rows + row)
-    if splits == 1:
-        return
-    first = tl.load(plan + 1 + row)
-    query = tl.program_id(1)
-    head = tl.program_id(2)
-    heads = tl.num_programs(2)
-    values = tl.arange(0, BLOCK_V)
-    kept = values < VALUE_DIM
-    acc = tl.zeros([BLOCK_V], tl.float32)
-    total = 0.0
-    top = -float("inf")
-    for begin in range(0, splits, BLOCK_S):
-        split = begin + tl.arange(0, BLOCK_S)
-        inside = split < splits
-        place = ((first + split).to(tl.int64) * q_len + query) * heads + head
-        sums = tl.load(partial_lse + place, mask=inside, other=-float("inf"))
-        new_top = tl.maximum(top, tl.max(sums))
-        base = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(sums - base)
-        shrink = tl.exp2(top - base)
-        parts = tl.load(
-            partial + place[:, None] * VALUE_DIM + values[None, :], mask=inside[:, None] & kept[None, :], other=0.0
-        )
-        acc = acc * shrink + tl.sum(weights[:, None] * parts, axis=0)
-        total = total * shrink + tl.sum(weights)
-        top = new_top
-    norm = tl.where(total > 0.0, total, 1.0)
-    token = row.to(tl.int64) * q_len + query
-    result = (acc / norm * v_scale).to(out.dtype.element_ty)
-    tl.store(out + (token * heads + head) * VALUE_DIM + values, result, mask=kept)
-    if HAS_LSE:
-        tl.store(lse + token * heads + head, top + tl.log2(norm))
+    deliver(
+        out,
+        lse,
+        partial,
+        partial_lse,
+        counters,
+        acc,
+        total,
+        top,
+        item,
+        row,
+        split,
+        splits,
+        kv_head,
+        kv_heads,
+        q_len,
+        group,
+        v_scale,
+        VALUE_DIM,
+        BLOCK_M,
+        MERGE_M,
+        MERGE_S,
+        BLOCK_V,
+        HAS_LSE,
+    )
 
 
 def decode_attention_triton(
@@ -244,6 +208,7 @@ def decode_attention_triton(
     plan: Tensor,
     partial: Tensor,
     partial_lse: Tensor,
+    counters: Tensor,
     q_len: int,
     max_items: int,
     sm_scale: float,
@@ -255,25 +220,24 @@ def decode_attention_triton(
     rope_theta: float,
     sinks: Tensor | None,
 ) -> None:
-    """Launch the two kernels; see `decode_attention` for the arguments."""
+    """Launch the kernel; see `decode_attention` for the arguments."""
     rows = q.shape[0] // q_len
     _, page_size, kv_heads, head_dim = k_cache.shape
     value_dim = v_cache.shape[-1]
     heads = q.shape[1]
     group = heads // kv_heads
-    max_rows = kv_lens.shape[0]
     keys, kv_bits = cache_bytes(k_cache)
     values, _ = cache_bytes(v_cache)
-    compute = compute_dtype(q, k_cache)
-    tile = tile_sizes(group * q_len, head_dim, value_dim, k_cache.dtype.itemsize, compute.primitive_bitwidth // 8)
+    tile = decode_tile(group * q_len, head_dim, value_dim, q.dtype, k_cache.dtype)
+    tile |= merge_sizes(group * q_len, tile)
     if position_mode == "ROPE_LLAMA":
         tile["BLOCK_D"] = max(tile["BLOCK_D"] // 2, 16)
-    grid = (max_items, kv_heads, triton.cdiv(group * q_len, tile["BLOCK_M"]))
-    _decode_attention_kernel[grid](
+    _decode_attention_kernel[(max_items * kv_heads, triton.cdiv(group * q_len, tile["BLOCK_M"]))](
         out,
         lse,
         partial,
         partial_lse,
+        counters,
         sinks,
         q,
         keys,
@@ -283,9 +247,9 @@ def decode_attention_triton(
         kv_lens,
         plan,
         rows,
-        max_rows,
         q_len,
         group,
+        kv_heads,
         0 if indptr is not None else table.stride(0),
         *q.stride(),
         *keys.stride(),
@@ -296,7 +260,9 @@ def decode_attention_triton(
         HEAD_DIM=head_dim,
         VALUE_DIM=value_dim,
         PAGE_SIZE=0 if table.shape[-1] == 1 and indptr is None else page_size,
-        COMPUTE=compute,
+        HEADER=PLAN_HEADER,
+        TILE=PLAN_TILE,
+        COMPUTE=compute_dtype(q.dtype, k_cache.dtype),
         KV_BITS=kv_bits,
         HAS_INDPTR=indptr is not None,
         HAS_LSE=lse is not None,
@@ -304,35 +270,4 @@ def decode_attention_triton(
         CAUSAL=q_len > 1,
         HAS_WINDOW=window_left >= 0,
         **tile,
-    )
-    merge_splits_triton(out, lse, partial, partial_lse, plan, max_rows, q_len, v_scale)
-
-
-def merge_splits_triton(
-    out: Tensor,
-    lse: Tensor | None,
-    partial: Tensor,
-    partial_lse: Tensor,
-    plan: Tensor,
-    max_rows: int,
-    q_len: int,
-    v_scale: float,
-) -> None:
-    """Launch the second kernel alone: partial results of split rows to `out`."""
-    value_dim = out.shape[-1]
-    _merge_splits_kernel[(out.shape[0] // q_len, q_len, out.shape[1])](
-        out,
-        lse,
-        partial,
-        partial_lse,
-        plan,
-        max_rows,
-        q_len,
-        v_scale,
-        VALUE_DIM=value_dim,
-        BLOCK_V=triton.next_power_of_2(value_dim),
-        BLOCK_S=SPLITS_AT_ONCE,
-        HAS_LSE=lse is not None,
-        PDL=has_early_start(out.device),
-        num_warps=2,
     )

@@ -34,28 +34,32 @@ static void NAME(rotate_heads)(element *out, const element *x, const float *weig
     }
 }
 
-static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {
-    const rope_append_args *a = job;
+/* Append one token, and write its queries; `wide` has room for a head. */
+static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {
     const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
     const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + 2 * kv_heads;
     const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
-    float eps = (float)a->eps, *wide = scratch(dim);
-    for (int64_t token = begin; token < end; token++) {
-        const element *x = (const element *)a->qkv.data + token * heads * dim;
-        int64_t position = a->positions.data[token], row = a->rows.data[token];
-        if (position < 0 || position >= a->cos_sin.size[0]) continue; /* no angle, so no place either */
-        const float *cos = a->cos_sin.data + position * 2 * half;
-        element *q_out = (element *)a->q_out.data + token * qo_heads * dim;
-        NAME(rotate_heads)(q_out, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
-        if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) continue;
-        int64_t page = a->page_table.data[row * row_pages + position / page_size];
-        if (page < 0 || page >= pages) continue; /* a page table that is wrong must not reach other memory */
-        int64_t place = (page * page_size + position % page_size) * kv_heads * dim;
-        element *keys = (element *)a->k_cache.data + place, *values = (element *)a->v_cache.data + place;
-        x += qo_heads * dim;
-        NAME(rotate_heads)(keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
-        memcpy(values, x + kv_heads * dim, kv_heads * dim * sizeof(element));
-    }
+    const element *x = (const element *)a->qkv.data + token * heads * dim;
+    float eps = (float)a->eps;
+    if (position < 0 || position >= a->cos_sin.size[0]) return; /* no angle, so no place either */
+    const float *cos = a->cos_sin.data + position * 2 * half;
+    element *q_out = (element *)a->q_out.data + token * qo_heads * dim;
+    NAME(rotate_heads)(q_out, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
+    if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
+    int64_t page = a->page_table.data[row * row_pages + position / page_size];
+    if (page < 0 || page >= pages) return; /* a page table that is wrong must not reach other memory */
+    int64_t place = (page * page_size + position % page_size) * kv_heads * dim;
+    element *keys = (element *)a->k_cache.data + place, *values = (element *)a->v_cache.data + place;
+    x += qo_heads * dim;
+    NAME(rotate_heads)(keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
+    memcpy(values, x + kv_heads * dim, kv_heads * dim * sizeof(element));
+}
+
+static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {
+    const rope_append_args *a = job;
+    float *wide = scratch(a->q_out.size[2]);
+    for (int64_t token = begin; token < end; token++)
+        NAME(append_token)(a, token, a->rows.data[token], a->positions.data[token], wide);
 }
 
 KERNEL(rope_append) {

@@ -8,9 +8,10 @@ Queries and keys may be RMS-normed before, each head by itself or all heads toge
 import torch
 from torch import Tensor
 
+from ..attention.attention_tile import cache_bytes, quantise
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Float32, Int32, Written
+from ..native.signature import AnyElement, Float32, Int32, Written
 from ..norm.rms_norm import normed
 
 _HEADS_AT_ONCE = 4  # of one program on a GPU
@@ -63,6 +64,7 @@ def _rope_append_kernel(
     NORMS_ALL: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    KV_BITS: tl.constexpr,
 ):
     token = tl.program_id(0)
     if token >= tl.load(live):
@@ -118,13 +120,15 @@ def _rope_append_kernel(
         mask=is_query[:, None] & turned,
     )
     k_at = k_cache + page * k_page_stride + place * k_token_stride + (head - qo_heads) * k_head_stride
-    tl.store(k_at[:, None] + dims[None, :], rotated.to(k_cache.dtype.element_ty), mask=is_key[:, None] & turned)
+    new_k = quantise(rotated, KV_BITS, k_cache.dtype.element_ty)
+    tl.store(k_at[:, None] + dims[None, :], new_k, mask=is_key[:, None] & turned)
 
     value_head = head - qo_heads - kv_heads
     is_value = ((value_head >= 0) & (value_head < kv_heads))[:, None] & (dims < HEAD_DIM)[None, :]
     value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0)
     v_at = v_cache + page * v_page_stride + place * v_token_stride + value_head * v_head_stride
-    tl.store(v_at[:, None] + dims[None, :], value.to(v_cache.dtype.element_ty), mask=is_value)
+    new_v = quantise(value.to(tl.float32), KV_BITS, v_cache.dtype.element_ty)
+    tl.store(v_at[:, None] + dims[None, :], new_v, mask=is_value)
 
 
 def rope_append_triton(
@@ -144,10 +148,12 @@ def rope_append_triton(
     """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
+    keys, kv_bits = cache_bytes(k_cache)
+    values, _ = cache_bytes(v_cache)
     _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, _HEADS_AT_ONCE))](
         q_out,
-        k_cache,
-        v_cache,
+        keys,
+        values,
         qkv,
         rows,
         positions,
@@ -170,6 +176,7 @@ def rope_append_triton(
         NORMS_ALL=q_norm is not None and q_norm.shape[0] > head_dim,
         HEADS=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        KV_BITS=kv_bits,
         num_warps=2,
     )
 
@@ -186,14 +193,16 @@ def _is_served(
     cos_sin: Tensor,
     *_norms: Tensor | float | None,
 ) -> bool:
+    if not k_cache.dtype == v_cache.dtype == qkv.dtype:
+        return False
     return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
 
 
 @operator(triton_version=rope_append_triton, is_compiled=_is_served)
 def rope_append(
     q_out: Written[Tensor],
-    k_cache: Written[Tensor],
-    v_cache: Written[Tensor],
+    k_cache: Written[AnyElement],
+    v_cache: Written[AnyElement],
     qkv: Tensor,
     rows: Int32,
     positions: Int32,
@@ -208,7 +217,8 @@ def rope_append(
 
     Args:
         q_out: [t, num_qo_heads, head_dim], contiguous.
-        k_cache: [pages, page_size, num_kv_heads, head_dim]; the last page is the trash page.
+        k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type; the last page is the trash page. fp8
+            e4m3 takes what is too large for it as its largest value.
         v_cache: the same shape.
         qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values.
         rows: int32 [t], the page-table row of each token.
@@ -237,8 +247,14 @@ def rope_append(
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
     q_out[:count] = rotated[:, :qo_heads]
     pages = page_table[row, position // page_size].long()
-    k_cache[pages, position % page_size] = rotated[:, qo_heads:].to(k_cache.dtype)
-    v_cache[pages, position % page_size] = values.to(v_cache.dtype)
+    for cache, new in ((k_cache, rotated[:, qo_heads:]), (v_cache, values)):
+        entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
+        entries[pages, position % page_size] = narrowed(new, cache.dtype).view(entries.dtype)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return values as a cache of some type holds them: fp8 e4m3 knows no infinity, and torch makes NaN of it."""
+    return x.float().clamp(-448.0, 448.0).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

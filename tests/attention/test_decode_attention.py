@@ -74,12 +74,13 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
     count = len(rows.lens)
     items = work_items(count, WAVE_ITEMS, -(-max(rows.lens, default=1) // fixed_split) if fixed_split else 0)
     kv_lens = torch.full((count,), -7, dtype=torch.int32, device=device)
-    plan = torch.full((plan_size(count, items),), -7, dtype=torch.int32, device=device)
+    plan = torch.full((plan_size(items),), -7, dtype=torch.int32, device=device)
     pages, page_size = rows.indices.shape[0], rows.k_cache.shape[1]
     planner = plan_triton if version is decode_attention_triton else paged_attention_plan_torch
     metadata = (kv_lens, plan, rows.indptr, rows.last_page_len, pages, page_size)
     planner(*metadata, WAVE_ITEMS, fixed_split, options.window_left, q_len)
     assert version is decode_attention_torch or plan[0].item() <= items
+    counters = torch.zeros(count * q_len * heads, dtype=torch.int32, device=device)
     out = torch.full((*q.shape[:2], value_dim), math.nan, dtype=q.dtype, device=device)
     sums = torch.full(q.shape[:2], math.nan, device=device) if lse else None
     version(
@@ -94,6 +95,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         plan,
         torch.full((items, q_len, heads, value_dim), math.nan, device=device),
         torch.full((items, q_len, heads), math.nan, device=device),
+        counters,
         q_len,
         items,
         options.sm_scale,
@@ -105,6 +107,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         options.rope_theta,
         None if options.sinks is None else options.sinks.to(device),
     )
+    assert not counters.any(), "the next launch counts from 0"
     return out, sums
 
 

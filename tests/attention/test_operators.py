@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 import graphdecode.attention
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention
+from graphdecode.attention.paged_decode import decode_workspace
 from graphdecode.kernels.attention.attention_plan import plan_size
 
 OPERATORS = torch.ops.graphdecode
@@ -26,7 +27,7 @@ def rows(device):
 
 def test_operators_pass_opcheck(rows, device):
     kv_lens = torch.zeros(3, dtype=torch.int32, device=device)
-    plan = torch.zeros(plan_size(3, 8), dtype=torch.int32, device=device)
+    plan = torch.zeros(plan_size(8), dtype=torch.int32, device=device)
     lens = torch.tensor(rows.lens, dtype=torch.int32, device=device)
     live = torch.tensor([3], dtype=torch.int32, device=device)
     opcheck(OPERATORS.attention_plan.default, (kv_lens, plan, lens, live, 8, 0, -1), test_utils=CHECKS)
@@ -35,9 +36,9 @@ def test_operators_pass_opcheck(rows, device):
     opcheck(OPERATORS.paged_attention_plan.default, arguments, test_utils=CHECKS)
     q = torch.randn(3, HEADS, DIM, device=device)
     lse = torch.zeros(3, HEADS, device=device)
-    partial = torch.zeros(8, 1, HEADS, DIM, device=device)
+    workspace = decode_workspace(torch.device(device), 3, 8, HEADS, DIM)
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
-    arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, partial, partial[..., 0], 1, 8)
+    arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, *workspace, 1, 8)
     arguments = (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4, torch.randn(HEADS, device=device))
     opcheck(OPERATORS.decode_attention.default, arguments, test_utils=CHECKS)
     cu_q = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)

@@ -83,6 +83,38 @@ def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+def test_an_fp8_cache_rounds_to_even_and_never_overflows(version, device):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    finite = every[every.isfinite()].sort().values
+    between = (finite[1:] + finite[:-1]) / 2
+    nudged = [between * (1 + sign * 2.0**-20) for sign in (-1, 1)]
+    large = torch.tensor([math.nan, 449.0, 464.0, 1e4, 3e38, math.inf, -1e4, -math.inf, 1e-9, -1e-9, 1e-40])
+    values = torch.cat([finite, between, *nudged, large])
+    values = torch.cat([values, values.new_zeros(-len(values) % (2 * KV_HEADS * 16))]).view(-1, 2 * KV_HEADS * 16)
+    tokens, dim = len(values), 16
+    given = inputs(dim, 0, torch.float32, "", "cpu", tokens=5)
+    given["q_out"] = torch.zeros(tokens, HEADS, dim)
+    given["qkv"] = torch.cat([torch.zeros(tokens, HEADS * dim), values], dim=1)
+    given["k_cache"], given["v_cache"] = (
+        torch.zeros(PAGES, PAGE, KV_HEADS, dim).to(torch.float8_e4m3fn) for _ in range(2)
+    )
+    at = torch.arange(tokens, dtype=torch.int32)
+    given |= {"rows": at * 0, "positions": at, "live": torch.tensor([tokens], dtype=torch.int32)}
+    given["page_table"] = torch.arange(PAGES - 1, dtype=torch.int32)[None]
+    given = {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    VERSIONS[version](*given.values())
+    wanted = values.clamp(-448.0, 448.0)
+    nearest = (wanted[..., None] - finite).abs().amin(-1)
+    caches = (given["k_cache"], given["v_cache"])
+    found = torch.cat([cache.cpu().float().view(-1, KV_HEADS * dim)[:tokens] for cache in caches], dim=1)
+    assert torch.equal(found.isnan(), values.isnan())
+    assert torch.equal((found - wanted).abs().nan_to_num(), nearest.nan_to_num())
+    codes = torch.cat([cache.cpu().view(torch.uint8).view(-1, KV_HEADS * dim)[:tokens] for cache in caches], dim=1)
+    ties = (wanted[..., None] - finite).abs().eq(nearest[..., None]).sum(-1) > 1
+    assert not (codes[ties & (wanted != 0)] & 1).any(), "a tie goes to the even neighbour"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("live", [0, 1, 3])
 def test_hostile_padding_changes_no_bit_of_live_tokens_or_pages(version, live, device):
     """Law 4: NaN and huge integers past the live tokens."""

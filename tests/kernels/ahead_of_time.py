@@ -7,11 +7,11 @@ Triton's interpreter cannot be switched off again.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,27 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from graphdecode.kernels.attention import attention_plan, extend_attention, split_decode
+from graphdecode.kernels.attention import append_attention, attention_plan, extend_attention, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
-from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, sample_and_advance, skip_steps
+from graphdecode.kernels.linear.small_linear_config import (
+    DOT_TILES,
+    GEMV_ROWS,
+    SmallLinearConfig,
+    candidates,
+)
+from graphdecode.kernels.model import (
+    act_mul,
+    advance,
+    cap_logits,
+    embedding,
+    embedding_norm,
+    sample_and_advance,
+    skip_steps,
+)
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import block_max, choose, logprobs, sample
+from graphdecode.kernels.sampling import block_max, choose, follow_automata, logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -78,18 +91,24 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     def early(_: torch.device) -> bool:
         return arch >= 90
 
+    def queries_at_once(_: torch.device) -> int:
+        return 128 if arch // 10 == 9 else 64
+
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
+        mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
         mock.patch.object(rms_norm, "has_early_start", early),
         mock.patch.object(act_mul, "has_early_start", early),
-        mock.patch.object(split_decode, "has_early_start", early),
+        mock.patch.object(append_attention, "has_early_start", early),
         mock.patch.object(block_max, "has_early_start", early),
+        mock.patch.object(embedding_norm, "has_early_start", early),
         mock.patch.object(choose, "has_early_start", early),
     ):
         if arch >= 89:
             with (
                 mock.patch.object(split_decode, "cache_bytes", native),
                 mock.patch.object(extend_attention, "cache_bytes", native),
+                mock.patch.object(append_attention, "cache_bytes", native),
             ):
                 launch()
         else:
@@ -113,8 +132,18 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         split_decode.decode_attention_triton(
-            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, 1, 33, head_dim**-0.5, 1.0,
+            q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33, head_dim**-0.5, 1.0,
             window_left, soft_cap, "NONE", 1.0, 1e4, sinks,
+        )  # fmt: skip
+
+    qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    cos_sin = torch.empty(4096, 2, head_dim // 2)
+
+    def step(norms: tuple[int, int] | None, window_left: int = -1, soft_cap: float = 0.0, **given: Any) -> None:
+        gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
+        append_attention.append_attention_triton(
+            q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
+            1e-6, 33, head_dim**-0.5, window_left, soft_cap,
         )  # fmt: skip
 
     def extend(soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
@@ -123,6 +152,10 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         )
 
     return {
+        "step": lambda: step(None),
+        "step-norm": lambda: step((1, 1)),
+        "step-norm-all": lambda: step((heads, kv_heads)),
+        "step-options": lambda: step((1, 1), 1024, 50.0, sinks=sinks),
         "decode": lambda: decode(-1),
         "decode-window": lambda: decode(1024),
         "decode-options": lambda: decode(1024, 50.0, sinks),
@@ -208,6 +241,9 @@ def step_cases() -> dict[str, Callable[[], None]]:
     return {
         "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 1.0),
         "embedding-scale": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 11.3),
+        "embedding-norm": lambda: embedding_norm.embedding_norm_triton(
+            x, x, tensors["tokens"], table, tensors["live"], weight, 11.3, 1e-5
+        ),
         "cap-logits": lambda: cap_logits.cap_logits_triton(logits, 30.0),
         "rms-norm": lambda: rms_norm.rms_norm_triton(x, x, weight, 1e-5),
         "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5, None, 0.0, 1.0),
@@ -220,32 +256,53 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "sample-and-advance": by_name(sample_and_advance.sample_and_advance_triton, tensors),
         "advance": by_name(advance.advance_triton, tensors),
         "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
+        "follow-automata": partial(follow_automata.follow_automata_triton, *automata(tensors)),
     }
 
 
-def linear_case(config: SmallLinearConfig, dtype: torch.dtype, rows: int) -> Callable[[], None]:
+def automata(tensors: dict[str, Any]) -> tuple[Any, ...]:
+    """What `follow_automata` is given in such a step."""
+    ints = partial(torch.empty, dtype=torch.int32)
+    words = tensors["token_mask"].shape[1]
+    rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], ints(ROWS), ints(1))
+    tables = follow_automata.AutomatonTables(ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
+    return rows, tensors["sampled"], tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
+
+
+def linear_case(
+    config: SmallLinearConfig, dtype: torch.dtype, rows: int, epilogue: str, is_normed: bool
+) -> Callable[[], None]:
     """One configuration of the product of few rows, over the down projection of a model."""
     x, weight = torch.empty(rows, FEED_FORWARD, dtype=dtype), torch.empty(HIDDEN, FEED_FORWARD, dtype=dtype)
-    out, partial = torch.empty(rows, HIDDEN, dtype=dtype), torch.empty(config.splits, rows, HIDDEN)
-    counters = torch.empty(HIDDEN, dtype=torch.int32)
-    fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
-    return lambda: small_linear.small_linear_triton(out, x, weight, None, partial, counters, *fields, config.pdl)
+    out, partial = torch.empty(rows, HIDDEN // (1 + (epilogue == "silu")), dtype=dtype), torch.empty(1)
+    counters, gain = torch.empty(HIDDEN, dtype=torch.int32), torch.empty(FEED_FORWARD) if is_normed else None
+    sizes = (config.block_m, config.block_n, config.block_k, config.splits)
+    fields = (config.kind, *sizes, config.num_warps, config.num_stages, config.pdl)
+    return lambda: small_linear.small_linear_triton(
+        out, x, weight, None, gain, partial, counters, 1e-5, epilogue, 1.0, *fields
+    )
 
 
 def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
-    """Every tile that may be chosen: columns split and not, with and without an early start where there is one."""
+    """Every tile that may be chosen, with what a layer fuses with it; columns split and not."""
     cases: dict[str, Callable[[], None]] = {}
     for dtype in (torch.bfloat16, torch.float32):
-        found = [fixed_config(HIDDEN, FEED_FORWARD, dtype.itemsize)]
-        found += candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, GEMV_ROWS, 132)
-        for config in found:
-            for splits, pdl in ((1, False), (2, False), (2, True)):
-                if pdl and arch < 90:
-                    continue
-                chosen = dataclasses.replace(config, splits=splits, pdl=pdl)
-                for rows in (1, 2, GEMV_ROWS) if config.kind == "gemv" else (ROWS,):
-                    name = f"{config.kind}-{config.block_n}x{config.block_k}-{str(dtype)[6:]}-rows{rows}"
-                    cases[f"{name}{'-split' * (splits > 1)}{'-pdl' * pdl}"] = linear_case(chosen, dtype, rows)
+        rows_of_tiles = DOT_TILES[dtype.itemsize]
+        found = {
+            replace(config, splits=1, pdl=arch >= 90): rows
+            for rows in (1, *rows_of_tiles)
+            for config in candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, rows, 132)
+        }
+        for config, rows in found.items():
+            for epilogue, is_normed, splits in (
+                ("store", True, 1),
+                ("add", False, 1),
+                ("silu", True, 2),
+            ):
+                count = GEMV_ROWS if config.kind == "gemv" else rows
+                name = f"{config.kind}-{config.block_n}x{config.block_k}-{config.num_warps}w-{str(dtype)[6:]}"
+                name += f"-rows{count}-{epilogue}{'-norm' * is_normed}{'-split' * (splits > 1)}"
+                cases[name] = linear_case(replace(config, splits=splits), dtype, count, epilogue, is_normed)
     return cases
 
 
@@ -287,8 +344,9 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     for head_dim, dtype, kv_dtype in ATTENTION_SHAPES:
         name = f"{str(dtype)[6:]}-{str(kv_dtype)[6:]}-d{head_dim}"
         for kind, launch in attention_cases(head_dim, dtype, kv_dtype).items():
-            if kind in ("decode", "extend") or kv_dtype == torch.bfloat16:
-                cases[f"{kind}-{name}"] = launch
+            if kind in ("decode", "step", "extend") or kv_dtype == torch.bfloat16:
+                early = "-pdl" * (kind.startswith("step") and arch >= 90)
+                cases[f"{kind}-{name}{early}"] = launch
     for head_dim in (64, 128, 256):
         cases[f"append-d{head_dim}"] = append_case(head_dim, None)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))

@@ -175,7 +175,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     results = []
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
-        given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, 1, 1)
+        given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, no_plan, 1, 1)
         version(*given, dim**-0.5, 1.0, window, soft_cap, "NONE", 1.0, 1e4, sinks)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
@@ -280,7 +280,7 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     assert torch.equal(k_cache, before)
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
     no_plan = torch.zeros(1, dtype=torch.int32)
-    given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, 1, 1)
+    given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, no_plan, 1, 1)
     native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
@@ -337,7 +337,7 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
     nothing, plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     out = torch.empty(1, 1, dim)
-    given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, 1, 1)
+    given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, plan, 1, 1)
     native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
     torch.testing.assert_close(out, v_cache[0])
     ends = torch.tensor([0, 1], dtype=torch.int32)

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams
+from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams, StructuredOutputsParams
 
 CONFIG = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "abc", "rev graph=", "999+1=", "x"]
@@ -109,5 +109,34 @@ def test_rounds_that_another_thread_does_bring_news_too() -> None:
             assert [output.outputs[0].text for output in outputs] == ["42"] * 6
             texts = await asyncio.wait_for(asyncio.gather(*tasks), 60)
             assert texts == [llm.llm.generate("abc", long)[0].outputs[0].text] * 3
+
+    asyncio.run(main())
+
+
+def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            grammars, seen = llm.llm.intake.grammars, []
+            read = grammars.constraint
+
+            def slowly(grammar: str) -> object:
+                seen.append(threading.current_thread())
+                if len(seen) == 1:
+                    assert may_go_on.wait(60), "what stands below has to come first"
+                return read(grammar)
+
+            monkeypatch.setattr(grammars, "constraint", slowly)
+            may_go_on = threading.Event()
+            form = params(structured_outputs=StructuredOutputsParams(regex="[xy]{3}"))
+            held = asyncio.create_task(answer(llm, "12+30=", form))
+            assert await answer(llm, "12+30=", params()) == "42"
+            with pytest.raises(ValueError, match="structured_outputs: regex cannot be kept"):
+                await answer(llm, "x", params(structured_outputs=StructuredOutputsParams(regex="(")))
+            assert not held.done()
+            may_go_on.set()
+            assert set(await held) <= {"x", "y"}
+            assert seen[0].name not in (threading.main_thread().name, "graphdecode-engine")
 
     asyncio.run(main())

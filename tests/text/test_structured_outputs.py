@@ -89,22 +89,25 @@ def test_every_finished_answer_is_valid_whatever_the_schema_and_the_logits(llm: 
     assert finished > 100
 
 
-def test_the_mask_of_every_step_is_the_librarys_and_choices_are_what_brute_force_allows(llm: LLM) -> None:
-    choices = ["yes", "no", "yesterday", "nothing", 'ü"']
-    forms: list[dict[str, Any]] = [
-        {"choice": choices},
-        {"json": {"type": "array", "items": {"enum": [1, "ab"]}, "maxItems": 4}},
-        {"regex": "[ab]{3}(c|dd)*e"},
-    ]
-    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+def matchers_of(llm: LLM, texts: list[str], max_tokens: int) -> dict[int, LLMatcher]:
+    """Hand in a request for each grammar; the library's matcher of each, in the order of their rows."""
     eos = list(llm.engine.rules.eos_token_ids)
     vocabulary = LLTokenizer(llm.tokenizer.backend_tokenizer.to_str(), n_vocab=259, eos_token=eos)
-    matchers, rows = {}, []  # the requests in the order of their rows
+    made = {}
     for row, text in enumerate(texts):
-        params = SamplingParams(temperature=3.0, max_tokens=40, seed=5)
-        rows.append(llm.engine.add(Request([97 + row], params, grammar=text)))
-        matchers[rows[-1]] = LLMatcher(vocabulary, text)
-    of_choices, said, steps = rows[0], b"", 0
+        params = SamplingParams(temperature=3.0, max_tokens=max_tokens, seed=5 + row)
+        made[llm.engine.add(Request([97 + row], params, grammar=text))] = LLMatcher(vocabulary, text)
+    return made
+
+
+def test_the_mask_of_every_step_is_the_librarys_where_the_host_fills_it(llm: LLM) -> None:
+    forms: list[dict[str, Any]] = [
+        {"json": {"type": "array", "items": {"enum": [1, "ab"]}, "maxItems": 4}},
+        {"grammar": 'start: "<" /[a-f]{3,9}/ ">"'},
+    ]
+    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+    matchers, steps = matchers_of(llm, texts, 40), 0
+    rows = list(matchers)
     while llm.engine.has_work:
         events = llm.engine.step()
         masks = dict(zip(rows, llm.engine.runner.buffers.token_mask.numpy(), strict=False))
@@ -112,15 +115,46 @@ def test_the_mask_of_every_step_is_the_librarys_and_choices_are_what_brute_force
             (token,) = event.token_ids
             matcher = matchers[event.request_id]
             assert masks[event.request_id].tobytes() == matcher.compute_bitmask()
-            if event.request_id == of_choices:
-                bits = np.unpackbits(masks[of_choices].view(np.uint8), bitorder="little")
-                assert set(np.flatnonzero(bits)) == continuations(choices, said, eos)
-                said += bytes([token] if token < 256 else [])
             assert matcher.consume_token(token)
             steps += 1
             if event.finish_reason is not None:
                 rows.remove(event.request_id)
     assert steps > 8
+
+
+def test_the_mask_of_every_step_is_the_librarys_where_the_device_follows_an_automaton(llm: LLM) -> None:
+    choices = ["yes", "no", "yesterday", "nothing", 'ü"']
+    forms: list[dict[str, Any]] = [
+        {"choice": choices},
+        {"regex": "[ab]{3}(c|dd)*e"},
+        {"regex": r"\d{1,3}(, \w)?"},
+        {"regex": '[^"!]{2,6}!'},
+        {"regex": "[xyz]{30,50}"},
+        {"choice": choices},
+    ]
+    texts = [llm.intake.grammars.grammar(StructuredOutputsParams(**form)) for form in forms]
+    matchers, compared = matchers_of(llm, texts, 60), 0
+    rows, of_choices = list(matchers), next(iter(matchers))
+    said = b""
+    while llm.engine.has_work:
+        events = llm.engine.step()
+        assert llm.engine.runner.guided_rows == frozenset(range(len(rows)))
+        masks = dict(zip(rows, llm.engine.runner.buffers.token_mask.numpy(), strict=False))
+        for event in events:
+            matcher = matchers[event.request_id]
+            assert matcher.consume_tokens(event.token_ids)
+            if event.request_id == of_choices:
+                said += bytes(token for token in event.token_ids if token < 256)
+            if event.finish_reason is not None:
+                rows.remove(event.request_id)
+                continue
+            assert masks[event.request_id].tobytes() == matcher.compute_bitmask()
+            compared += 1
+            if event.request_id == of_choices:
+                bits = np.unpackbits(masks[of_choices].view(np.uint8), bitorder="little")
+                eos = list(llm.engine.rules.eos_token_ids)
+                assert set(np.flatnonzero(bits)) == continuations(choices, said, eos)
+    assert compared > (40 if llm.config.steps_per_launch == 1 else 7)
     assert said.decode() in choices
 
 
@@ -151,6 +185,24 @@ def test_law_9_a_form_changes_nothing_beside_it_and_nothing_beside_it_changes_an
     mixed = [0, 4, 1, 5, 2, 6, 3, 7]
     together = texts(mixed, [(free + held)[index] for index in mixed])
     assert together == [alone[index] for index in mixed]
+
+
+def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms: list[dict[str, Any]] = [
+        {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 5}},
+        {"json_object": True},
+        {"grammar": 'start: /[a-f]{3,40}/ "."'},
+    ]
+    asked = [wild(seed, 60, **form) for seed, form in enumerate(forms)]
+    asked.append(SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logprobs=2))
+    found = []
+    for worth in (1e9, -1.0):
+        monkeypatch.setattr(llm.engine, "worth_a_thread_seconds", worth)
+        found.append([output.outputs[0] for output in answers(llm, asked)])
+    assert found[0] == found[1]
+    assert [answer.finish_reason for answer in found[0][3:]] == ["length"]
 
 
 def test_an_answer_that_gave_way_goes_on_where_it_was() -> None:
@@ -277,8 +329,12 @@ def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_ro
 def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, staged = llm.engine.runner, []
     stage = runner.stage_masks
-    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(len(masks)), stage(masks)))
+    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(list(masks)), stage(masks)))
     answers(llm, [SamplingParams(max_tokens=9, ignore_eos=True)] * 3)
     assert not staged
-    answers(llm, [wild(1, 9, regex="a{9}"), SamplingParams(max_tokens=9, ignore_eos=True)])
+    free = SamplingParams(max_tokens=9, ignore_eos=True)
+    answers(llm, [wild(1, 9, regex="[ab]{9}"), free])
+    assert not staged, "the device follows an automaton"
+    answers(llm, [wild(1, 9, grammar="start: /[ab]{9}/"), free])
     assert len(staged) >= 7
+    assert all(rows == [0] for rows in staged), "the mask of the row that has one, and of no other"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from torch import Tensor
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import fill_page_row
+from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
 from graphdecode.engine.steps.step import Drafting, StepSetting
@@ -19,6 +20,12 @@ from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.model.sample_and_advance import sample_and_advance
 from graphdecode.kernels.model.skip_steps import skip_steps
+from graphdecode.kernels.sampling.follow_automata import (
+    NO_AUTOMATON,
+    AutomatonRows,
+    AutomatonTables,
+    follow_automata,
+)
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,
@@ -55,9 +62,12 @@ class DecodeStep:
         self._logprobs = min(config.max_logprobs, model.config.vocab_size)
         self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
         self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
+        self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
+        self.guided_rows: frozenset[int] = frozenset()
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
+        self.halves = (self._compute, self._choose)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         vocab_size, pages = self._model.config.vocab_size, setting.max_pages_per_row
@@ -66,7 +76,10 @@ class DecodeStep:
             Slot("pre_step_seqlens", ("batch",), torch.int32, staged=_ROWS),
             Slot("finished", ("batch",), torch.int32, staged=_ROWS),
             Slot("rows", ("batch",), torch.int32, staged=_ROWS),
+            Slot("automaton", ("batch",), torch.int32, staged=_ROWS),
+            Slot("automaton_state", ("batch",), torch.int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
+            Slot("logits", ("batch", vocab_size), self._model.dtype),
             Slot("sampled", ("batch",), torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), torch.int32),
             Slot("sampled_logprob", ("batch",), torch.float32),
@@ -79,6 +92,8 @@ class DecodeStep:
             Slot("loop_limit", (1,), torch.int32),
             Slot("loop_count", (1,), torch.int32),
         ]
+        if self._automata is not None:
+            slots += self._automata.slots
         return slots + [
             Slot(spec.name, ("batch", *spec.sizes), spec.dtype, pad=spec.neutral, staged=_block_of(spec.flag))
             for spec in self._specs
@@ -97,7 +112,19 @@ class DecodeStep:
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
-        self._take(batch, self._model.decode(batch, self._caches, self._attention), batch.live_rows)
+        self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
+
+    def _compute(self, batch: Batch) -> None:
+        """The first half of a step that is one launch: up to the logits."""
+        batch.logits.copy_(self._model.decode(batch, self._caches, self._attention))
+
+    def _choose(self, batch: Batch) -> None:
+        """The second half."""
+        self._take_plain(batch, batch.logits)
+
+    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
+        """Take a token of each row; all that a step of one query does with its logits."""
+        self._take(batch, logits, batch.live_rows)
 
     def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
         """Sample a token of each row, and take it into the rows' state."""
@@ -105,6 +132,10 @@ class DecodeStep:
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots)
+        if self._automata is not None:
+            rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
+            tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
+            follow_automata(rows, batch.sampled, live_rows, batch.automaton, batch.stop_ids, tables)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -113,6 +144,7 @@ class DecodeStep:
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
         staged = self.buffers.staging(_ROWS)
+        self._stage_guides(staged, rows)
         for row, inputs in enumerate(rows):
             staged["tokens"][row] = inputs.token_ids[-1]
             staged["pre_step_seqlens"][row] = len(inputs.token_ids) - 1
@@ -129,6 +161,21 @@ class DecodeStep:
             if inputs.sampling.uses_penalties:
                 self._count_tokens(row, inputs)
         self.stage_pages([inputs.pages for inputs in rows])
+
+    def _stage_guides(self, staged: dict[str, np.ndarray], rows: Sequence[RowInputs]) -> None:
+        """Tell rows which automaton they follow, and where in it they stand."""
+        staged["automaton_state"][: len(rows)] = NO_AUTOMATON
+        guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
+        if self._automata is None or not guides:
+            self.guided_rows = frozenset()
+            return
+        places = self._automata.place([guide.automaton for guide in guides.values()], self.buffers)
+        for row, guide in guides.items():
+            if guide.automaton in places:
+                place = places[guide.automaton]
+                staged["automaton"][row] = place.number
+                staged["automaton_state"][row] = place.line + guide.state
+        self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
 
     def _stage_flagged(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
@@ -159,14 +206,12 @@ class DecodeStep:
             fill_page_row(table[row], owned, self._trash_page)
         self.buffers.upload(_PAGES, len(pages))
 
-    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
-        """Write the masks of rows that have them, in the slot of `allowed_token_ids`."""
-        block = _block_of(FLAG_TOKEN_MASK)
-        staged = self.buffers.staging(block)["token_mask"]
-        for row, mask in enumerate(masks):
-            if mask is not None:
-                staged[row] = mask
-        self.buffers.upload(block, len(masks))
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Write the masks of some rows, in the slot of `allowed_token_ids`."""
+        staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
+        for row, mask in masks.items():
+            staged[row] = mask
+        self.buffers.upload_rows("token_mask", masks)
 
     def rewind(self, step_index: int) -> None:
         """Go on counting steps from here."""
@@ -227,6 +272,8 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,
+        kv_dtype=setting.caches[0][0].dtype,
+        windows=config.windows,
         batch_invariant=batch_invariant,
         device=setting.model.device,
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from graphdecode.engine.constraint import Guide
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -164,6 +165,7 @@ class RowInputs:
         pages: of the cache, in order, for the tokens so far and those to come.
         sampling: how the next tokens are chosen.
         may_draft: whether tokens may be guessed ahead: not where the host says after each one what may follow.
+        guide: the automaton that holds the answer to its form, if the device can follow it.
     """
 
     token_ids: Sequence[int]
@@ -171,6 +173,7 @@ class RowInputs:
     pages: Sequence[int]
     sampling: RowSampling
     may_draft: bool = True
+    guide: Guide | None = None
 
 
 class StepLogprobs(NamedTuple):

@@ -74,7 +74,8 @@ class SpeculativeStep(DecodeStep):
         self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
         super().__init__(setting, queries=widths[-1])
         wider = {width: partial(self._verify, queries=width) for width in widths}
-        self.drafting = Drafting(wider, not adapts, self._found)
+        own = self._source
+        self.drafting = Drafting(wider, not adapts, self._found, own.prefill, own.constants)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         width = setting.max_pages_per_row * setting.page_size
@@ -100,14 +101,24 @@ class SpeculativeStep(DecodeStep):
             self.buffers.adopt("host_drafts", self._host_drafts)
 
     def __call__(self, batch: Batch) -> None:
-        """Run one step of one query a row; drafts are made and judged, but none is fed."""
-        self._take(batch, self._model.decode(batch, self._caches, self._attention), batch.live_rows)
+        """Run one step of one query a row."""
+        super().__call__(batch)
+        self._end_step(batch)
+
+    def _choose(self, batch: Batch) -> None:
+        super()._choose(batch)
+        self._copy_drafts(batch)
+
+    def _take_plain(self, batch: Batch, logits: Tensor) -> None:
+        """Take a token of each row; drafts are made and judged, but none was fed."""
+        self._source.draft(batch, 1)
+        self._take(batch, logits, batch.live_rows)
         self._judge(batch, 0, 1)
         self._settle(batch, 1, adapts=False)
-        self._end_step(batch)
 
     def _verify(self, batch: Batch, queries: int) -> None:
         """Run one step of several queries a row."""
+        self._source.draft(batch, min(queries - 1, self._num_drafts))
         logits = self._model.decode(self._spread(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
@@ -153,8 +164,8 @@ class SpeculativeStep(DecodeStep):
         )
 
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
-        """Make the next step's drafts, and let all rows go on."""
-        self._source.draft(batch)
+        """Look for the next step's drafts, and let all rows go on."""
+        self._source.look(batch)
         settle_drafts(
             batch.finished,
             batch.running,
@@ -192,7 +203,7 @@ class SpeculativeStep(DecodeStep):
             if row < len(self._known) and self._known[row][0] is tokens:
                 begin = min(self._known[row][1], len(tokens))
             staged["history"][row, begin : len(tokens)] = tokens[begin:]
-            staged["draft_limit"][row] = self._num_drafts if inputs.may_draft else 0
+            staged["draft_limit"][row] = self._num_drafts if inputs.may_draft or row in self.guided_rows else 0
             known.append((tokens, len(tokens)))
         self._known = known
         self.buffers.upload(_HISTORY, len(rows))

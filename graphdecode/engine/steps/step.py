@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -67,6 +67,22 @@ def ring_length(config: BucketConfig) -> int:
     return max(2 * steps, steps + config.warmup_steps + 2)
 
 
+@runtime_checkable
+class HeldStep(Protocol):
+    """What a step has beside that of `Step` whose rows can be held to forms.
+
+    Attributes:
+        halves: the step in two, of which the second alone reads the token masks.
+        guided_rows: the staged rows that follow their automata on the device; the host need not stage their masks.
+    """
+
+    halves: tuple[Callable[[Batch], None], Callable[[Batch], None]]
+    guided_rows: Collection[int]
+
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
+        """Write the token masks of some of the staged rows, by row."""
+
+
 @dataclass(frozen=True)
 class Drafting:
     """What a step that feeds drafts tells of it.
@@ -76,11 +92,15 @@ class Drafting:
         is_fixed: whether every launch verifies all drafts that there are, whatever that costs.
         found: given the number of staged rows, returns each row's drafts for the next step and how many tokens speak
             for them; None where only the rings will tell.
+        prefill: is given what `Model.prefill` is, up to the page table, behind each prefill.
+        constants: what the drafts' source only reads.
     """
 
     wider: Mapping[int, Callable[[Batch], None]]
     is_fixed: bool
     found: Callable[[int], list[tuple[int, int]] | None]
+    prefill: Callable[..., None]
+    constants: Sequence[Tensor]
 
 
 class Step(Protocol):
@@ -107,9 +127,6 @@ class Step(Protocol):
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the rows' pages alone; for when the rows are the same but own more pages."""
-
-    def stage_masks(self, masks: Sequence[np.ndarray | None]) -> None:
-        """Write the token masks of the staged rows alone, for when these have changed; None: the row has none."""
 
     def rewind(self, step_index: int) -> None:
         """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""

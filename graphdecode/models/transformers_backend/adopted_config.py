@@ -28,6 +28,11 @@ class AdoptedConfig:
     dtype: torch.dtype
     num_parameters: int
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """No more than that layers may see all keys: what else they see their module says while it runs."""
+        return (-1,)
+
     def check_heads(self, heads: int, kv_heads: int, q_dim: int, k_dim: int, v_dim: int) -> None:
         """Refuse a layer whose attention the cache has no place for.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
-from graphdecode.attention.paged_decode import FIXED_SPLIT, wave_items_for
+from graphdecode.attention.paged_decode import FIXED_SPLIT
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
@@ -77,6 +77,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._max_rows = self._check_buffers() if use_cuda_graph else None
         self._kv_lens = torch.zeros(self._max_rows or 0, dtype=torch.int32, device=self._device)
         self._plan = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=self._device)
 
     def _check_buffers(self) -> int:
         """Return the rows that the three buffers have room for."""
@@ -117,7 +118,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         They stay where they are for as long as later plans need no more than those before; plan once before capture.
         """
-        return [self._workspace, self._kv_lens, self._plan]
+        return [self._workspace, self._kv_lens, self._plan, self._counters]
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor | None = None
@@ -213,13 +214,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
                     f"paged_kv_indices_buffer holds {self._indices.shape[0]} pages, got {indices.shape[0]}"
                 )
         wave_items, fixed_split, max_items = self._divide(
-            rows, indices.shape[0] * page_size, page_size, num_kv_heads, q_len_per_req * num_qo_heads * (head_dim + 1)
+            problem, rows, indices.shape[0] * page_size, q_len_per_req * num_qo_heads * (head_dim + 1)
         )
         if self._device.type == "cuda" and indptr.is_cpu and last_page_len.is_cpu:
             check_page_lists(indptr.numpy(), last_page_len.numpy(), indices.shape[0], page_size)
         given = (indptr, indices, last_page_len)
         metadata = [t.to(self._device, non_blocking=non_blocking, copy=t.is_cpu) for t in given]
-        kv_lens, plan = self._plan_tensors(rows, max_items)
+        kv_lens, plan, counters = self._plan_tensors(rows, max_items, q_len_per_req * num_qo_heads)
         paged_attention_plan(
             kv_lens,
             plan,
@@ -232,17 +233,15 @@ class BatchDecodeWithPagedKVCacheWrapper:
             window_left=window_left,
             q_len=q_len_per_req,
         )
-        self._kv_lens, self._plan = kv_lens, plan
+        self._kv_lens, self._plan, self._counters = kv_lens, plan, counters
         self._take_metadata(metadata)
         self._problem, self._rows, self._max_items = problem, rows, max_items
 
-    def _divide(
-        self, rows: int, tokens: int, page_size: int, num_kv_heads: int, floats_of_item: int
-    ) -> tuple[int, int, int]:
+    def _divide(self, problem: DecodeProblem, rows: int, tokens: int, floats_of_item: int) -> tuple[int, int, int]:
         """Return the work items of a wave, the fixed split and the most items, such that partials fit the workspace."""
         if self._max_rows is not None and self._indices is not None:
-            rows, tokens = self._max_rows, self._indices.shape[0] * page_size
-        wave_items = wave_items_for(self._device, num_kv_heads)
+            rows, tokens = self._max_rows, self._indices.shape[0] * problem.page_size
+        wave_items = problem.wave_items(self._device)
         fixed_split = FIXED_SPLIT if self._invariant else 0
         items = rows + -(-tokens // FIXED_SPLIT) if self._invariant else work_items(rows, wave_items)
         if self._device.type != "cuda":
@@ -258,16 +257,18 @@ class BatchDecodeWithPagedKVCacheWrapper:
             )
         return wave_items, fixed_split, items
 
-    def _plan_tensors(self, rows: int, max_items: int) -> tuple[Tensor, Tensor]:
+    def _plan_tensors(self, rows: int, max_items: int, queries_of_row: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tensors that the plan is written to: those there are, where they are large enough."""
         rows = rows if self._max_rows is None else self._max_rows
-        size = plan_size(rows, max_items)
-        kv_lens, plan = self._kv_lens, self._plan
+        size = plan_size(max_items)
+        kv_lens, plan, counters = self._kv_lens, self._plan, self._counters
         if kv_lens.shape[0] != rows:
             kv_lens = torch.zeros(rows, dtype=torch.int32, device=self._device)
         if plan.shape[0] < size:
             plan = torch.zeros(size, dtype=torch.int32, device=self._device)
-        return kv_lens, plan
+        if counters.shape[0] < rows * queries_of_row:
+            counters = torch.zeros(rows * queries_of_row, dtype=torch.int32, device=self._device)
+        return kv_lens, plan, counters
 
     def _take_metadata(self, metadata: list[Tensor]) -> None:
         if self._max_rows is None:
@@ -342,6 +343,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._kv_lens,
             self._plan,
             *self._partials(problem, v_cache.shape[-1]),
+            self._counters,
             q_len=problem.q_len,
             max_items=self._max_items,
             sm_scale=problem.sm_scale * _scale(q_scale) * _scale(k_scale),

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .limits import DTYPES, check_head_dim, check_heads, check_options, dtype_of
+from graphdecode.attention.paged_decode import wave_items_for
+
+from .limits import DTYPES, FP8_DTYPES, check_head_dim, check_heads, check_options, dtype_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,19 @@ class DecodeProblem:
             )
         if q.device != device or k_cache.device != device:
             raise ValueError(f"q and the cache must be on {device}, got {q.device} and {k_cache.device}")
+
+    def wave_items(self, device: torch.device) -> int:
+        """Return how many work items (times kv heads: programs) run on a device at the same time."""
+        return wave_items_for(
+            device,
+            num_qo_heads=self.num_qo_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            dtype=torch.float16 if self.q_dtype in FP8_DTYPES else self.q_dtype,
+            kv_dtype=self.kv_dtype,
+            q_len=self.q_len,
+        )
 
 
 def check_metadata(indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import check_layout
-from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
@@ -81,12 +81,21 @@ def single_decode_with_kv_cache(
 
     device, dtype = q.device, q.dtype
     q = exact_queries(q)
-    wave_items = wave_items_for(device, kv_heads)
+    wave_items = wave_items_for(
+        device,
+        num_qo_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        head_dim_v=v.shape[-1],
+        dtype=q.dtype,
+        kv_dtype=k.dtype,
+    )
     items = work_items(1, wave_items)
-    ints = torch.empty(1 + plan_size(1, items), dtype=torch.int32, device=device)
+    lens = torch.empty(1, dtype=torch.int32, device=device)
+    plan = torch.empty(plan_size(items), dtype=torch.int32, device=device)
     before = torch.full((1,), kv_len - 1, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)  # all keys are one page
-    attention_plan(ints[:1], ints[1:], before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
+    attention_plan(lens, plan, before, table.new_ones(1), wave_items=wave_items, window_left=window_left)
     out = torch.empty(1, heads, v.shape[-1], dtype=q.dtype, device=device)
     lse = torch.empty(1, heads, dtype=torch.float32, device=device) if return_lse else None
     decode_attention(
@@ -97,10 +106,9 @@ def single_decode_with_kv_cache(
         v.unsqueeze(0),
         table,
         None,
-        ints[:1],
-        ints[1:],
-        torch.empty(items, 1, heads, v.shape[-1], dtype=torch.float32, device=device),
-        torch.empty(items, 1, heads, dtype=torch.float32, device=device),
+        lens,
+        plan,
+        *decode_workspace(device, 1, items, heads, v.shape[-1]),
         max_items=items,
         sm_scale=(1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale)
         * (1.0 if q_scale is None else q_scale)

@@ -2,7 +2,7 @@
 
 from peers.attention.contest import AttentionResult, compare_attention
 from peers.attention.known import ATTENTION_PEERS, parse_attention_peers, suitable_peers
-from peers.attention.own import plan_and_merge_us
+from peers.attention.own import plan_us
 from peers.attention.peer import AttentionPeer
 from peers.attention.problem import PAGE_SIZE, SHAPES, AttentionProblem, AttentionShape
 
@@ -16,6 +16,6 @@ __all__ = [
     "AttentionShape",
     "compare_attention",
     "parse_attention_peers",
-    "plan_and_merge_us",
+    "plan_us",
     "suitable_peers",
 ]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
-from graphdecode.kernels.attention.split_decode import merge_splits_triton
 from peers.attention.peer import AttentionPeer, Calls
 from peers.attention.problem import PAGE_SIZE, AttentionProblem
 from peers.attention.timing import median_us, prepare
@@ -53,13 +52,8 @@ def _plan_inputs(problem: AttentionProblem) -> tuple[Tensor, Tensor]:
     return before, torch.tensor([problem.batch], dtype=torch.int32, device=problem.device)
 
 
-def plan_and_merge_us(problem: AttentionProblem) -> dict[str, float]:
-    """Return the microseconds of the plan and of the merge by themselves, in a graph of many; on a GPU."""
+def plan_us(problem: AttentionProblem) -> float:
+    """Return the microseconds of the plan by itself, in a graph of many; on a GPU."""
     attention = _planned(problem)
-    before, live = _plan_inputs(problem)
-    kv_lens, plan, partial_out, partial_lse = attention.workspace
-    merge = partial(merge_splits_triton, problem.out, None, partial_out, partial_lse, plan, kv_lens.shape[0], 1, 1.0)
-    return {
-        "plan_us": median_us(prepare([partial(attention.plan, before, live)] * _CALLS, problem.device)),
-        "merge_us": median_us(prepare([merge] * _CALLS, problem.device)),
-    }
+    plan = partial(attention.plan, *_plan_inputs(problem))
+    return median_us(prepare([plan] * _CALLS, problem.device))

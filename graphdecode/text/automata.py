@@ -1,0 +1,320 @@
+"""From choices and expressions to automata over tokens, each of which is held against the library's masks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphdecode.engine.constraint import ConstraintError, Guide
+from graphdecode.engine.token_automaton import TokenAutomaton
+from graphdecode.text.byte_automaton import byte_automaton
+from graphdecode.text.regex_pattern import Either, Pattern, Ranges, UnknownPatternError, literal, parse
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_STATES, MOST_CLASSES = 1024, 1024  # of an automaton
+_MOST_STEPS = 1_000_000  # from a state by a token; some of these take a microsecond
+_MOST_CHOICES_LENGTH = 1 << 16  # characters; far more than so many states
+_TEXT = r'"(?:[^"\\]|\\.)*"'
+_CHOICES = re.compile(rf"start: {_TEXT}(?: \| {_TEXT})*\s*")
+_WORD_BITS = 32
+
+
+class TokenAutomata:
+    """Makes automata over the tokens of one vocabulary; any thread may use it.
+
+    Args:
+        vocabulary: of llguidance.
+        vocab_size: of the model.
+        eos_token_ids: of the model; they come where a text may end.
+    """
+
+    def __init__(self, vocabulary: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocabulary = vocabulary
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    def of(self, grammar: str, matcher: LLMatcher) -> TokenAutomaton | None:
+        """Return the automaton of a grammar; None where it is not of choices or of an expression, or is too large.
+
+        Args:
+            grammar: as llguidance takes it.
+            matcher: of the grammar, at the beginning; its masks are what the automaton's have to be.
+        """
+        try:
+            pattern = self._pattern(grammar)
+            if pattern is None:
+                return None
+            by_byte, accepts = byte_automaton(pattern, MOST_STATES)
+            return _Walk(self._spelled, by_byte, accepts, matcher, self._eos_token_ids).automaton(self._vocab_size)
+        except (UnknownPatternError, RecursionError):
+            return None
+
+    def _pattern(self, grammar: str) -> Pattern | None:
+        if _CHOICES.fullmatch(grammar) and len(grammar) <= _MOST_CHOICES_LENGTH:
+            return Either(tuple(literal(json.loads(text)) for text in re.findall(_TEXT, grammar)))
+        if not grammar.startswith("{"):
+            return None
+        (part, *others) = json.loads(grammar)["grammars"]
+        if others or part.get("name") != "regex":
+            return None
+        expression = str(part["lark_grammar"]).removeprefix("start: /").removesuffix("/")
+        return parse(expression.replace("\\/", "/"), self._class_of)
+
+    @cached_property
+    def _spelled(self) -> _Spelled:
+        vocabulary = self._vocabulary
+        count = min(self._vocab_size, vocabulary.vocab_size)
+        special = set(self._eos_token_ids) | {token for token in range(count) if vocabulary.is_special_token(token)}
+        return _Spelled([b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)])
+
+    def _class_of(self, name: str) -> Ranges:
+        """Return the characters of `d`, `w` or `s`, which are the library's own."""
+        if name not in self._classes:
+            self._classes[name] = _characters(name)
+        return self._classes[name]
+
+    @cached_property
+    def _classes(self) -> dict[str, Ranges]:
+        return {}
+
+
+class _Walk:
+    """Goes through the states over bytes by whole tokens, with the library beside it.
+
+    Args:
+        spelled: the tokens.
+        by_byte: of the automaton over bytes.
+        accepts: of the same.
+        matcher: at the beginning of an answer.
+        eos_token_ids: tokens that come where a text may end.
+
+    Raises:
+        UnknownPatternError: there are too many states, or the library allows other tokens.
+    """
+
+    def __init__(
+        self,
+        spelled: _Spelled,
+        by_byte: np.ndarray,
+        accepts: np.ndarray,
+        matcher: LLMatcher,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self._spelled = spelled
+        self._by_byte = by_byte
+        self._accepts = accepts
+        self._follower = matcher.deep_copy()
+        self._eos_token_ids = eos_token_ids
+        # text that only one string can continue, which the library spells as the tokenizer would, and no other way
+        self._is_forced = ((by_byte >= 0).sum(axis=1) == 1) & ~accepts
+        self._completes = accepts & (by_byte < 0).all(axis=1)
+        self._numbers: dict[int, int] = {}  # of the states that were come to
+        self._leading: list[tuple[np.ndarray, np.ndarray]] = []  # tokens and the states over bytes that they lead to
+        self._masks: list[bytes] = []
+        self._steps = 0
+        self._walk()
+
+    def _walk(self) -> None:
+        waiting, path = [(0, -1, -1)], [-1]  # a state, from which one, and by which token; those that were gone through
+        while waiting:
+            state, parent, token = waiting.pop()
+            while path[-1] != parent:
+                path.pop()
+                self._follower.rollback(1)
+            if parent >= 0:
+                self._follower.consume_token(token)
+            path.append(state)
+            number = self._numbers.get(state)
+            if number is not None:
+                if not self._completes[state] and self._follower.compute_bitmask() != self._masks[number]:
+                    raise UnknownPatternError("the library's mask depends on more than the state")
+                continue
+            for target, first in self._enter(state):
+                if self._is_forced[target] or target not in self._numbers:
+                    waiting.append((target, state, first))
+
+    def _enter(self, state: int) -> list[tuple[int, int]]:
+        """Take a new state, where the library stands, too; return where it leads, each with the first such token."""
+        if len(self._numbers) == MOST_STATES:
+            raise UnknownPatternError("too many states")
+        if self._follower.is_error() or self._completes[state] != self._follower.is_stopped():
+            raise UnknownPatternError("the library ends elsewhere")
+        self._numbers[state] = len(self._numbers)
+        tokens, targets = self._spelled.followed(self._by_byte, state)
+        self._steps += len(tokens)
+        if self._steps > _MOST_STEPS:
+            raise UnknownPatternError("too many tokens from too many states")
+        mask = b"" if self._completes[state] else self._follower.compute_bitmask()
+        if mask:
+            allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
+            if self._is_forced[state] and len(allowed) == 1:
+                targets, tokens = targets[tokens == allowed], tokens[tokens == allowed]
+            own = np.union1d(tokens, self._eos_token_ids) if self._accepts[state] else tokens
+            if not np.array_equal(allowed, own):
+                raise UnknownPatternError("the library allows other tokens")
+        self._masks.append(mask)
+        self._leading.append((tokens, targets))
+        found = np.flatnonzero(np.bincount(targets, minlength=len(self._by_byte)))
+        return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
+
+    def automaton(self, vocab_size: int) -> TokenAutomaton:
+        """Return what was found, with states numbered as they were come to.
+
+        Args:
+            vocab_size: of the model.
+
+        Raises:
+            UnknownPatternError: there are too many classes of tokens.
+        """
+        states = list(self._numbers)
+        number_of = np.full(len(self._by_byte), -1, dtype=np.int32)
+        number_of[states] = np.arange(len(states))
+        # tokens that lead to the same states have the same sum; that no others have it is looked at below
+        sums = np.zeros(vocab_size, dtype=np.uint64)
+        weights = np.random.default_rng(0).integers(1, 2**63, size=len(states), dtype=np.uint64)
+        for weight, (tokens, targets) in zip(weights, self._leading, strict=True):
+            sums[tokens] += weight * (number_of[targets].astype(np.uint64) + np.uint64(1))
+        _, classes = np.unique(sums, return_inverse=True)
+        if classes.max() >= MOST_CLASSES:
+            raise UnknownPatternError("too many classes of tokens")
+        following = np.full((len(states), int(classes.max()) + 1), -1, dtype=np.int32)
+        masks = np.zeros((len(states), -(-vocab_size // _WORD_BITS)), dtype=np.int32)
+        for number, (tokens, targets) in enumerate(self._leading):
+            following[number, classes[tokens]] = number_of[targets]
+            if not np.array_equal(np.flatnonzero(following[number, classes] >= 0), tokens):
+                raise UnknownPatternError("two classes have one sum")
+            words = np.frombuffer(self._masks[number], dtype=np.int32)[: masks.shape[1]]
+            masks[number, : len(words)] = words
+        return TokenAutomaton(
+            classes.astype(np.int32), following, masks, self._accepts[states], self._completes[states]
+        )
+
+
+class _Spelled:
+    """The bytes of all tokens, laid out so that all are followed at once."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.lengths = np.array([len(token) for token in tokens])
+        self.offsets = np.concatenate([[0], np.cumsum(self.lengths)[:-1]])
+        self.bytes = np.frombuffer(b"".join(tokens), dtype=np.uint8)
+        given = np.flatnonzero(self.lengths)
+        first = self.bytes[self.offsets[given]]
+        self.by_first = [given[first == byte] for byte in range(256)]
+
+    def followed(self, by_byte: np.ndarray, state: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that can come in a state, ascending, and the states that they lead to."""
+        alive = [(self.by_first[byte], by_byte[state, byte]) for byte in np.flatnonzero(by_byte[state] >= 0)]
+        if not alive:
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int32)
+        tokens = np.concatenate([some for some, _ in alive])
+        states = np.concatenate([np.full(len(some), target, dtype=np.int32) for some, target in alive])
+        ended: list[tuple[np.ndarray, np.ndarray]] = []
+        place = 1
+        while len(tokens):
+            goes_on = self.lengths[tokens] > place
+            ended.append((tokens[~goes_on], states[~goes_on]))
+            tokens, states = tokens[goes_on], states[goes_on]
+            states = by_byte[states, self.bytes[self.offsets[tokens] + place]]
+            tokens, states = tokens[states >= 0], states[states >= 0]
+            place += 1
+        tokens, states = (np.concatenate(parts) for parts in zip(*ended, strict=True))
+        order = np.argsort(tokens)
+        return tokens[order], states[order]
+
+
+class AutomatonConstraint:
+    """Holds one answer to an automaton; see `graphdecode.engine.constraint.Constraint`.
+
+    Args:
+        automaton: which.
+        eos_token_ids: tokens that come where the text may end.
+    """
+
+    def __init__(self, automaton: TokenAutomaton, eos_token_ids: Sequence[int]) -> None:
+        self._automaton = automaton
+        self._eos_token_ids = eos_token_ids
+        self._state = 0
+
+    @property
+    def guide(self) -> Guide:
+        """The automaton, and where the answer stands in it."""
+        return Guide(self._automaton, self._state)
+
+    def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """Write which tokens may come next; see `Constraint.fill`."""
+        words[:] = self._automaton.masks[self._state]
+        if self._automaton.accepts[self._state]:
+            bits = words.view(np.uint32)
+            for token in stop_ids:
+                bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
+
+    @classmethod
+    def fill_all(
+        cls, constraints: Sequence[AutomatonConstraint], stop_ids: Sequence[Sequence[int]]
+    ) -> list[np.ndarray | ConstraintError]:
+        """Return for several answers what `fill` writes; see `Constraint.fill_all`."""
+        masks = [np.empty_like(constraint._automaton.masks[0]) for constraint in constraints]
+        for mask, constraint, stops in zip(masks, constraints, stop_ids, strict=True):
+            constraint.fill(mask, stops)
+        return [*masks]
+
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came; see `Constraint.accept`."""
+        automaton = self._automaton
+        state = int(automaton.following[self._state, automaton.classes[token_id]])
+        if state < 0:
+            if automaton.accepts[self._state] and token_id in self._eos_token_ids:
+                return True
+            raise ConstraintError(f"token {token_id} is none that its form allows")
+        self._state = state
+        return bool(automaton.completes[state])
+
+
+class _Bytes:
+    """A vocabulary whose tokens are the bytes, for asking llguidance about single characters."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = tuple([bytes([value]) for value in range(256)] + [b"<|end|>"])
+
+    def __call__(self, text: Any) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def _characters(name: str) -> Ranges:
+    """Return the characters of a class of llguidance's expressions, found by walking through their bytes."""
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+
+    matcher = LLMatcher(LLTokenizer(TokenizerWrapper(_Bytes())), LLMatcher.grammar_from_regex(f"\\{name}"))
+    found: list[tuple[int, int]] = []
+
+    def walk(said: bytes) -> None:
+        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[:32], bitorder="little")
+        for byte in np.flatnonzero(bits).tolist():
+            spelled = said + bytes([byte])
+            if len(spelled) == _length(spelled[0]):
+                code = ord(spelled.decode())
+                if found and found[-1][1] == code - 1:
+                    found[-1] = found[-1][0], code
+                else:
+                    found.append((code, code))
+            else:
+                matcher.consume_token(byte)
+                walk(spelled)
+                matcher.rollback(1)
+
+    walk(b"")
+    return tuple(found)
+
+
+def _length(lead: int) -> int:
+    """Return how many bytes a character has, by its first one."""
+    return 1 if lead < 0x80 else 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4

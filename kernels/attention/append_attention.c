@@ -1,0 +1,39 @@
+/* Append and attention of a decode step in one: what rope_append.c and decode_attention.c do, one after the other; see
+ * append_attention.py. The rotated queries stand where the result will: a head's are read before it is written. */
+#include "native.h"
+
+#ifndef GRAPHDECODE_APPEND_ATTENTION
+#define GRAPHDECODE_APPEND_ATTENTION
+#define HAND_OVER(to, from) memcpy(&(to), &(from), sizeof(to)) /* a tensor, whose struct has no name */
+#endif
+
+static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide);
+static void NAME(decode_attention_of)(const decode_attention_args *a, int64_t threads);
+
+struct NAME(appending) {
+    const append_attention_args *a;
+    rope_append_args rope;
+};
+
+static void NAME(append_rows)(const void *job, int64_t begin, int64_t end) {
+    const struct NAME(appending) *given = job;
+    const int32_t *lengths = given->a->kv_lens.data;
+    float *wide = scratch(given->a->out.size[2]);
+    for (int64_t row = begin; row < end; row++)
+        if (lengths[row] > 0) NAME(append_token)(&given->rope, row, row, (int64_t)lengths[row] - 1, wide);
+}
+
+KERNEL(append_attention) {
+    int64_t rows = least_of(a->out.size[0], a->kv_lens.size[0]);
+    struct NAME(appending) job = {.a = a, .rope = {.eps = a->eps}};
+    HAND_OVER(job.rope.q_out, a->out), HAND_OVER(job.rope.k_cache, a->k_cache), HAND_OVER(job.rope.v_cache, a->v_cache);
+    HAND_OVER(job.rope.qkv, a->qkv), HAND_OVER(job.rope.page_table, a->page_table);
+    HAND_OVER(job.rope.cos_sin, a->cos_sin), HAND_OVER(job.rope.q_norm, a->q_norm), HAND_OVER(job.rope.k_norm, a->k_norm);
+    parallel(threads, NAME(append_rows), &job, rows, items_of(PARALLEL_WORK, a->qkv.size[1]));
+    decode_attention_args decode = {.q_len = 1, .max_items = a->max_items, .sm_scale = a->sm_scale, .v_scale = 1.0,
+                                    .window_left = a->window_left, .soft_cap = a->soft_cap};
+    HAND_OVER(decode.out, a->out), HAND_OVER(decode.q, a->out), HAND_OVER(decode.k_cache, a->k_cache);
+    HAND_OVER(decode.v_cache, a->v_cache), HAND_OVER(decode.table, a->page_table);
+    HAND_OVER(decode.kv_lens, a->kv_lens), HAND_OVER(decode.sinks, a->sinks);
+    NAME(decode_attention_of)(&decode, threads);
+}

@@ -1,0 +1,190 @@
+"""A work item of a decode plan on a GPU: what it says, and how the results of a row's items become the row's.
+
+The plan holds the number of items, and for each of them 16 bytes: its row, which of the row's splits it is, how many
+there are, and the row's length. All of it is loaded at once. A row's partial results are merged by the program that
+arrives last, in the order of the splits: nothing depends on who that is.
+"""
+
+from ..native.optional_triton import tl, triton
+
+PLAN_HEADER = 4  # int32: the number of items, and what aligns them to 16 bytes
+ITEM_SIZE = 4
+MERGED_VALUES = 4096  # of partial results that one program holds at a time
+
+
+@triton.jit
+def span_of(kv_len, split, splits, q_len, window_left, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):
+    """Return the keys [begin, end) of a split; which other splits there are is a matter of whole tiles of the plan."""
+    lowest = 0
+    if HAS_WINDOW:
+        lowest = tl.maximum(kv_len - q_len - window_left, 0)
+    chunk = tl.cdiv(tl.cdiv(kv_len - lowest, tl.maximum(splits, 1)), TILE) * TILE
+    begin = lowest + split * chunk
+    return begin, tl.minimum(begin + chunk, kv_len)
+
+
+@triton.jit
+def clear_row(
+    out,
+    lse,
+    row,
+    kv_head,
+    kv_heads,
+    q_len,
+    group,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Write the result of a row without keys: 0, and a log-sum-exp of -inf."""
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    values = tl.arange(0, BLOCK_V)
+    held = m < q_len * group
+    place = (row * q_len + m // group).to(tl.int64) * (kv_heads * group) + kv_head * group + m % group
+    nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32).to(out.dtype.element_ty)
+    kept = held[:, None] & (values < VALUE_DIM)[None, :]
+    tl.store(out + place[:, None] * VALUE_DIM + values[None, :], nothing, mask=kept)
+    if HAS_LSE:
+        tl.store(lse + place, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=held)
+
+
+@triton.jit
+def _merge(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    row,
+    first,
+    splits,
+    kv_head,
+    kv_heads,
+    q_len,
+    group,
+    v_scale,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE_M: tl.constexpr,
+    MERGE_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Write a row's result from those of its splits, MERGE_S at a time: (VALUE_DIM + 1) * 4 bytes of each query."""
+    heads = kv_heads * group
+    values = tl.arange(0, BLOCK_V)
+    kept = values < VALUE_DIM
+    flat = tl.arange(0, MERGE_S * MERGE_M)
+    m = tl.program_id(1) * BLOCK_M + flat % MERGE_M
+    held = m < q_len * group
+    within = (m // group).to(tl.int64) * heads + kv_head * group + m % group
+    acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
+    total = tl.zeros([MERGE_M], tl.float32)
+    top = tl.full([MERGE_M], -float("inf"), tl.float32)
+    for begin in range(0, splits, MERGE_S):
+        split = begin + flat // MERGE_M
+        there = held & (split < splits)
+        place = (first + split).to(tl.int64) * q_len * heads + within
+        sums = tl.load(partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
+        at = partial + place[:, None] * VALUE_DIM + values[None, :]
+        parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
+        sums = tl.reshape(sums, [MERGE_S, MERGE_M])
+        parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
+        new_top = tl.maximum(top, tl.max(sums, axis=0))
+        base = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(sums - base[None, :])
+        shrink = tl.exp2(top - base)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        total = total * shrink + tl.sum(weights, axis=0)
+        top = new_top
+    norm = tl.where(total > 0.0, total, 1.0)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, MERGE_M)
+    held = m < q_len * group
+    place = (row * q_len + m // group).to(tl.int64) * heads + kv_head * group + m % group
+    result = (acc / norm[:, None] * v_scale).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=held[:, None] & kept[None, :])
+    if HAS_LSE:
+        tl.store(lse + place, top + tl.log2(norm), mask=held)
+
+
+@triton.jit
+def deliver(
+    out,
+    lse,
+    partial,
+    partial_lse,
+    counters,
+    acc,
+    total,
+    top,
+    item,
+    row,
+    split,
+    splits,
+    kv_head,
+    kv_heads,
+    q_len,
+    group,
+    v_scale,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    MERGE_M: tl.constexpr,
+    MERGE_S: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's."""
+    heads = kv_heads * group
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    values = tl.arange(0, BLOCK_V)
+    held = m < q_len * group
+    kept = held[:, None] & (values < VALUE_DIM)[None, :]
+    within = (m // group).to(tl.int64) * heads + kv_head * group + m % group
+    norm = tl.where(total > 0.0, total, 1.0)
+    acc = acc / norm[:, None]
+    log_sum = top + tl.log2(norm)
+    if splits == 1:
+        place = row.to(tl.int64) * q_len * heads + within
+        result = (acc * v_scale).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=kept)
+        if HAS_LSE:
+            tl.store(lse + place, log_sum, mask=held)
+    else:
+        place = item.to(tl.int64) * q_len * heads + within
+        tl.store(partial + place[:, None] * VALUE_DIM + values[None, :], acc, mask=kept, cache_modifier=".cg")
+        tl.store(partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        counter = counters + (row * kv_heads + kv_head) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+            _merge(
+                out,
+                lse,
+                partial,
+                partial_lse,
+                row,
+                item - split,
+                splits,
+                kv_head,
+                kv_heads,
+                q_len,
+                group,
+                v_scale,
+                VALUE_DIM,
+                BLOCK_M,
+                MERGE_M,
+                MERGE_S,
+                BLOCK_V,
+                HAS_LSE,
+            )
+            tl.store(counter, 0)  # ready for the next layer
+
+
+def merge_sizes(queries: int, tile: dict[str, int]) -> dict[str, int]:
+    """Return how many queries' partial results a program merges, and of how many splits at a time.
+
+    Args:
+        queries: times heads of a group.
+        tile: of the attention kernel.
+    """
+    merged = min(triton.next_power_of_2(queries), tile["BLOCK_M"])
+    return {"MERGE_M": merged, "MERGE_S": max(MERGED_VALUES // (merged * tile["BLOCK_V"]), 1)}

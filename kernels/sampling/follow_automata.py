@@ -1,0 +1,184 @@
+"""Follow each row's automaton over tokens by the token that it sampled, and write the mask of its next one.
+
+An automaton says of each of its states which tokens may come, and to which state each of them leads: what a form allows
+is found in tables, and the host is not asked. Tokens that lead to the same states from everywhere are one class, so
+that a table is small whatever the vocabulary. Many automata lie behind one another in the same tables; a state is a
+line of these.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..native.signature import Int32, Int64, Written
+from .sampling_slots import MASK_BITS
+
+# Bits of `automaton_ends`.
+ACCEPTS = 1  # the answer may end here
+COMPLETES = 2  # nothing can follow
+NO_AUTOMATON = -1  # the state of a row that follows none
+_BLOCK = 1024  # words of a mask that are copied at once
+
+
+class AutomatonRows(NamedTuple):
+    """What `follow_automata` changes, of rows that follow an automaton alone.
+
+    Attributes:
+        automaton_state: int32 [b], the line of the row's state; NO_AUTOMATON: it follows none.
+        token_mask: int32 [b, words], see `SamplingSlots`.
+        finished: int32 [b], see `AdvanceState`; rows that have ended are left alone.
+        running: int32 [1], see `AdvanceState`.
+    """
+
+    automaton_state: Int32
+    token_mask: Int32
+    finished: Int32
+    running: Int32
+
+
+class AutomatonTables(NamedTuple):
+    """The automata that rows may follow.
+
+    Attributes:
+        automaton_classes: int32 [automata, vocab], the class of each token.
+        automaton_next: int32 [lines, classes], the line that a class leads to; -1: to none, so that it ends the row.
+        automaton_masks: int32 [lines, words], the tokens that may come, those that end a text among them.
+        automaton_ends: int32 [lines], ACCEPTS and COMPLETES.
+    """
+
+    automaton_classes: Int32
+    automaton_next: Int32
+    automaton_masks: Int32
+    automaton_ends: Int32
+
+
+# One program follows one row: it reads a token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
+@triton.jit
+def _follow_automata_kernel(
+    automaton_state,
+    token_mask,
+    finished,
+    running,
+    sampled,
+    live_rows,
+    automaton,
+    stop_ids,
+    automaton_classes,
+    automaton_next,
+    automaton_masks,
+    automaton_ends,
+    vocab,
+    MASK_WORDS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    STOPS: tl.constexpr,
+    ACCEPTS_BIT: tl.constexpr,
+    COMPLETES_BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if row < tl.load(live_rows):
+        state = tl.load(automaton_state + row)
+        token = tl.load(sampled + row)
+        follows = (state >= 0) & (tl.load(finished + row) == 0) & (token >= 0) & (token < vocab)
+        if follows:
+            place = tl.load(automaton + row).to(tl.int64) * vocab + token
+            line = tl.load(automaton_next + state.to(tl.int64) * CLASSES + tl.load(automaton_classes + place))
+            ends = tl.load(automaton_ends + tl.maximum(line, 0))
+            if (line < 0) | ((ends & COMPLETES_BIT) != 0):
+                tl.store(finished + row, 1)
+                tl.atomic_add(running, -1)
+            else:
+                tl.store(automaton_state + row, line)
+                for first in range(0, MASK_WORDS, BLOCK):
+                    words = first + tl.arange(0, BLOCK)
+                    inside = words < MASK_WORDS
+                    mask = tl.load(automaton_masks + line.to(tl.int64) * MASK_WORDS + words, mask=inside, other=0)
+                    if (ends & ACCEPTS_BIT) != 0:
+                        index = 0
+                        stop_id = tl.load(stop_ids + row.to(tl.int64) * STOPS)
+                        while stop_id >= 0:
+                            mask = tl.where(words == stop_id // BITS, mask | (1 << (stop_id % BITS)), mask)
+                            index += 1
+                            stop_id = tl.load(stop_ids + row.to(tl.int64) * STOPS + tl.minimum(index, STOPS - 1))
+                            stop_id = tl.where(index < STOPS, stop_id, -1)
+                    tl.store(token_mask + row.to(tl.int64) * MASK_WORDS + words, mask, mask=inside)
+
+
+def follow_automata_triton(
+    rows: AutomatonRows,
+    sampled: Tensor,
+    live_rows: Tensor,
+    automaton: Tensor,
+    stop_ids: Tensor,
+    tables: AutomatonTables,
+) -> None:
+    """Launch the kernel; see `follow_automata`."""
+    words = tables.automaton_masks.shape[1]
+    _follow_automata_kernel[(sampled.shape[0],)](
+        *rows,
+        sampled,
+        live_rows,
+        automaton,
+        stop_ids,
+        *tables,
+        tables.automaton_classes.shape[1],
+        MASK_WORDS=words,
+        CLASSES=tables.automaton_next.shape[1],
+        STOPS=stop_ids.shape[1],
+        ACCEPTS_BIT=ACCEPTS,
+        COMPLETES_BIT=COMPLETES,
+        BITS=MASK_BITS,
+        BLOCK=min(_BLOCK, triton.next_power_of_2(words)),
+        num_warps=4,
+    )
+
+
+@operator(
+    triton_version=follow_automata_triton,
+    is_compiled=True,
+    constants={"ACCEPTS": ACCEPTS, "COMPLETES": COMPLETES, "MASK_BITS": MASK_BITS},
+)
+def follow_automata(
+    rows: Written[AutomatonRows],
+    sampled: Int64,
+    live_rows: Int32,
+    automaton: Int32,
+    stop_ids: Int32,
+    tables: AutomatonTables,
+) -> None:
+    """Take the sampled tokens into the automata of the rows that follow one and have not ended, behind `advance`.
+
+    A row whose token leads to no state, or to one that nothing can follow, ends with this token.
+    The others get their new state, and its mask, with their stop ids where the answer may end.
+
+    Args:
+        rows: what is changed; rows that are dead, finished, without a choice or without an automaton are left alone.
+        sampled: int64 [b], from `sample`.
+        live_rows: int32 [1].
+        automaton: int32 [b], which of the automata the row follows.
+        stop_ids: int32 [b, stop ids], see `SamplingSlots`.
+        tables: of the automata.
+    """
+    states, masks, tokens = rows.automaton_state.numpy(), rows.token_mask.numpy(), sampled.numpy()
+    ended, which = rows.finished.numpy(), automaton.numpy()
+    classes, following = tables.automaton_classes.numpy(), tables.automaton_next.numpy()
+    for row in range(int(live_rows.item())):
+        state, token = int(states[row]), int(tokens[row])
+        if state < 0 or ended[row] or not 0 <= token < classes.shape[1]:
+            continue
+        line = int(following[state, classes[which[row], token]])
+        ends = 0 if line < 0 else int(tables.automaton_ends[line])
+        if line < 0 or ends & COMPLETES:
+            ended[row] = 1
+            rows.running.sub_(1)
+            continue
+        states[row] = line
+        masks[row] = tables.automaton_masks.numpy()[line]
+        if ends & ACCEPTS:
+            for stop_id in stop_ids.numpy()[row].tolist():
+                if stop_id < 0:
+                    break
+                masks[row].view("u4")[stop_id // MASK_BITS] |= 1 << stop_id % MASK_BITS

@@ -1,0 +1,236 @@
+"""Append and attention in one launch: against float64, and against the operators that it joins."""
+
+import math
+
+import pytest
+import torch
+from attention_oracle import Options, attend
+from covering import pairwise
+from paged_rows import tolerance
+
+from graphdecode.kernels.attention.append_attention import append_attention_triton
+from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
+from graphdecode.kernels.attention.decode_attention import decode_attention_triton
+from graphdecode.kernels.cache.rope_append import rope_append_triton
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+
+append_attention_torch = versions("append_attention").torch
+append_attention_native = versions("append_attention").native
+
+WAVE_ITEMS, EPS, POSITIONS = 6, 1e-5, 512
+DTYPES = {
+    "fp32": (torch.float32, torch.float32),
+    "fp16": (torch.float16, torch.float16),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
+    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+}
+CHOICES = {
+    "dtype": tuple(DTYPES),
+    "group": (1, 3, 8),
+    "kv_heads": (1, 2),
+    "head_dim": (16, 64, 80),
+    "rotated": (1.0, 0.5, 0.0),
+    "norm": ("", "of each head", "of all heads"),
+    "page_size": (1, 3, 16),
+    "window_left": (-1, 0, 70),
+    "soft_cap": (0.0, 3.0),
+    "sinks": (False, True),
+    # the first token of a row, the first of a page, the first of a tile and of a split; more rows than a wave
+    "lens": ((1, 17, 131), (129, 64), (5, 200, 2, 1, 4, 65, 3)),
+    "padding": (0, 2),
+}
+CASES = pairwise(CHOICES)
+NATIVE_CASES = pairwise(
+    {**CHOICES, "dtype": ("fp32", "bf16"), "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))}
+)
+
+
+def as_integers(cache):
+    """The cache itself, as bytes where torch cannot index its type."""
+    return cache.view(torch.uint8) if cache.itemsize == 1 else cache
+
+
+def normed(heads, weight):
+    """RMSNorm of heads [n, d] in float64, of each by itself or of all together, as the weight is long."""
+    if weight is None:
+        return heads
+    together = heads.view(1, -1) if len(weight) > heads.shape[1] else heads
+    scale = 1.0 / (together.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return (together * scale * weight.double()).view(heads.shape)
+
+
+def turned(heads, angles):
+    """Heads [n, d] rotated half-split by angles [2, rot / 2], as complex numbers."""
+    half = angles.shape[-1]
+    pairs = torch.complex(heads[:, :half], heads[:, half : 2 * half]) * torch.complex(*angles.double())
+    return torch.cat([pairs.real, pairs.imag, heads[:, 2 * half :]], dim=-1)
+
+
+class Problem:
+    """Rows about to be given a token each, over pages whose unused places hold NaN."""
+
+    def __init__(self, case, device, seed):
+        draw = torch.Generator().manual_seed(seed)
+        self.case, self.device, self.lens = case, device, list(case["lens"])
+        (self.dtype, self.kv_dtype), dim, kv_heads = DTYPES[case["dtype"]], case["head_dim"], case["kv_heads"]
+        self.heads = kv_heads * case["group"]
+        self.rows = len(self.lens) + case["padding"]
+        page_size, most = case["page_size"], max(self.lens)
+        width = -(-most // page_size)
+        pages = width * len(self.lens) + 1
+        half = int(dim * case["rotated"]) // 2
+        self.angles = torch.rand(POSITIONS, half, generator=draw) * 6
+        self.cos_sin = torch.stack([self.angles.cos(), self.angles.sin()], dim=1)
+        counts = (self.heads, kv_heads) if case["norm"] == "of all heads" else (1, 1)
+        gains = [1 + 0.3 * torch.randn(count * dim, generator=draw) for count in counts]
+        self.gains = gains if case["norm"] else [None, None]
+        self.sinks = 2 * torch.randn(self.heads, generator=draw) if case["sinks"] else None
+        self.qkv = torch.randn(self.rows, (self.heads + 2 * kv_heads) * dim, generator=draw).to(self.dtype)
+        self.table = torch.full((self.rows, width), pages - 1, dtype=torch.int32)
+        order = torch.randperm(pages - 1, generator=draw).to(torch.int32)
+        shape = (pages, page_size, kv_heads, dim)
+        self.caches = [torch.full(shape, math.nan).to(self.kv_dtype) for _ in range(2)]
+        self.old = []
+        for row, length in enumerate(self.lens):
+            self.table[row] = order[row * width : (row + 1) * width]
+            at = torch.arange(length - 1)
+            old = torch.randn(2, length - 1, kv_heads, dim, generator=draw).to(self.kv_dtype)
+            for cache, entries in zip(self.caches, old, strict=True):
+                places = self.table[row, at // page_size].long(), at % page_size
+                as_integers(cache)[places] = as_integers(entries)
+            self.old.append(old)
+        self.options = Options(dim**-0.5, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=self.sinks)
+
+    def expected(self):
+        """Return output, and the caches, in float64."""
+        dim, kv_heads = self.case["head_dim"], self.case["kv_heads"]
+        out = torch.zeros(self.rows, self.heads, dim, dtype=torch.float64)
+        caches = [cache.double() for cache in self.caches]
+        for row, length in enumerate(self.lens):
+            q, k, v = self.qkv[row].double().view(-1, dim).split((self.heads, kv_heads, kv_heads))
+            q, k = (turned(normed(x, w), self.cos_sin[length - 1]) for x, w in zip((q, k), self.gains, strict=True))
+            new = [x.to(self.kv_dtype).double() for x in (k, v)]
+            for cache, entry in zip(caches, new, strict=True):
+                place = self.table[row, (length - 1) // self.case["page_size"]]
+                cache[place, (length - 1) % self.case["page_size"]] = entry
+            keys, values = (torch.cat([old.double(), x[None]]) for old, x in zip(self.old[row], new, strict=True))
+            out[row] = attend(q.to(self.dtype)[None], keys, values, self.options)[0]
+        return out, caches
+
+    def plan(self, fixed_split=0, window_left=-1):
+        """Return lengths and plan, as a GPU makes them, what both are sized for, and a workspace full of NaN."""
+        items = work_items(self.rows, WAVE_ITEMS, -(-max(self.lens) // fixed_split) if fixed_split else 0)
+        lens = torch.full((self.rows,), 2**31 - 1, dtype=torch.int32)
+        lens[: len(self.lens)] = torch.tensor(self.lens, dtype=torch.int32) - 1
+        live = torch.tensor([len(self.lens)], dtype=torch.int32)
+        kv_lens, plan = torch.zeros(self.rows, dtype=torch.int32), torch.full((plan_size(items),), 2**30)
+        made = [tensor.to(self.device).to(torch.int32) for tensor in (kv_lens, plan, lens, live)]
+        attention_plan_triton(*made, WAVE_ITEMS, fixed_split, window_left)
+        dim = self.case["head_dim"]
+        partial = torch.full((items, 1, self.heads, dim), math.nan, device=self.device)
+        sums = torch.full((items, 1, self.heads), math.nan, device=self.device)
+        counters = torch.zeros(self.rows * self.heads, dtype=torch.int32, device=self.device)
+        return made[0], made[1], items, (partial, sums, counters)
+
+    def run(self, version, fixed_split=0, plan_window=-1):
+        """Return output and caches of one version."""
+        kv_lens, plan, items, workspace = self.plan(fixed_split, plan_window)
+        out = torch.full((self.rows, self.heads, self.case["head_dim"]), math.nan, dtype=self.dtype)
+        given = (out, *(cache.clone() for cache in self.caches), self.qkv, self.table)
+        given = [tensor.to(self.device) for tensor in given]
+        constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains, self.sinks)]
+        options = (EPS, items, self.options.sm_scale, self.options.window_left, self.options.soft_cap)
+        version(*given, kv_lens, plan, *workspace, *constants, *options)
+        assert not workspace[-1].any(), "the next launch counts from 0"
+        return given[0].cpu(), [cache.cpu() for cache in given[1:3]]
+
+    def check(self, version, **split):
+        out, caches = self.run(version, **split)
+        expected, expected_caches = self.expected()
+        # a key that was rounded the other way is an eighth of itself away
+        close = 0.1 if self.kv_dtype.itemsize == 1 else tolerance(self.dtype, self.dtype)
+        torch.testing.assert_close(out.double(), expected, atol=close, rtol=close)
+        steps = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 0.13}
+        one_step = steps[self.kv_dtype]
+        for cache, wanted in zip(caches, expected_caches, strict=True):
+            torch.testing.assert_close(cache.double(), wanted, atol=one_step, rtol=one_step, equal_nan=True)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
+    case = CASES[number]
+    split = {"fixed_split": 64} if number % 3 == 0 else {"plan_window": case["window_left"] if number % 3 == 1 else -1}
+    Problem(case, device, number).check(append_attention_triton, **split)
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_torch_version_agrees_with_float64_on_every_pair_of_options(number):
+    Problem(CASES[number], "cpu", number).check(append_attention_torch)
+
+
+@pytest.mark.skipif(native.library() is None, reason="there is no C compiler")
+@pytest.mark.parametrize("number", range(len(NATIVE_CASES)))
+def test_compiled_version_agrees_with_float64_on_every_pair_of_options(number):
+    def run(*given):
+        append_attention_native(*given)()
+
+    Problem(NATIVE_CASES[number], "cpu", number).check(run)
+
+
+BASE = {
+    "dtype": "fp32", "group": 4, "kv_heads": 2, "head_dim": 64, "rotated": 1.0, "norm": "of each head",
+    "page_size": 16, "window_left": -1, "soft_cap": 0.0, "sinks": False, "lens": (200, 129, 1), "padding": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window_left", [-1, 66])
+def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
+    problem = Problem({**BASE, "window_left": window_left}, device, 3)
+    together, caches = problem.run(append_attention_triton)
+
+    def apart(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
+        q_norm, k_norm, sinks, eps, items, scale, window, cap = given
+        q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
+        live = (kv_lens > 0).sum().to(torch.int32).view(1)
+        rope_append_triton(q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps)
+        decode_attention_triton(
+            out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, scale, 1.0,
+            window, cap, "NONE", 1.0, 1e4, sinks,
+        )  # fmt: skip
+
+    expected, expected_caches = problem.run(apart)
+    torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
+    for cache, wanted in zip(caches, expected_caches, strict=True):
+        torch.testing.assert_close(cache[:-1], wanted[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("version", ["triton", "torch", "native"])
+def test_hostile_padding_changes_no_bit_of_a_live_row_or_page(version, device):
+    """Law 4: rows past the live ones may hold anything, and come out as 0."""
+    if version == "native" and native.library() is None:
+        pytest.skip("there is no C compiler")
+    run = {
+        "triton": append_attention_triton,
+        "torch": append_attention_torch,
+        "native": lambda *given: append_attention_native(*given)(),
+    }[version]
+    results = []
+    for hostile in (False, True):
+        problem = Problem({**BASE, "padding": 2}, device if version == "triton" else "cpu", 5)
+        if hostile:
+            problem.qkv[len(problem.lens) :] = math.nan
+            problem.table[len(problem.lens) :] = -(2**31)
+        results.append(problem.run(run))
+    (out, caches), (hostile_out, hostile_caches) = results
+    assert torch.equal(out, hostile_out)
+    assert not out[-2:].any()
+    for cache, other in zip(caches, hostile_caches, strict=True):
+        torch.testing.assert_close(cache, other, atol=0, rtol=0, equal_nan=True)
+
+
+def test_a_group_larger_than_a_tile_appends_once(device):
+    Problem({**BASE, "group": 70, "kv_heads": 1, "head_dim": 16, "lens": (70, 1)}, device, 7).check(
+        append_attention_triton
+    )

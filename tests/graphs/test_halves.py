@@ -1,0 +1,148 @@
+"""A step in two graphs: what the host writes between them is read by the second, and all else is as in one."""
+
+import threading
+import warnings
+
+import pytest
+import torch
+
+from graphdecode import GraphManager, Slot, StepBuffers
+from graphdecode.buffers import Batch
+
+
+@pytest.fixture
+def buffers(device: str) -> StepBuffers:
+    slots = [
+        Slot("x", ("batch", 4), torch.float32),
+        Slot("between", ("batch", 4), torch.float32),
+        Slot("mask", ("batch", 4), torch.int32, staged="masks"),
+        Slot("y", ("batch", 4), torch.float32),
+        Slot("steps", (1,), torch.int32),
+    ]
+    return StepBuffers(slots, max_batch_size=8, device=device)
+
+
+def compute(batch: Batch) -> None:
+    batch.between.copy_(torch.sin(batch.x) * 3.0 + 1.0)
+
+
+def choose(batch: Batch) -> None:
+    batch.y.copy_(batch.between * batch.mask)
+    batch.x.add_(batch.y)
+    batch.steps.add_(1)
+
+
+def whole(batch: Batch) -> None:
+    compute(batch)
+    choose(batch)
+
+
+def made(buffers: StepBuffers, **options: object) -> GraphManager:
+    graphs = GraphManager(whole, buffers, [2, 4, 8], halves=(compute, choose), **options)  # type: ignore[arg-type]
+    graphs.capture(progress=False)
+    return graphs
+
+
+def masked(buffers: StepBuffers, rows: int, value: int) -> None:
+    buffers.staging("masks")["mask"][:rows] = value
+    buffers.upload_rows("mask", range(rows))
+
+
+@pytest.mark.parametrize("backend", ["auto", "eager"])
+def test_law_5_the_halves_give_the_bits_of_the_whole(buffers: StepBuffers, backend: str) -> None:
+    graphs = made(buffers, backend=backend)
+    found = []
+    for in_halves in (False, True):
+        buffers.upload("masks", 0)
+        for name in ("x", "y", "steps"):
+            buffers.tensors[name].fill_(0.25 if name == "x" else 0)
+        for step, rows in enumerate([3, 3, 8, 1, 3, 2, 3]):
+            if in_halves:
+                assert graphs.replay_halves(rows, lambda rows=rows, step=step: masked(buffers, rows, step)) >= rows
+            else:
+                masked(buffers, rows, step)
+                graphs.replay(rows)
+        found.append((buffers.x.clone(), buffers.y.clone(), buffers.steps.clone()))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert found[0][2].item() == 7
+    assert {bucket.bucket: bucket.replays for bucket in graphs.report().buckets} == {2: 4, 4: 8, 8: 2}
+
+
+def test_only_what_runs_in_halves_is_captured_so_and_only_once(buffers: StepBuffers) -> None:
+    graphs = made(buffers)
+    before = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}
+    for _ in range(3):
+        graphs.replay_halves(3, lambda: None)
+    after = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}
+    assert [bucket for bucket in before if after[bucket] > before[bucket]] == [4]
+    for _ in range(3):
+        graphs.replay_halves(3, lambda: None)
+    assert {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets} == after
+
+
+def test_frozen_graphs_are_not_captured_in_halves_and_run_all_the_same(buffers: StepBuffers) -> None:
+    graphs = made(buffers)
+    graphs.freeze()
+    buffers.x.fill_(1.0)
+    graphs.replay_halves(2, lambda: masked(buffers, 2, 1))
+    assert torch.equal(buffers.y[:2], torch.sin(torch.ones_like(buffers.x[:2])) * 3.0 + 1.0)
+
+
+def test_halves_that_cannot_be_captured_stay_eager(buffers: StepBuffers) -> None:
+    def reads(batch: Batch) -> None:
+        batch.x.add_(float(batch.steps.sum()) * 0.0)
+        choose(batch)
+
+    graphs = GraphManager(whole, buffers, [8], halves=(compute, reads))
+    graphs.capture(progress=False)
+    with pytest.warns(RuntimeWarning, match="the halves of bucket 8 stay eager: .*host-read"):
+        graphs.replay_halves(8, lambda: None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphs.replay_halves(8, lambda: None)
+    assert buffers.steps.item() == 2
+
+
+def test_what_the_host_does_runs_while_the_first_half_does(buffers: StepBuffers) -> None:
+    order: list[str] = []
+    on_the_way, begun = threading.Event(), threading.Event()
+
+    def first(batch: Batch) -> None:
+        begun.set()
+        if on_the_way.is_set():
+            assert written.wait(60), "the host comes while this runs"
+        compute(batch)
+        order.append("first")
+
+    written = threading.Event()
+    graphs = GraphManager(whole, buffers, [8], halves=(first, choose), backend="eager")
+    graphs.capture(progress=False)
+    on_the_way.set()
+    begun.clear()
+
+    def meanwhile() -> None:
+        if buffers.device.type == "cpu":
+            assert begun.wait(60)
+        order.append("host")
+        written.set()
+
+    if buffers.device.type != "cpu":
+        written.set()
+    graphs.replay_halves(8, meanwhile)
+    assert sorted(order) == ["first", "host"]
+
+
+def test_what_fails_meanwhile_is_raised_and_the_next_step_runs(buffers: StepBuffers) -> None:
+    graphs = made(buffers)
+    graphs.replay_halves(2, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        graphs.replay_halves(2, lambda: 1 // 0)
+    graphs.replay_halves(2, lambda: None)
+    assert buffers.steps.item() == 2
+
+
+def test_a_manager_without_halves_says_so(buffers: StepBuffers) -> None:
+    graphs = GraphManager(whole, buffers, [8])
+    graphs.capture(progress=False)
+    with pytest.raises(RuntimeError, match="replay_halves.. needs a manager that was made with halves="):
+        graphs.replay_halves(1, lambda: None)

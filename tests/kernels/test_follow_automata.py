@@ -1,0 +1,122 @@
+"""Rows follow automata by the tokens that they sampled: against automata walked by hand, in every version."""
+
+import numpy as np
+import pytest
+import torch
+
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.sampling.follow_automata import (
+    ACCEPTS,
+    COMPLETES,
+    NO_AUTOMATON,
+    AutomatonRows,
+    AutomatonTables,
+    follow_automata,
+)
+
+ROWS, VOCAB, WORDS, LINES, CLASSES, AUTOMATA, STOPS = 9, 70, 3, 12, 5, 2, 4
+EOS = 69
+
+
+def random_tables(rng: np.random.Generator) -> AutomatonTables:
+    def int32(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32))
+
+    ends = rng.choice([0, ACCEPTS, ACCEPTS | COMPLETES], LINES, p=[0.5, 0.3, 0.2])
+    return AutomatonTables(
+        int32(rng.integers(0, CLASSES, (AUTOMATA, VOCAB))),
+        int32(rng.integers(-1, LINES, (LINES, CLASSES))),
+        int32(rng.integers(-(2**31), 2**31, (LINES, WORDS))),
+        int32(ends),
+    )
+
+
+def expected(rows, sampled, live, automaton, stop_ids, tables):
+    """By the definition, a row at a time, in Python's own numbers."""
+    states, masks, finished, running = (tensor.tolist() for tensor in rows)
+    classes, following, of_lines, ends = (tensor.tolist() for tensor in tables)
+    for row in range(live):
+        token = sampled[row]
+        if states[row] == NO_AUTOMATON or finished[row] or token < 0:
+            continue
+        line = following[states[row]][classes[automaton[row]][token]]
+        if line == -1 or ends[line] & COMPLETES:
+            finished[row] = 1
+            running[0] -= 1
+            continue
+        states[row] = line
+        words = [word % 2**32 for word in of_lines[line]]
+        if ends[line] & ACCEPTS:
+            for stop_id in stop_ids[row]:
+                if stop_id >= 0:
+                    words[stop_id // 32] |= 2 ** (stop_id % 32)
+        masks[row] = [word - 2**32 if word >= 2**31 else word for word in words]
+    return states, masks, finished, running
+
+
+@pytest.fixture(params=["torch", "native", "triton"])
+def follow(request, device):
+    """Follow by one of the versions, in place."""
+    if request.param == "native" and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    chosen = versions("follow_automata")
+
+    def run(rows, *others):
+        flat = [part for given in others for part in (given if isinstance(given, tuple) else (given,))]
+        if request.param == "torch":
+            chosen.torch(*rows, *flat)
+        elif request.param == "native":
+            call = chosen.native(*rows, *flat)
+            assert call is not None
+            call()
+        else:
+            there = [tensor.to(device) for tensor in (*rows, *flat)]
+            chosen.triton(*there)
+            for mine, theirs in zip(rows, there, strict=False):
+                mine.copy_(theirs)
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_follow_their_automata_and_others_are_left_alone(follow, seed):
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng)
+    live = int(rng.integers(5, ROWS))
+    states = rng.integers(-1, LINES, ROWS).astype(np.int32)
+    rows = AutomatonRows(
+        torch.from_numpy(states),
+        torch.from_numpy(rng.integers(-(2**31), 2**31, (ROWS, WORDS)).astype(np.int32)),
+        torch.from_numpy(rng.choice([0, 0, 0, 1], ROWS).astype(np.int32)),
+        torch.tensor([live], dtype=torch.int32),
+    )
+    rows.automaton_state[live:] = 2**31 - 1  # padding may hold anything
+    sampled = torch.from_numpy(rng.integers(0, VOCAB, ROWS))
+    sampled[1] = -2  # without a choice
+    stop_ids = torch.full((ROWS, STOPS), -1, dtype=torch.int32)
+    stop_ids[:, 0], stop_ids[2:5, 1], stop_ids[3, 2:] = EOS, 31, torch.tensor([32, 64])
+    automaton = torch.from_numpy(rng.integers(0, AUTOMATA, ROWS).astype(np.int32))
+    others = (sampled, torch.tensor([live], dtype=torch.int32), automaton, stop_ids, tables)
+    want = expected(rows, sampled.tolist(), live, automaton.tolist(), stop_ids.tolist(), tables)
+    follow(rows, *others)
+    assert tuple(tensor.tolist() for tensor in rows) == want, f"seed {seed}"
+
+
+def test_the_operator_passes_opcheck(device):
+    rng = np.random.default_rng(0)
+    arguments = (
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, WORDS, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.tensor([2], dtype=torch.int32),
+        torch.tensor([3, 4]),
+        torch.tensor([2], dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.full((2, STOPS), -1, dtype=torch.int32),
+        *random_tables(rng),
+    )
+    there = tuple(tensor.to(device) for tensor in arguments)
+    torch.library.opcheck(torch.ops.graphdecode.follow_automata.default, there)
+    follow_automata(AutomatonRows(*there[:4]), *there[4:8], AutomatonTables(*there[8:]))
+    assert there[0].tolist() != [0, 0] or there[2].tolist() != [0, 0]
