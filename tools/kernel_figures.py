@@ -66,6 +66,8 @@ def budgets_of(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, 
         figures = row["figures"]
         known = budgets.setdefault(row["label"], {name: figures[name] for name in BUDGETED})
         known.update({name: max(known[name], figures[name]) for name in BUDGETED})
+        if figures["stack"]:  # it takes a person to let that stand
+            known["stack"] = max(known.get("stack", 0), figures["stack"])
         if figures["loop_bytes_per_clock"]:
             rate = round(figures["loop_bytes_per_clock"], 1)
             known["loop_bytes_per_clock"] = min(known.get("loop_bytes_per_clock", rate), rate)

@@ -22,6 +22,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.models import Decoder, load_model
+from graphdecode.models.blocks import StepOperators
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
@@ -165,6 +166,7 @@ def _variants(
     yield FULL, full, True
     yield "without fused operators", full.varied(operators=UNFUSED), True
     if device.type == "cuda":
+        yield "without fused products", full.varied(operators=StepOperators(fuses_products=False)), True
         yield "cuBLAS alone", full.varied(linear=lambda weight: weight.rechosen(lambda _: None)), True
         yield "without early start", full.varied(linear=lambda weight: weight.rechosen(_without_early_start)), True
     elif native.library() is not None:

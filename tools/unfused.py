@@ -96,4 +96,6 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-UNFUSED = StepOperators(rms_norm, add_rms_norm, rope_append, act_mul, fuses_append=False)
+UNFUSED = StepOperators(
+    rms_norm, add_rms_norm, rope_append, act_mul, fuses_products=False, fuses_append=False, embedding_norm=None
+)

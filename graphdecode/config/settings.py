@@ -154,6 +154,7 @@ class EngineKeywords(TypedDict, total=False):
     trust_remote_code: bool
     skip_tokenizer_init: bool
     speculation: Any  # a method's name, a dict of the section [speculation], or None
+    draft_model: str | None
     num_tokens: int | Literal["auto"]
     ngram_min: int
     ngram_max: int
@@ -238,10 +239,17 @@ class EngineConfig:
     speculation: str = key(
         "speculation",
         "off",
-        one_of("off", "ngram"),
+        one_of("off", "ngram", "model"),
         "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
-        "the last tokens where they stood before in the prompt or the answer.",
+        "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
         name="method",
+    )
+    draft_model: str | None = key(
+        "speculation",
+        None,
+        none_or(matching(r"\S.*", "a model"), '"a/smaller/one"'),
+        "The small model of the method model: a folder or name as for the large one, of the same vocabulary.",
+        name="model",
     )
     num_tokens: int | str = key(
         "speculation",
@@ -263,6 +271,8 @@ class EngineConfig:
             if isinstance(self.device, torch.device):
                 object.__setattr__(self, "device", str(self.device))
         _check(self)
+        if self.speculation == "model" and self.draft_model is None:
+            raise ConfigError("method is 'model', and [speculation] model names none")
         if self.ngram_min > self.ngram_max:
             raise ConfigError(f"ngram_min must be at most ngram_max={self.ngram_max}, got {self.ngram_min}")
 

@@ -11,6 +11,8 @@ from graphdecode.engine.steps import StepDrafts
 
 _TIMES_KEPT = 9  # of each kind of step; their median counts
 _FIRST_TIMES = 1  # of each kind that do not count: graphs are captured then
+_LEAST_TIMES = 3  # below, what was measured may be chance, and a guess counts
+_FORGOTTEN_AFTER = 200  # launches without a kind of step, behind which it is tried again
 _HALF_LIFE = 0.98  # what an observation counts after each later one
 _PRIOR = (1.0, 0.6)  # drafts that are taken as seen before any was, and as right: the first ones are tried
 _GUESSED_SHARE = 0.06  # of a step's time, for each more query, where nothing was measured
@@ -33,6 +35,8 @@ class DraftPace:
         self._is_fixed = is_fixed
         self._times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
         self._runs: dict[tuple[int, int], int] = defaultdict(int)
+        self._last_run: dict[tuple[int, int], int] = {}
+        self._launches = 0
         self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
 
     def choose(self, bucket: int, found: Sequence[tuple[int, int]], most: int) -> int:
@@ -65,16 +69,25 @@ class DraftPace:
         return right / drafts
 
     def step_seconds(self, bucket: int, width: int) -> float:
-        """Return what a step of so many rows and queries takes; in units of one query's, where nothing was measured."""
-        times = self._times.get((bucket, width))
-        if times:
+        """Return what a step of so many rows and queries takes, or is guessed to take by those that were measured.
+
+        Of a step that was seen a few times only, or long ago, nothing is known: a low guess lets it be tried.
+        """
+        times = self._times.get((bucket, width), ())
+        if len(times) >= _LEAST_TIMES and self._launches - self._last_run[bucket, width] < _FORGOTTEN_AFTER:
             return median(times)
-        plain = self._times.get((bucket, 1))
-        return (median(plain) if plain else 1.0) * (1.0 + _GUESSED_SHARE * (width - 1))
+        for known in self.widths:
+            if len(self._times.get((bucket, known), ())) >= _LEAST_TIMES:
+                return median(self._times[bucket, known]) * _guessed(width) / _guessed(known)
+        return _guessed(width)
 
     def saw_step(self, bucket: int, width: int, seconds: float) -> None:
         """Take the time of a step."""
+        self._launches += 1
         self._runs[bucket, width] += 1
+        if self._launches - self._last_run.get((bucket, width), self._launches) >= _FORGOTTEN_AFTER and width > 1:
+            self._times[bucket, width].clear()
+        self._last_run[bucket, width] = self._launches
         if self._runs[bucket, width] > _FIRST_TIMES:
             self._times[bucket, width].append(seconds)
 
@@ -92,6 +105,11 @@ class DraftPace:
             seen = self._seen[matched]
             seen[0] = seen[0] * _HALF_LIFE + tried
             seen[1] = seen[1] * _HALF_LIFE + accepted
+
+
+def _guessed(width: int) -> float:
+    """Return the time of a step of some queries a row, in that of one query's."""
+    return 1.0 + _GUESSED_SHARE * (width - 1)
 
 
 def _expected(drafts: int, chance: float) -> float:

@@ -17,7 +17,8 @@ from graphdecode.engine.engine import Engine
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
-from graphdecode.engine.steps.draft_sources import NgramDrafts
+from graphdecode.engine.steps.draft_model import ModelDrafts
+from graphdecode.engine.steps.draft_sources import DraftSource, NgramDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
@@ -83,7 +84,18 @@ def load_runner(
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
     )
-    return make_runner(decoder, settings)
+    draft = None
+    if settings.speculation == "model" and settings.draft_model is not None:
+        draft = load_model(
+            settings.draft_model,
+            device=device,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            max_sequence_length=settings.buckets.max_sequence_length,
+            batch_sizes=settings.buckets.ladder.sizes,
+            trust_remote_code=settings.trust_remote_code,
+            progress=progress,
+        )
+    return make_runner(decoder, settings, draft=draft)
 
 
 def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
@@ -121,17 +133,26 @@ def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = Fal
     return engine
 
 
-def step_of(settings: EngineConfig) -> Callable[[StepSetting], Step]:
-    """Return what makes the kind of step that some settings ask for."""
+def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
+    """Return what makes the kind of step that some settings ask for.
+
+    Args:
+        settings: say how tokens are guessed, if they are.
+        draft: the small model of the method "model".
+    """
     if settings.speculation == "off":
         return DecodeStep
     is_auto = isinstance(settings.num_tokens, str)
-    return partial(
-        SpeculativeStep,
-        source=lambda _: NgramDrafts(settings.ngram_min, settings.ngram_max),
-        num_drafts=MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens,
-        adapts=is_auto,
-    )
+    most = MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens
+
+    def source(setting: StepSetting) -> DraftSource:
+        if settings.speculation == "ngram":
+            return NgramDrafts(settings.ngram_min, settings.ngram_max)
+        if draft is None:
+            raise ArgumentError("speculation with a model needs the model: make_runner(..., draft=...)")
+        return ModelDrafts(setting, draft, most)
+
+    return partial(SpeculativeStep, source=source, num_drafts=most, adapts=is_auto)
 
 
 def make_runner(
@@ -139,6 +160,7 @@ def make_runner(
     config: EngineConfig | BucketConfig,
     *,
     step: Callable[[StepSetting], Step] | None = None,
+    draft: Model | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Size a loaded model's cache and lay out its buffers.
@@ -147,11 +169,16 @@ def make_runner(
         decoder: the model; what the settings say of device, dtype and weights is settled.
         config: all settings, or those of the buckets alone.
         step: makes the kind of step that is captured; None: the one that the settings ask for.
+        draft: the small model that guesses, where the settings ask for one; its cache has as many pages.
         keywords: settings that override those of `config`.
     """
     settings = EngineConfig.of(config, **keywords)
     buckets = settings.buckets
     device = decoder.device
+    if draft is not None:  # both caches share the room
+        target, small = (_cache_channels(each) for each in (decoder, draft))
+        buckets = buckets.with_limits(memory_fraction=buckets.memory_fraction * target / (target + small))
+        settings = settings.with_settings(memory_fraction=buckets.memory_fraction)
     capacity = plan_room(settings, decoder.config, decoder.dtype, device)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
@@ -171,5 +198,10 @@ def make_runner(
         capacity,
         prefill_budget=settings.prefill_tokens(device.type),
         batch_invariant=settings.batch_invariant,
-        step=step or step_of(settings),
+        step=step or step_of(settings, draft),
     )
+
+
+def _cache_channels(model: Model) -> int:
+    """Return the channels of one token's keys, over all layers."""
+    return model.num_layers * model.config.num_key_value_heads * model.config.head_dim

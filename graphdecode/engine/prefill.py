@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -47,9 +47,11 @@ class Prefill:
     Args:
         setting: model, caches and capacity.
         max_tokens: of all chunks of a pass together.
+        follow: is given the tokens of each pass behind it, as the model's `prefill` was; None: nobody.
     """
 
-    def __init__(self, setting: StepSetting, max_tokens: int) -> None:
+    def __init__(self, setting: StepSetting, max_tokens: int, *, follow: Callable[..., None] | None = None) -> None:
+        self._follow = follow
         self.max_tokens = max_tokens
         self._model = setting.model
         self._caches = setting.caches
@@ -107,21 +109,15 @@ class Prefill:
         staged["live_tokens"][0] = end
         self._buffers.upload(_CHUNKS, len(chunks))
         batch = self._buffers.narrow(len(chunks))
-        stream = self._model.prefill(
-            batch.tokens[:end],
-            batch.rows[:end],
-            batch.positions[:end],
-            batch.live_tokens,
-            batch.cu_seqlens_q,
-            batch.cu_seqlens_kv,
-            batch.page_table,
-            self._caches,
-            self._attention,
-        )
+        tokens = (batch.tokens[:end], batch.rows[:end], batch.positions[:end], batch.live_tokens)
+        where = (batch.cu_seqlens_q, batch.cu_seqlens_kv, batch.page_table)
+        stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
         found: list[StepLogprobs | None] = []
         end = 0
         for chunk in chunks:
             begin, end = end, end + len(chunk.token_ids)
             logits = partial(self._model.logits, stream)
             found.append(self._scoring.run(logits, begin, chunk.scored, chunk.num_logprobs) if chunk.scored else None)
+        if self._follow is not None:
+            self._follow(*tokens, *where)
         return found

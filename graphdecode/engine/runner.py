@@ -94,20 +94,21 @@ class Runner:
         self.steps_launched = 0
         setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
         self.sampling_capacity = setting.sampling_capacity
-        self._prefill = Prefill(setting, prefill_budget)
         self.step = step(setting)
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
+        drafting = self.drafting
+        self._prefill = Prefill(setting, prefill_budget, follow=None if drafting is None else drafting.prefill)
         self.graphs = GraphManager(
             self.step,
             self.buffers,
             config.ladder,
-            constants=model.constants,
+            constants=[*model.constants, *(() if drafting is None else drafting.constants)],
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
             choices=model.linear_choices,
             loop=self.step.loop,
-            wider=None if self.drafting is None else self.drafting.wider,
+            wider=None if drafting is None else drafting.wider,
         )
 
     @property

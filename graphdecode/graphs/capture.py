@@ -154,7 +154,6 @@ class CudaCapture:
         Up to 2.13 torch leaves before it tells its allocators. The one of device memory can be told from here. The one
         of pinned host memory cannot: it goes on asking this graph whether a stream is its own, and refuses the pool.
         """
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
         index = torch.cuda.current_device()
         tell = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
         try:
@@ -162,6 +161,7 @@ class CudaCapture:
                 told(index, self.pool)
         except RuntimeError:
             return  # a newer torch has ended it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
 
     def close(self) -> None:
         """Release the graphs whose capture failed."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
+from graphdecode.kernels.native.early_start import has_early_start
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, WeightForm
@@ -28,7 +29,8 @@ class Fixed(Plain):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight itself, with its one configuration."""
-        config = fixed_config(weight.shape[0], weight.shape[1], weight.element_size())
+        early = has_early_start(weight.device)
+        config = fixed_config(weight.shape[0], weight.shape[1], weight.element_size(), early)
         return cls(weight.shape, bias, weight, options.tuner.counters(weight.device), config)
 
     def choice(self, rows: int) -> LinearChoice:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.small_linear_config import TILE_ROWS, SmallLinearConfig
+from graphdecode.kernels.linear.small_linear_config import MOST_ROWS, SmallLinearConfig
 from graphdecode.linear.choice_cache import ChoiceCache, processor_name, software
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 
@@ -143,13 +143,13 @@ class LinearTuner:
         Args:
             weight: [out_features, in_features], on the GPU.
             bias: [out_features] or None.
-            batch_sizes: rows of the decode steps; those above 16 are left to cuBLAS, and weights of less than 1 MiB
+            batch_sizes: rows of the decode steps; those above 64 are left to cuBLAS, and weights of less than 1 MiB
                 too: reading them takes less time than starting a kernel.
         """
         choices: Choices = {}
         if weight.nbytes < _LEAST_BYTES:
             return choices
-        for rows in (size for size in batch_sizes if size <= TILE_ROWS):
+        for rows in (size for size in batch_sizes if size <= MOST_ROWS):
 
             def measure(rows: int = rows) -> Choices:
                 try:

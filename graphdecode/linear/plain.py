@@ -4,15 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from graphdecode.kernels.linear.linear import linear
 from graphdecode.kernels.linear.small_linear import small_linear
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
 _ROWS = 512  # that a small product takes at a time: more would need more workspace
+
+
+class SmallProduct(NamedTuple):
+    """The products that `small_linear` makes of one weight."""
+
+    weight: Tensor
+    bias: Tensor | None
+    counters: Tensor | None
+    config: SmallLinearConfig
+
+    def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
+        """Write the product for `x` into `out`; see `small_linear` for what can be fused with it."""
+        for begin in range(0, x.shape[0], _ROWS):
+            rows = slice(begin, begin + _ROWS)
+            small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, self.config, **fused)
+
+    def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
+        """Write the product for the norm of `x`; see `FusedProduct`."""
+        self.write(out, x, gain=gain, eps=eps)
+
+    def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
+        """Write the gated product for `x`, or for its norm; see `FusedProduct`."""
+        self.write(out, x, gain=gain, eps=eps, epilogue=activation)
+
+    def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        """Add the product for `x` to the residual; see `FusedProduct`."""
+        self.write(residual, x, epilogue="add", scale=scale)
 
 
 @dataclass(frozen=True)
@@ -34,13 +63,16 @@ class Plain(WeightForm):
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        config = self.choice(x.shape[0]).config
-        if config is None:
+        small = self.fused(x.shape[0])
+        if small is None:
             linear(out, x, self.weight, self.bias)
-            return
-        for begin in range(0, x.shape[0], _ROWS):
-            rows = slice(begin, begin + _ROWS)
-            small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, config)
+        else:
+            small.write(out, x)
+
+    def fused(self, rows: int) -> SmallProduct | None:
+        """Return the small product, where so many rows have one."""
+        config = self.choice(rows).config
+        return None if config is None else SmallProduct(self.weight, self.bias, self.counters, config)
 
     @property
     def workspace(self) -> list[Tensor]:

@@ -25,7 +25,6 @@ _COPIES = 64  # of one weight at most: a model of such weights fits a cache whol
 _LEAST_SECONDS = 1e-7  # what a product takes that no clock sees
 _ROUNDS = 9
 _PLAIN_MARGIN = 1.02  # another product must be so much faster than cuBLAS
-_WITH_PDL = 2  # how many of the best are tried with an early start
 # largest error that the products of one dtype may differ by, as a share of the largest result: cuBLAS may add up parts
 # in 16 bits, or multiply in TF32
 _TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -160,7 +159,7 @@ def fastest_product(
     Args:
         weight: [out_features, in_features], on a CUDA device.
         bias: [out_features] or None.
-        rows: of the activations, 1..16.
+        rows: of the activations, 1..64.
         clock: of the weight's device.
     """
     contest = Contest(weight, bias, rows)
@@ -186,10 +185,8 @@ def fastest_product(
                 warnings.warn(f"small linear {config} {problem}; not used", RuntimeWarning, stacklevel=3)
 
     out_features, in_features = weight.shape
-    race(candidates(out_features, in_features, weight.element_size(), rows, clock.units))
-    if clock.has_pdl:
-        best = sorted(seconds, key=seconds.__getitem__)[:_WITH_PDL]
-        race([dataclasses.replace(config, pdl=True) for config in best])
+    configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units)
+    race([dataclasses.replace(config, pdl=clock.has_pdl) for config in configs])
     times = {"plain": plain_s} | {str(config): taken for config, taken in seconds.items()}
     winner = min(seconds, key=seconds.__getitem__, default=None)
     if winner is not None and seconds[winner] * _PLAIN_MARGIN > plain_s:

@@ -20,6 +20,7 @@ from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding
+from graphdecode.kernels.model.embedding_norm import embedding_norm
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
@@ -42,6 +43,7 @@ class StepOperators(NamedTuple):
     act_mul: Callable[..., None] = act_mul
     fuses_products: bool = True
     fuses_append: bool = True
+    embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
 
 
 class Tokens(NamedTuple):
@@ -119,7 +121,7 @@ class Stream:
 
     Args:
         tokens: of the pass.
-        residual: [t, hidden], the embedded tokens.
+        stem: embeds them, together with the first norm where that is computed by itself.
         attend: attention over a layer's cache.
         operators: of the layers.
         append_and_attend: the same with the append before it, in one launch, where that can be had.
@@ -128,22 +130,31 @@ class Stream:
     def __init__(
         self,
         tokens: Tokens,
-        residual: Tensor,
+        stem: Stem,
         attend: Attend,
         operators: StepOperators,
         append_and_attend: AppendAndAttend | None = None,
     ) -> None:
         self.tokens = tokens
-        self.residual = residual
         self.attend = attend
         self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
-        self._hidden = torch.empty_like(residual)
+        self._stem: Stem | None = stem  # while the residual is not made
+        self._residual = stem.residual(tokens)
+        self._hidden = torch.empty_like(self._residual)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
         self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
         self._is_whole = True  # nothing is to be added to the residual
         self._post_norm: Norm | None = None
         self._scale = 1.0
+
+    @property
+    def residual(self) -> Tensor:
+        """[t, hidden], the embedded tokens and what was added to them."""
+        if self._stem is not None:
+            stem, self._stem = self._stem, None
+            embedding(self._residual, self.tokens.ids, stem.embedding, self.tokens.live, stem.scale)
+        return self._residual
 
     @property
     def hidden(self) -> Tensor:
@@ -154,7 +165,13 @@ class Stream:
             linear.apply(self._hidden, x)
         elif self._norm is not None:
             norm, self._norm = self._norm, None
-            self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+            embedded, stem = self.operators.embedding_norm, self._stem
+            if stem is None or embedded is None:
+                self.operators.rms_norm(self._hidden, self.residual, norm.weight, norm.eps)
+            else:
+                self._stem = None
+                rows = (self._residual, self.tokens.ids, stem.embedding, self.tokens.live)
+                embedded(self._hidden, *rows, norm.weight, stem.scale, norm.eps)
         return self._hidden
 
     def norm(self, norm: Norm | None) -> None:
@@ -205,7 +222,8 @@ class Stream:
         self._add_product()
         hidden = self.hidden
         part = copy(self)
-        part.residual, part._hidden = self.residual[begin:end], hidden[begin:end]
+        part._residual, part._hidden = self.residual[begin:end], hidden[begin:end]
+        part._stem = None
         return part
 
     def _add_product(self) -> None:
@@ -219,11 +237,11 @@ class Stream:
             self._product, self._is_whole = None, True
 
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
-        return linear.fused(self.residual.shape[0]) if self.operators.fuses_products else None
+        return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
 
     def empty(self, columns: int) -> Tensor:
         """Return memory for each token, [t, columns]."""
-        return self.residual.new_empty((self.residual.shape[0], columns))
+        return self._residual.new_empty((self._residual.shape[0], columns))
 
 
 @dataclass(frozen=True)
@@ -357,12 +375,9 @@ class Stem(Block):
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
 
-    def run(self, tokens: Tokens) -> Tensor:
-        """Return the embedded tokens [t, hidden]."""
-        table = self.embedding
-        residual = torch.empty((tokens.ids.shape[0], table.shape[1]), dtype=table.dtype, device=table.device)
-        embedding(residual, tokens.ids, table, tokens.live, self.scale)
-        return residual
+    def residual(self, tokens: Tokens) -> Tensor:
+        """Return memory for the embedded tokens, [t, hidden]."""
+        return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]))
 
 
 @dataclass(frozen=True)

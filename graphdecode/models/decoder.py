@@ -165,7 +165,7 @@ class Decoder:
         self, tokens: Tokens, caches: list[LayerCache], attend: Attend, append: AppendAndAttend | None = None
     ) -> Stream:
         """Return the stream that the last layer leaves."""
-        stream = Stream(tokens, self.stem.run(tokens), attend, self._operators, append)
+        stream = Stream(tokens, self.stem, attend, self._operators, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream

@@ -2,18 +2,23 @@
 
 from dataclasses import dataclass
 
-TILE_ROWS = 16  # rows of one tensor-core tile
-GEMV_ROWS = 4  # rows that the CUDA-core kernel takes at most
-# (block_n, block_k, num_warps, num_stages) by the bytes of a weight: they fit all GPUs from sm_80 on, and never spill
+MOST_ROWS = 64  # of which a small product may be faster than cuBLAS's
+TILE_ROWS = 16  # of the activations in the smallest tensor-core tile
+GEMV_ROWS = 2  # rows that the CUDA-core kernel takes at most: with more, its arithmetic takes longer than the reading
+# (block_n, block_k, num_warps, num_stages) by the bytes of a weight, and by the rows of a tile of activations: they fit
+# all GPUs from sm_80 on, and never spill. The tensor cores of sm_90 take 64 rows of the weight at a time
 DOT_TILES = {
-    2: ((16, 256, 2, 4), (32, 256, 4, 3), (64, 128, 4, 4), (64, 256, 8, 3)),
-    4: ((16, 64, 2, 4), (32, 64, 4, 3), (64, 64, 8, 3)),
+    2: {
+        16: ((64, 64, 4, 6), (128, 64, 4, 4)),
+        32: ((64, 64, 4, 5), (128, 64, 4, 4)),
+        64: ((128, 64, 8, 3), (128, 64, 4, 3)),
+    },
+    4: {16: ((32, 32, 4, 4), (64, 32, 8, 3))},
 }
 GEMV_TILES = {
-    2: ((4, 512, 4, 3), (8, 256, 4, 3), (2, 1024, 4, 3)),
-    4: ((4, 512, 4, 3),),
+    2: ((8, 512, 4, 3), (4, 1024, 4, 3)),
+    4: ((4, 512, 8, 3),),
 }
-_FIXED_TILE = 1  # of `DOT_TILES`
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
 
@@ -23,13 +28,14 @@ class SmallLinearConfig:
     """How the product of one shape is dealt out.
 
     Attributes:
-        kind: "dot" (tensor cores, any number of rows in tiles of 16) or "gemv" (CUDA cores, up to 4 rows).
+        kind: "dot" (tensor cores, any number of rows in tiles) or "gemv" (CUDA cores, one or two rows).
         block_n: rows of the weight that one program takes.
         block_k: columns of the weight that are read at a time.
         splits: parts that the columns are dealt in.
         num_warps: of one program.
         num_stages: tiles of the weight that are on the way at a time.
         pdl: whether it begins while the kernel before it still runs; sm_90 and later.
+        block_m: rows of the activations in one tile of the tensor cores.
     """
 
     kind: str
@@ -39,26 +45,27 @@ class SmallLinearConfig:
     num_warps: int
     num_stages: int
     pdl: bool = False
+    block_m: int = TILE_ROWS
 
     def __str__(self) -> str:
+        rows = f" of {self.block_m} rows" if self.block_m > TILE_ROWS else ""
         tail = ", early start" if self.pdl else ""
         return (
-            f"{self.kind} {self.block_n}x{self.block_k}, {self.splits} splits, {self.num_warps} warps, "
+            f"{self.kind} {self.block_n}x{self.block_k}{rows}, {self.splits} splits, {self.num_warps} warps, "
             f"{self.num_stages} stages{tail}"
         )
 
     def counters(self, rows: int, out_features: int) -> int:
         """How many counters a product uses: one for each tile of rows and block of the weight, none without a split."""
-        return 0 if self.splits == 1 else -(-rows // TILE_ROWS) * -(-out_features // self.block_n)
+        return 0 if self.splits == 1 else -(-rows // self.block_m) * -(-out_features // self.block_n)
 
 
 def _split(in_features: int, block_k: int, blocks: int, programs: int) -> int:
-    most = max(-(-in_features // block_k) // 2, 1)  # each part two tiles at least, for loads to overlap
-    return min(max(round(programs / blocks), 1), most)
+    return min(max(round(programs / blocks), 1), -(-in_features // block_k))
 
 
 def candidates(out_features: int, in_features: int, itemsize: int, rows: int, units: int) -> list[SmallLinearConfig]:
-    """Return the configurations that may be fastest.
+    """Return the configurations that may be fastest; none for more rows than the tiles of such weights have.
 
     Args:
         out_features: rows of the weight.
@@ -67,19 +74,21 @@ def candidates(out_features: int, in_features: int, itemsize: int, rows: int, un
         rows: of the activations.
         units: multiprocessors of the GPU.
     """
-    tiles = [("dot", *tile) for tile in DOT_TILES[itemsize]]
+    block_m = next((most for most in DOT_TILES[itemsize] if rows <= most), None)
+    if block_m is None:
+        return []
+    tiles = [("dot", *tile) for tile in DOT_TILES[itemsize][block_m]]
     if rows <= GEMV_ROWS:
         tiles += [("gemv", *tile) for tile in GEMV_TILES[itemsize]]
     found: dict[SmallLinearConfig, None] = {}
     for kind, block_n, block_k, num_warps, num_stages in tiles:
         blocks = -(-out_features // block_n)
-        for waves in _WAVES:
-            splits = _split(in_features, block_k, blocks, waves * units)
-            found[SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages)] = None
+        for splits in (1, *(_split(in_features, block_k, blocks, waves * units) for waves in _WAVES)):
+            found[SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages, block_m=block_m)] = None
     return list(found)
 
 
-def fixed_config(out_features: int, in_features: int, itemsize: int) -> SmallLinearConfig:
+def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool = False) -> SmallLinearConfig:
     """Return one configuration for any number of rows, which follows from the shape alone: no GPU, no clock.
 
     A row's result then has the same bits in any company, on any GPU of the same kind.
@@ -88,7 +97,8 @@ def fixed_config(out_features: int, in_features: int, itemsize: int) -> SmallLin
         out_features: rows of the weight.
         in_features: columns of the weight.
         itemsize: bytes of a weight.
+        pdl: whether the GPU lets kernels begin early.
     """
-    block_n, block_k, num_warps, num_stages = DOT_TILES[itemsize][_FIXED_TILE]
+    block_n, block_k, num_warps, num_stages = DOT_TILES[itemsize][TILE_ROWS][0]
     splits = _split(in_features, block_k, -(-out_features // block_n), _FIXED_PROGRAMS)
-    return SmallLinearConfig("dot", block_n, block_k, splits, num_warps, num_stages)
+    return SmallLinearConfig("dot", block_n, block_k, splits, num_warps, num_stages, pdl)

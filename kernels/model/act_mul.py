@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..native.early_start import has_early_start
+from ..native.early_start import has_early_start, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import OneOf, Written
@@ -18,23 +18,28 @@ ACTIVATIONS = OneOf(("silu", "gelu_tanh", "gelu"))
 _MAX_BLOCK = 2048
 
 
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    """Return the activation of fp32 values."""
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    if ACTIVATION == "gelu_tanh":
+        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) * (x + 0.044715 x^3)
+        return gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
+    return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+
+
 # One program computes one tile of one row: it reads 2 * tile and writes tile values, in fp32 in between.
 @triton.jit
 def _act_mul_kernel(out, gate_up, width, stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    if PDL:  # the product behind it may begin to load its weights
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:
+        wait_and_trigger()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + width + columns, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        active = gate / (1.0 + tl.exp(-gate))
-    elif ACTIVATION == "gelu_tanh":
-        # 0.5 * (1 + tanh(z)) = sigmoid(2 z), z = sqrt(2 / pi) * (x + 0.044715 x^3)
-        active = gate / (1.0 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
-    else:
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    active = activated(gate, ACTIVATION)
     tl.store(out + row * width + columns, (active * up).to(out.dtype.element_ty), mask=inside)
 
 
@@ -43,10 +48,20 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
     grid = (rows, triton.cdiv(width, block))
-    pdl = has_early_start(out.device)
+    early = {"PDL": True, "launch_pdl": True} if has_early_start(out.device) else {"PDL": False}
     _act_mul_kernel[grid](
-        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, PDL=pdl, num_warps=4
+        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4, **early
     )
+
+
+def gated(out: Tensor, gate_up: Tensor, activation: str) -> None:
+    """Compute with torch's operators; see `act_mul`."""
+    gate, up = gate_up.chunk(2, dim=1)
+    if activation == "silu":
+        torch.ops.aten.silu.out(gate, out=out)
+    else:
+        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
+    out.mul_(up)
 
 
 def _is_served(out: Tensor, gate_up: Tensor, activation: str) -> bool:
@@ -65,9 +80,4 @@ def act_mul(out: Written[Tensor], gate_up: Tensor, activation: Annotated[str, AC
     Raises:
         ValueError: the activation is not known.
     """
-    gate, up = gate_up.chunk(2, dim=1)
-    if activation == "silu":
-        torch.ops.aten.silu.out(gate, out=out)
-    else:
-        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
-    out.mul_(up)
+    gated(out, gate_up, activation)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Written
@@ -11,7 +12,9 @@ _BLOCK = 2048
 
 # One program caps one tile of one row: it reads and writes tile * itemsize bytes.
 @triton.jit
-def _cap_logits_kernel(logits, width, cap, BLOCK: tl.constexpr):
+def _cap_logits_kernel(logits, width, cap, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        wait_and_trigger()
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = logits + tl.program_id(0).to(tl.int64) * width + columns
     values = tl.load(at, mask=columns < width, other=0.0).to(tl.float32)
@@ -23,7 +26,8 @@ def _cap_logits_kernel(logits, width, cap, BLOCK: tl.constexpr):
 def cap_logits_triton(logits: Tensor, cap: float) -> None:
     """Launch the kernel; see `cap_logits`."""
     rows, width = logits.shape
-    _cap_logits_kernel[(rows, triton.cdiv(width, _BLOCK))](logits, width, cap, BLOCK=_BLOCK, num_warps=4)
+    grid = (rows, triton.cdiv(width, _BLOCK))
+    _cap_logits_kernel[grid](logits, width, cap, BLOCK=_BLOCK, num_warps=4, **early_start_options(logits.device))
 
 
 @operator(triton_version=cap_logits_triton, is_compiled=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..linear.native_linear import PANEL, to_panels
 from ..model.act_mul import ACTIVATIONS
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, OneOf, Written
@@ -66,7 +67,10 @@ def _expert_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_and_trigger()
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
     index = tl.arange(0, BLOCK_E)
     starts = tl.load(offsets + index, mask=index < experts, other=0)
@@ -155,6 +159,7 @@ def expert_linear_triton(
         BLOCK_K=block_k,
         num_warps=num_warps,
         num_stages=num_stages,
+        **early_start_options(out.device),
     )
 
 

@@ -7,6 +7,7 @@ times the sigmoid of its gate.
 import torch
 from torch import Tensor
 
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Written
@@ -27,7 +28,10 @@ def _combine_kernel(
     SLOTS: tl.constexpr,
     HAS_GATE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_and_trigger()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -60,6 +64,7 @@ def moe_combine_triton(out: Tensor, parts: Tensor, ids: Tensor, weights: Tensor,
         HAS_GATE=gate is not None,
         BLOCK=block,
         num_warps=4,
+        **early_start_options(out.device),
     )
 
 

@@ -8,6 +8,7 @@ expert, in their own order: the products of an expert read its weights once for 
 import torch
 from torch import Tensor
 
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Written
@@ -30,7 +31,10 @@ def _route_kernel(
     RENORMALISE: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_and_trigger()
     row = tl.program_id(0).to(tl.int64)
     slot = tl.arange(0, BLOCK_S)
     place = row * SLOTS + slot
@@ -62,7 +66,9 @@ def _route_kernel(
 # One program lists the pairs of one expert, behind those of the experts before it: it reads all ids twice, 8 bytes a
 # pair, which the L2 cache holds, and writes 4 bytes for each pair of its own.
 @triton.jit(do_not_specialize=["pairs"])
-def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr):
+def _list_kernel(order, offsets, ids, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        wait_and_trigger()
     expert = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     begin = 0
@@ -84,6 +90,7 @@ def moe_route_triton(
 ) -> None:
     """Launch the two kernels; see `moe_route`."""
     (rows, slots), experts = ids.shape, logits.shape[1]
+    early = early_start_options(ids.device)
     _route_kernel[(rows,)](
         ids,
         weights,
@@ -97,9 +104,10 @@ def moe_route_triton(
         BLOCK_S=triton.next_power_of_2(slots),
         BLOCK_E=triton.next_power_of_2(experts),
         num_warps=1,
+        **early,
     )
     block = min(triton.next_power_of_2(rows * slots), _PAIRS_AT_ONCE)
-    _list_kernel[(experts,)](order, offsets, ids, rows * slots, BLOCK=block, num_warps=4)
+    _list_kernel[(experts,)](order, offsets, ids, rows * slots, BLOCK=block, num_warps=4, **early)
 
 
 def _is_served(

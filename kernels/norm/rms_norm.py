@@ -8,7 +8,7 @@ the rest is: one that is stored as its distance from 1 would lose it in 16 bits.
 import torch
 from torch import Tensor
 
-from ..native.early_start import has_early_start
+from ..native.early_start import has_early_start, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Written
@@ -34,15 +34,19 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:  # the product behind it may begin to load its weights
-        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    if PDL:
+        wait_and_trigger()
+    if HAS_POST:  # the gains are asked for with the rows, not when the factors are known
+        post_gain = tl.load(post_weight + columns, mask=inside, other=0.0)
+    if HAS_WEIGHT:
+        gain = tl.load(weight + columns, mask=inside, other=0.0)
     values = tl.load(x + row * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
     if HAS_POST:
         post_scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + post_eps)
-        values = values * post_scale * tl.load(post_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values * post_scale * post_gain
     if HAS_RESIDUAL:
         values = values * factor
         values += tl.load(residual + row * hidden + columns, mask=inside, other=0.0).to(tl.float32)
@@ -51,7 +55,7 @@ def _rms_norm_kernel(
         values = values.to(tl.float32)
     if HAS_WEIGHT:
         scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=0) / hidden + eps)
-        values = values * scale * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        values = values * scale * gain
     tl.store(out + row * hidden + columns, values.to(out.dtype.element_ty), mask=inside)
 
 
@@ -67,6 +71,7 @@ def _launch(
 ) -> None:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
+    early = {"PDL": True, "launch_pdl": True} if has_early_start(x.device) else {"PDL": False}
     _rms_norm_kernel[(x.numel() // hidden,)](
         out,
         residual,
@@ -82,8 +87,8 @@ def _launch(
         HAS_WEIGHT=weight is not None,
         HAS_POST=post_weight is not None,
         BLOCK=block,
-        PDL=has_early_start(x.device),
         num_warps=min(max(block // 512, 1), 16),
+        **early,
     )
 
 

@@ -24,7 +24,7 @@ from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_
 
 _LIST_BLOCK = 1024
 _PARTS = 8  # of a block, of which one is looked at for the token
-_PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
+PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
 
 
 @triton.jit
@@ -380,7 +380,7 @@ def launch_choose(
     options: dict[str, Any] = advance_options(state, sampled, live_rows, slots, logprobs)
     if early:
         options["launch_pdl"] = True
-    _choose_kernel[(rows, min(max(_PROGRAMS // rows, 1), blocks))](
+    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), blocks))](
         memory.block_max,
         memory.block_id,
         memory.block_sum,

@@ -17,8 +17,8 @@ KERNEL(settle_drafts) {
             int64_t verified = entry[VERIFIED * ring_rows + row], accepted = entry[ACCEPTED * ring_rows + row];
             still++;
             if (a->adapts && verified > 0 && *limit > 0) {
-                int64_t lower = (accepted + *limit) / 2;
-                *limit = (int32_t)(accepted >= verified ? least_of(2 * (int64_t)*limit, most) : lower > 1 ? lower : 1);
+                int64_t half = (accepted + *limit + 1) / 2, lower = least_of(half > 2 ? half : 2, most);
+                *limit = (int32_t)(accepted >= verified ? least_of(2 * (int64_t)*limit, most) : lower);
             }
             int64_t room = (int64_t)a->last_position.data[row] - 1 - a->pre_step_seqlens.data[row];
             found = least_of(least_of(a->num_drafts.data[row], *limit), room);

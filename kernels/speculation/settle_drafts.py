@@ -2,7 +2,7 @@
 
 A draft is fed at its position, and the token behind it is sampled there: none is taken whose token would stand past
 the row's last position. Where the limits adapt, one that proved too low doubles, and one that proved too high goes
-half the way down to what was accepted.
+half the way down to what was accepted, but not below two.
 """
 
 from torch import Tensor
@@ -53,7 +53,7 @@ def _settle_drafts_kernel(
         verified = tl.load(entry + VERIFIED * ring_rows, mask=goes_on, other=0)
         accepted = tl.load(entry + ACCEPTED * ring_rows, mask=goes_on, other=0)
         higher = tl.minimum(2 * limit, most)
-        lower = tl.maximum((accepted + limit) // 2, 1)
+        lower = tl.minimum(tl.maximum((accepted + limit + 1) // 2, 2), most)
         limit = tl.where((verified > 0) & (limit > 0), tl.where(accepted >= verified, higher, lower), limit)
         tl.store(draft_limit + rows, limit, mask=goes_on)
     position = tl.load(pre_step_seqlens + rows, mask=goes_on, other=0)
@@ -153,7 +153,7 @@ def settle_drafts(
                 int(entry[ACCEPTED, row]),
             )
             if adapts and verified > 0 and limit > 0:
-                limit = min(2 * limit, most) if accepted >= verified else max((accepted + limit) // 2, 1)
+                limit = min(2 * limit, most) if accepted >= verified else min(max((accepted + limit + 1) // 2, 2), most)
                 slots.draft_limit[row] = limit
             room = int(last_position[row]) - 1 - int(pre_step_seqlens[row])
             found = max(min(int(slots.num_drafts[row]), limit, room), 0)

@@ -23,18 +23,11 @@ def collect_what_is_left(driver: Driver) -> None:
 
 
 @pytest.fixture
-def bare_driver() -> Iterator[Driver]:
+def bare_driver() -> Driver:
     """The stand-in, with the first device's context current; what a test leaves behind is its own business."""
-    from cuda.bindings import driver as bindings
-
     driver = loaded()
-    driver.reset()
-    assert int(bindings.cuInit(0)[0]) == 0
-    _, context = bindings.cuDevicePrimaryCtxRetain(0)
-    assert int(bindings.cuCtxSetCurrent(context)[0]) == 0
-    driver.forget_calls()
-    yield driver
-    driver.reset()
+    driver.begin()
+    return driver
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ class Counting:
         slots = [Slot("x", ("batch", WIDTH), torch.float32), Slot("left", ("batch",), torch.int32)]
         slots += [Slot(name, (1,), torch.int32) for name in (*COUNTERS, "launched_behind")]
         self.buffers = StepBuffers(slots, max_batch_size=capacity, device="cpu")
+        self.buffers.device = torch.device("cuda", 0)  # where they really are
         self.weight = torch.linspace(-1.0, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH)
         with torch._C._DisableTorchDispatch():
             self.expected_weight = torch.linspace(-1.0, 1.0, WIDTH * WIDTH).reshape(WIDTH, WIDTH)

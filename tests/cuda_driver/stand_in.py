@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cuda.bindings import driver as cuda
 
 from graphdecode.graphs import loop_condition
 
@@ -106,10 +107,14 @@ class Driver:
     def set_version(self, version: int) -> None:
         self._library.stand_in_version(version)
 
-    def reset(self) -> None:
-        """Forget all handles."""
+    def begin(self) -> None:
+        """Forget all handles and calls, and make the first device's context the current one."""
         self._library.stand_in_reset()
         self._callbacks.clear()
+        assert int(cuda.cuInit(0)[0]) == 0
+        _, context = cuda.cuDevicePrimaryCtxRetain(0)
+        assert int(cuda.cuCtxSetCurrent(context)[0]) == 0
+        self.forget_calls()
 
     def launch_host(self, stream: int, body: Callable[[], None]) -> None:
         """Queue a function of the host's; the bindings' own call frees what a graph would go on calling."""

@@ -193,15 +193,20 @@ class Device:
         self.current = self.default = Stream(cuda.CUstream(0))
         self.is_over = False
         self._pools = pool_handles()
-        self._streams = itertools.cycle([Stream(done(cuda.cuStreamCreate(1))) for _ in range(STREAMS_OF_TORCH)])
+        self.streams = [Stream(done(cuda.cuStreamCreate(1))) for _ in range(STREAMS_OF_TORCH)]
+        self._in_turn = itertools.cycle(self.streams)
         self._launched: list[Launched] = []
         self._kernels: dict[tuple[str, int], Any] = {}
+
+    def next_stream(self, _device: object = None) -> Stream:
+        """Return one of a few, as torch does."""
+        return next(self._in_turn)
 
     def close(self) -> None:
         """Give back what torch keeps for the life of a process."""
         self.is_over = True
-        for _ in range(STREAMS_OF_TORCH):
-            done(cuda.cuStreamDestroy(next(self._streams).handle))
+        for stream in self.streams:
+            done(cuda.cuStreamDestroy(stream.handle))
         for segment in self.allocator.segments:
             done(cuda.cuMemFree(cuda.CUdeviceptr(segment.address)))
 
@@ -293,8 +298,9 @@ class Operators(TorchDispatchMode):
         return results[0] if len(results) == 1 else tuple(results) if results else None
 
     def _fresh(self, func: Any, args: tuple, kwargs: dict, given: list[Tensor]) -> Any:
-        sample = func(*args, **kwargs)  # of these results the forms are used, and the values where nothing is read
-        if kwargs.get("pin_memory"):
+        is_pinned = kwargs.get("pin_memory", False)
+        sample = func(*args, **kwargs | ({"pin_memory": False} if is_pinned else {}))  # its form is used
+        if is_pinned:
             self._device.pinned.allocate()
             return sample
         results = mapped(lambda value: self._device.new(value) if isinstance(value, Tensor) else value, sample)
@@ -322,7 +328,7 @@ def installed(driver: Driver, version: tuple[int, int] = (2, 13)) -> Iterator[De
     """Let `torch.cuda` work over the stand-in, as a release of torch does it."""
     device = Device(driver, version)
     replacements = {
-        "Stream": lambda _device=None: next(device._streams),
+        "Stream": device.next_stream,
         "CUDAGraph": partial(Graph, device),
         "graph_pool_handle": lambda: next(device._pools),
         "current_stream": lambda _device=None: device.current,

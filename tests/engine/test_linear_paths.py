@@ -67,6 +67,10 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
     if device.type == "cpu":
         found = {bucket: names["graphdecode.small_linear.default"] for bucket, names in kernels.items()}
         assert found == products
+        fused = {"small_linear": 17, "rope_append": 4, "decode_attention": 4}
+        layers = {name.split(".")[1]: count for name, count in kernels[2].items() if count >= 4}
+        assert layers == fused, "norms, gates and sums with the residual take no launch of their own"
+        assert kernels[1]["graphdecode.act_mul.default"] == 4 * (not is_fixed)
     paths = {bucket.bucket: bucket.choices["qkv 256x128"]["path"] for bucket in report.buckets}
     assert paths == ({1: "fixed", 2: "fixed", 4: "fixed"} if is_fixed else {1: "plain", 2: "small", 4: "plain"})
     assert report.buckets[1].choices["down 128x384"]["config"] == str(SPLIT)
@@ -82,17 +86,28 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
     launched = []
 
     def product(
-        out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: None, counters: torch.Tensor, _: object
+        out: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: None,
+        counters: torch.Tensor,
+        _: object,
+        gain: torch.Tensor | None = None,
+        eps: float = 0.0,
+        epilogue: str = "store",
+        scale: float = 1.0,
     ) -> None:
-        launched.append(x.shape[0])
-        partial = torch.full((config.splits, *out.shape), torch.nan)
-        fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
-        small_linear_triton(out, x, weight, bias, partial, counters, *fields, False)
+        launched.append((x.shape[0], gain is not None, epilogue))
+        columns = -(-weight.shape[0] // config.block_n) * (config.block_n + 1)
+        partial = torch.full((config.splits, x.shape[0], columns), torch.nan)
+        sizes = (config.block_m, config.block_n, config.block_k, config.splits)
+        fields = (config.kind, *sizes, config.num_warps, config.num_stages, False)
+        small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, *fields)
 
     class Interpreted(Plain):
         @classmethod
         def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, options: FormOptions) -> WeightForm:
-            choices = {rows: LinearChoice("small", config) for rows in (1, 2, 4)}
+            choices = {rows: LinearChoice("small", config) for rows in ((1, 2) if kind == "gemv" else (1, 2, 4))}
             return dataclasses.replace(super().of(weight, bias, options), counters=counters, choices=choices)
 
     with make_llm() as llm:
@@ -103,5 +118,7 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
     buckets = BucketConfig(max_batch_size=4, max_sequence_length=64, batch_sizes=[1, 2, 4], backend="eager")
     with LLM("demo", config=buckets) as llm:
         assert [output.outputs[0].text for output in llm.generate(PROMPTS, GREEDY)] == expected
-    assert {1, 4} & set(launched)
+    shares = {(has_norm, epilogue) for _, has_norm, epilogue in launched}
+    assert shares == {(True, "store"), (False, "add"), (True, "silu")}
+    assert launched
     assert not counters.any()

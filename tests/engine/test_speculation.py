@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from graphdecode import Engine, EngineConfig, Request, SamplingParams
-from graphdecode.buffers import Batch, Slot
+from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
+from graphdecode.buffers import Batch
+from graphdecode.config import ConfigError
 from graphdecode.engine.loading import make_runner, step_of
 from graphdecode.engine.steps import SpeculativeStep, StepSetting
+from graphdecode.engine.steps.draft_model import ModelDrafts
+from graphdecode.engine.steps.draft_sources import DraftSource
+from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model
+from graphdecode.models.decoder import Decoder
 
 needs_kernels = pytest.mark.skipif(
     not torch.cuda.is_available() and native.library() is None, reason=f"no compiled kernels: {native.why_not()}"
@@ -126,7 +131,7 @@ def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, 
     engine.close()
 
 
-class Planted:
+class Planted(DraftSource):
     """Drafts out of a table of what is known to come, some of them spoilt; a request is known by its first token.
 
     Args:
@@ -135,10 +140,9 @@ class Planted:
     """
 
     def __init__(self, table: torch.Tensor, most: int) -> None:
-        self.slots: list[Slot] = []
         self.tensors = {"planted": table, "planted_offsets": torch.arange(1, most + 1)}
 
-    def draft(self, batch: Batch) -> None:
+    def look(self, batch: Batch) -> None:
         places = (batch.pre_step_seqlens[:, None] + batch.planted_offsets).clamp(min=0, max=batch.planted.shape[1] - 1)
         lines = batch.planted[batch.history[:, 0].clamp(0, VOCABULARY - 1)]
         batch.drafts.copy_(torch.gather(lines, 1, places))
@@ -290,3 +294,37 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     found = answers(engine, given)
     assert engine.stats.spec_decode_num_accepted_tokens > 0.8 * sum(len(tokens) for tokens, _ in found) - 6
     engine.close()
+
+
+@needs_kernels
+@pytest.mark.parametrize("settings", [{}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=str)
+def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, settings: dict[str, Any]) -> None:
+    given, expected = fuzz
+    for layers, adapts in ((len(decoder.layers), False), (2, True)):
+        small = Decoder(decoder.config, decoder.stem, decoder.layers[:layers], decoder.head)
+        source = partial(ModelDrafts, model=small, num_drafts=7)
+        engine = make(decoder, partial(SpeculativeStep, source=source, adapts=adapts), **settings)
+        assert answers(engine, given) == expected
+        stats = engine.stats
+        total = sum(len(tokens) for tokens, _ in expected)
+        if layers == len(decoder.layers):  # the model itself: where greedy, right but for what penalties change
+            assert stats.spec_decode_num_accepted_tokens > 0.3 * total
+        assert stats.spec_decode_num_draft_tokens > 0
+        engine.close()
+
+
+@needs_kernels
+def test_a_draft_model_is_named_in_the_configuration() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    limits = {"max_batch_size": 2, "max_sequence_length": 64}
+    with LLM("demo", **limits) as llm:
+        expected = llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids
+    for speculation in ({"method": "model", "model": "demo"}, {"method": "ngram", "num_tokens": 3}, "ngram", None):
+        with LLM("demo", speculation=speculation, **limits) as llm:
+            assert llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids == expected
+            if speculation == {"method": "model", "model": "demo"}:
+                assert llm.stats.spec_decode_num_accepted_tokens >= 8
+    with pytest.raises(ConfigError, match="model names none"):
+        LLM("demo", speculation="model")
+    with pytest.raises(ArgumentError, match="vocabulary"):
+        LLM("demo", speculation={"method": "model", "model": "shape:llama-100m"}, **limits)

@@ -236,8 +236,8 @@ def test_after_a_capture_that_the_driver_refuses_others_go_on_with_a_new_pool_an
     assert stand_in.recording["device"] == set()
     graphs.close()
     gc.collect()
-    # the allocator of pinned memory asks the refused graph, for as long as the process lives, what is its own
-    assert len(stand_in.graphs) == 1
+    # up to 2.13 the allocator of pinned memory asks the refused graph, as long as the process lives, what is its own
+    assert len(stand_in.graphs) == (not ends_itself)
 
 
 def test_workspaces_lie_in_the_pool_of_the_graphs_that_point_at_them(stand_in: StandIn, buffers: StepBuffers) -> None:

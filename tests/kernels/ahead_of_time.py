@@ -7,11 +7,11 @@ Triton's interpreter cannot be switched off again.
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 from graphdecode.kernels.attention import append_attention, attention_plan, extend_attention, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
-from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS, SmallLinearConfig, candidates, fixed_config
-from graphdecode.kernels.model import act_mul, advance, cap_logits, embedding, sample_and_advance, skip_steps
+from graphdecode.kernels.linear.small_linear_config import (
+    DOT_TILES,
+    GEMV_ROWS,
+    SmallLinearConfig,
+    candidates,
+)
+from graphdecode.kernels.model import (
+    act_mul,
+    advance,
+    cap_logits,
+    embedding,
+    embedding_norm,
+    sample_and_advance,
+    skip_steps,
+)
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.norm import rms_norm
 from graphdecode.kernels.sampling import block_max, choose, logprobs, sample
@@ -88,6 +101,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(act_mul, "has_early_start", early),
         mock.patch.object(append_attention, "has_early_start", early),
         mock.patch.object(block_max, "has_early_start", early),
+        mock.patch.object(embedding_norm, "has_early_start", early),
         mock.patch.object(choose, "has_early_start", early),
     ):
         if arch >= 89:
@@ -227,6 +241,9 @@ def step_cases() -> dict[str, Callable[[], None]]:
     return {
         "embedding": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 1.0),
         "embedding-scale": lambda: embedding.embedding_triton(x, tensors["tokens"], table, tensors["live"], 11.3),
+        "embedding-norm": lambda: embedding_norm.embedding_norm_triton(
+            x, x, tensors["tokens"], table, tensors["live"], weight, 11.3, 1e-5
+        ),
         "cap-logits": lambda: cap_logits.cap_logits_triton(logits, 30.0),
         "rms-norm": lambda: rms_norm.rms_norm_triton(x, x, weight, 1e-5),
         "add-rms-norm": lambda: rms_norm.add_rms_norm_triton(x, x, x, weight, 1e-5, None, 0.0, 1.0),
@@ -242,29 +259,40 @@ def step_cases() -> dict[str, Callable[[], None]]:
     }
 
 
-def linear_case(config: SmallLinearConfig, dtype: torch.dtype, rows: int) -> Callable[[], None]:
+def linear_case(
+    config: SmallLinearConfig, dtype: torch.dtype, rows: int, epilogue: str, is_normed: bool
+) -> Callable[[], None]:
     """One configuration of the product of few rows, over the down projection of a model."""
     x, weight = torch.empty(rows, FEED_FORWARD, dtype=dtype), torch.empty(HIDDEN, FEED_FORWARD, dtype=dtype)
-    out, partial = torch.empty(rows, HIDDEN, dtype=dtype), torch.empty(config.splits, rows, HIDDEN)
-    counters = torch.empty(HIDDEN, dtype=torch.int32)
-    fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages)
-    return lambda: small_linear.small_linear_triton(out, x, weight, None, partial, counters, *fields, config.pdl)
+    out, partial = torch.empty(rows, HIDDEN // (1 + (epilogue == "silu")), dtype=dtype), torch.empty(1)
+    counters, gain = torch.empty(HIDDEN, dtype=torch.int32), torch.empty(FEED_FORWARD) if is_normed else None
+    sizes = (config.block_m, config.block_n, config.block_k, config.splits)
+    fields = (config.kind, *sizes, config.num_warps, config.num_stages, config.pdl)
+    return lambda: small_linear.small_linear_triton(
+        out, x, weight, None, gain, partial, counters, 1e-5, epilogue, 1.0, *fields
+    )
 
 
 def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
-    """Every tile that may be chosen: columns split and not, with and without an early start where there is one."""
+    """Every tile that may be chosen, with what a layer fuses with it; columns split and not."""
     cases: dict[str, Callable[[], None]] = {}
     for dtype in (torch.bfloat16, torch.float32):
-        found = [fixed_config(HIDDEN, FEED_FORWARD, dtype.itemsize)]
-        found += candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, GEMV_ROWS, 132)
-        for config in found:
-            for splits, pdl in ((1, False), (2, False), (2, True)):
-                if pdl and arch < 90:
-                    continue
-                chosen = dataclasses.replace(config, splits=splits, pdl=pdl)
-                for rows in (1, 2, GEMV_ROWS) if config.kind == "gemv" else (ROWS,):
-                    name = f"{config.kind}-{config.block_n}x{config.block_k}-{str(dtype)[6:]}-rows{rows}"
-                    cases[f"{name}{'-split' * (splits > 1)}{'-pdl' * pdl}"] = linear_case(chosen, dtype, rows)
+        rows_of_tiles = DOT_TILES[dtype.itemsize]
+        found = {
+            replace(config, splits=1, pdl=arch >= 90): rows
+            for rows in (1, *rows_of_tiles)
+            for config in candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, rows, 132)
+        }
+        for config, rows in found.items():
+            for epilogue, is_normed, splits in (
+                ("store", True, 1),
+                ("add", False, 1),
+                ("silu", True, 2),
+            ):
+                count = GEMV_ROWS if config.kind == "gemv" else rows
+                name = f"{config.kind}-{config.block_n}x{config.block_k}-{config.num_warps}w-{str(dtype)[6:]}"
+                name += f"-rows{count}-{epilogue}{'-norm' * is_normed}{'-split' * (splits > 1)}"
+                cases[name] = linear_case(replace(config, splits=splits), dtype, count, epilogue, is_normed)
     return cases
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from graphdecode.kernels.model.embedding import embedding, embedding_triton
+from graphdecode.kernels.model.embedding_norm import embedding_norm, embedding_norm_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -74,3 +75,24 @@ def test_the_operator_passes_opcheck(device):
     torch.library.opcheck(torch.ops.graphdecode.embedding.default, (*there, 2.0))
     embedding(*there)
     assert torch.equal(there[0][1], there[2][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("hidden", "scale"), [(20, 1.0), (96, 11.3)])
+def test_with_the_first_norm_the_residual_keeps_its_bits_and_the_norm_is_that_of_it(dtype, hidden, scale, device):
+    draw = torch.Generator().manual_seed(3)
+    table, gain = torch.randn(11, hidden, generator=draw).to(dtype), torch.rand(hidden, generator=draw)
+    tokens, live = torch.tensor([7, 0, 10, *HOSTILE_IDS]), torch.tensor([3], dtype=torch.int32)
+    wanted = torch.empty(len(tokens), hidden, dtype=dtype)
+    embedding(wanted, tokens, table, live, scale)
+    wide = wanted.double()
+    normed = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
+    for version in (embedding_norm, versions("embedding_norm").torch, embedding_norm_triton):
+        where = device if version is embedding_norm_triton else "cpu"
+        out, residual = (torch.full_like(wanted, torch.nan).to(where) for _ in range(2))
+        version(out, residual, *(t.to(where) for t in (tokens, table, live, gain)), scale, 1e-5)
+        if where == "cpu" and scale == 1.0:
+            assert torch.equal(residual, wanted)
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(residual.cpu(), wanted, rtol=tolerance, atol=0.0)
+        torch.testing.assert_close(out.cpu().double(), normed, rtol=tolerance, atol=tolerance)

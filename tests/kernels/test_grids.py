@@ -46,21 +46,20 @@ def test_every_launch_of_a_step_can_be(model, rows):
 
 
 def test_every_product_that_may_be_chosen_has_a_grid_that_can_be(model):
-    sizes = {
+    shapes_of_weights = {
         (linear.out_features, linear.in_features)
         for block in step_of(model, 1).model.blocks
         for linear in block.linears.values()
     }
-    assert sizes
-    for out_features, in_features in sizes:
+    assert shapes_of_weights
+    for out_features, in_features in shapes_of_weights:
         weight = torch.empty(out_features, in_features, dtype=torch.bfloat16, device="meta")
-        for rows in (1, 4, 16):
+        for rows in (1, 4, 64):
             x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in weight.shape[::-1])
             for config in {each for units in PROCESSORS for each in candidates(*weight.shape, 2, rows, units)}:
-                fields = (config.kind, config.block_n, config.block_k, config.splits, config.num_warps)
-                call = partial(
-                    small_linear_triton, out, x, weight, None, None, None, *fields, config.num_stages, config.pdl
-                )
+                sizes = (config.block_m, config.block_n, config.block_k, config.splits)
+                fields = (config.kind, *sizes, config.num_warps, config.num_stages, config.pdl)
+                call = partial(small_linear_triton, out, x, weight, None, None, None, None, 0.0, "store", 1.0, *fields)
                 launches = launches_of(call)
                 assert launches
                 for launch in launches:

@@ -14,6 +14,8 @@ import triton.language as tl
 from interpreted_launches import early_starts
 from triton.runtime.interpreter import InterpreterError
 
+from graphdecode.kernels.linear.small_linear import small_linear_triton
+
 
 @triton.jit
 def copy_kernel(out, x, size, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
@@ -108,3 +110,23 @@ def test_a_read_before_the_wait_sees_what_was_there_before_the_kernel_in_front(w
     assert torch.equal(out, torch.full((64,), 3.0)) is waits
     assert torch.equal(x, torch.full((64,), 2.0))
     assert torch.equal(weight, torch.full((64,), 5.0))
+
+
+@pytest.mark.parametrize("kind", ["dot", "gemv"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_small_products_that_begin_early_one_after_another_are_the_products(kind, splits, strict_launches):
+    """Each reads what the one before it writes, and asks for its weight before that one has begun."""
+    draw = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 64, generator=draw)
+    weights = [torch.randn(64, 64, generator=draw) / 8 for _ in range(3)]
+    outs = [torch.full((2, 64), torch.nan) for _ in weights]
+    partials = [torch.full((splits, 2, 64), torch.nan) for _ in weights]
+    counters = torch.zeros(16, dtype=torch.int32)
+    with early_starts(strict_launches):
+        for given, weight, out, partial in zip([x, *outs], weights, outs, partials, strict=False):
+            small_linear_triton(out, given, weight, None, partial, counters, kind, 16, 32, splits, 4, 2, True)
+    expected = x.double()
+    for weight, out in zip(weights, outs, strict=True):
+        expected = expected @ weight.double().T
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    assert not counters.any()

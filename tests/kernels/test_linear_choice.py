@@ -165,16 +165,16 @@ def test_each_bucket_has_its_own_choice_and_a_second_start_times_nothing(tmp_pat
     monkeypatch.setattr(linear_choice, "GraphClock", lambda _: None)
     weight = weight_of(1024, 512)
     for _ in range(2):
-        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight, None, (1, 2, 16, 17, 64))
-        assert timed == [1, 2, 16]
-        assert [choices[rows].path for rows in (1, 2, 16)] == ["small", "plain", "small"]
-        assert choices.keys() == {1, 2, 16}
+        choices = LinearTuner(cache=ChoiceCache(tmp_path)).choose_small(weight, None, (1, 2, 64, 65, 100))
+        assert timed == [1, 2, 64]
+        assert [choices[rows].path for rows in (1, 2, 64)] == ["small", "plain", "small"]
+        assert choices.keys() == {1, 2, 64}
     assert LinearTuner().choose_small(weight_of(), None, (1, 2)) == {}, "such a weight is read in no time"
     counters = torch.zeros(64, dtype=torch.int32)
     held = Plain((1024, 512), None, weight, counters, choices=choices)
     taken = []
-    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given: taken.append(given[-1]))
-    for rows in (1, 2, 3, 16, 17):
+    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
+    for rows in (1, 2, 3, 64, 65):
         held.apply(torch.zeros(rows, 1024), torch.zeros(rows, 512))
     assert taken == [CONFIG, CONFIG]
 
@@ -187,7 +187,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     late = dataclasses.replace(CONFIG, pdl=False)
     changed = held.rechosen(lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
-    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given: taken.append(given[-1]))
+    monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
     for form in (held, changed, held.rechosen(lambda choice: None)):
         form.apply(torch.zeros(1, 96), torch.zeros(1, 80))
         form.apply(torch.zeros(4, 96), torch.zeros(4, 80))
@@ -245,11 +245,11 @@ def test_a_process_finds_what_another_measured(tmp_path):
 @pytest.mark.gpu
 def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path):
     weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
-    held = prepare(weight, LinearTuner(cache=ChoiceCache(tmp_path)), batch_sizes=(1, 16, 64))
+    held = prepare(weight, LinearTuner(cache=ChoiceCache(tmp_path)), batch_sizes=(1, 64, 65))
     assert held.choice(1).us > 0
-    assert held.choice(16).us > 0
-    assert held.choice(64).us is None
-    for rows in (1, 16, 64):
+    assert held.choice(64).us > 0
+    assert held.choice(65).us is None
+    for rows in (1, 64, 65):
         x, out = torch.randn(rows, 1024, device="cuda").bfloat16(), weight.new_full((rows, 2048), torch.nan)
         held.apply(out, x)
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1.6e-2, atol=1.6e-2)

@@ -106,7 +106,7 @@ def test_how_many_programs_share_a_row_changes_no_bit(monkeypatch: pytest.Monkey
     given = end_of_step(3, 3, 8)
     found = []
     for programs in (3, 6, 9):
-        monkeypatch.setattr(choose, "_PROGRAMS", programs)
+        monkeypatch.setattr(choose, "PROGRAMS", programs)
         mine = copied(given)
         sample_and_advance_triton(*mine, block=16, capacity=8)
         found.append(mine)

@@ -45,17 +45,14 @@ def contest(seconds, rows=8, has_pdl=True, dtype=torch.bfloat16):
     return winner, times, clock.timed[2:]
 
 
-def test_the_fastest_candidate_wins_and_the_best_two_are_tried_with_an_early_start():
-    all_configs = candidates(64, 512, 2, 8, 132)
-    winner, times, timed = contest(
-        lambda config: (5e-6 if config.block_n == all_configs[2].block_n else 8e-6) - 1e-6 * config.pdl
-    )
-    assert winner == dataclasses.replace(all_configs[2], pdl=True)
-    assert timed[: len(all_configs)] == all_configs
-    assert [config.pdl for config in timed[len(all_configs) :]] == [True, True]
+def test_the_fastest_candidate_wins_and_all_are_tried_with_an_early_start():
+    all_configs = [dataclasses.replace(config, pdl=True) for config in candidates(64, 512, 2, 8, 132)]
+    winner, times, timed = contest(lambda config: 4e-6 if config == all_configs[2] else 8e-6)
+    assert winner == all_configs[2]
+    assert timed == all_configs
     assert times["plain"] == pytest.approx(10e-6)
     assert times[str(winner)] == pytest.approx(4e-6)
-    assert len(times) == len(all_configs) + 3
+    assert len(times) == len(all_configs) + 1
 
 
 def test_no_early_start_where_the_gpu_has_none():
@@ -198,7 +195,7 @@ def test_a_capture_that_fails_is_ended(gpu):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 4, 16])
+@pytest.mark.parametrize("rows", [1, 16, 64])
 def test_a_real_contest_has_no_wrong_candidate(rows, recwarn):
     weight = (torch.randn(2048, 1024, device="cuda") / 32).bfloat16()
     winner, times = fastest_product(weight, None, rows, GraphClock(weight.device))

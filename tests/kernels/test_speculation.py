@@ -181,7 +181,7 @@ def test_a_row_is_held_at_its_first_wrong_draft_and_let_go_at_the_end(run) -> No
     run("settle_drafts", *(given[name] for name in SETTLED), 4, True)
     assert given["finished"].tolist() == [0, 0, 1, 1, 0]
     assert int(given["running"]) == 2
-    assert given["draft_limit"][:4].tolist() == [2, 4, 4, 4]
+    assert given["draft_limit"][:4].tolist() == [3, 4, 4, 4]
     assert given["ring_drafts"][1, FOUND, :4].tolist() == [2, 2, 0, 0]  # of 7: the limit, and the room of 8 - 1 - 5
 
 

@@ -81,7 +81,7 @@ def test_every_kernel_of_a_step_keeps_its_budget_and_spills_nothing(kernels):
         where = f"{label} of {case}: {figures}"
         assert label in BUDGETS, f"{where} has no budget: python tools/kernel_figures.py --write"
         budget = BUDGETS[label]
-        assert figures["stack"] == 0, where
+        assert figures["stack"] <= budget.get("stack", 0), where
         assert figures["registers"] <= budget["registers"] + REGISTER_SLACK, where
         assert figures["shared"] <= budget["shared"] + 1024, where
         for name in ("levels", "barriers", "fences"):

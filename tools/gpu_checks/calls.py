@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gpu_checks.part import ROOT, Part
+from gpu_checks.part import Part
 
 GPU_CONFIG = """\
 [capacity]
@@ -37,7 +37,6 @@ def call_a(scratch: Path) -> list[Part]:
     config, small = scratch / "buckets.toml", scratch / "small.toml"
     config.write_text(GPU_CONFIG)
     small.write_text(SMALL_CONFIG)
-    compile_all = [*_PYTHON, str(ROOT / "tests" / "kernels" / "ahead_of_time.py"), "90"]
     tests = ["-m", "gpu or not slow", "tests/engine/test_on_gpu.py", "tests/graphs/test_cuda_graph.py"]
     tests += ["tests/engine/test_device_loop.py", "tests/kernels", "tests/attention"]
     listed = [
@@ -47,9 +46,8 @@ def call_a(scratch: Path) -> list[Part]:
             "gpu and kernel tests",
             _isolated("gpu and kernel tests", scratch, 210, *tests),
             210,
-            _isolated("gpu and kernel tests", scratch, 100, "--first", "4", *tests),
+            _isolated("gpu and kernel tests", scratch, 60, "tests/kernels/test_act_mul.py"),
         ),
-        Part("compile for sm_90", [], 120, compile_all),
     ]
     for shape in ("qwen3-0.6b", "llama-3.1-8b"):
         options = ["--model", f"shape:{shape}", "--config", str(config), "--contexts", "512,4096", "--steps", "60"]
@@ -74,7 +72,7 @@ def call_b(scratch: Path) -> list[Part]:
             "engine tests",
             _isolated("engine tests", scratch, 230, *tests),
             230,
-            _isolated("engine tests", scratch, 60, "--first", "4", *tests),
+            _isolated("engine tests", scratch, 60, "tests/graphs/test_edges.py"),
         ),
         Part("loop", [*loop, "--device", "cuda"], 90, [*loop, *in_small]),
     ]

@@ -161,12 +161,11 @@ def main() -> int:
     parser.add_argument("--test-limit", type=float, default=60.0, help="seconds for one test")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for all")
     parser.add_argument("--out", type=Path, help="a file for what became of each test")
-    parser.add_argument("--first", type=int, help="run no more than so many, and list the others")
     options, arguments = parser.parse_known_args()
     deadline = time.monotonic() + options.limit
     pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
     tests = collected(pytest, arguments)
-    run = Run(options.test_limit, deadline, [*pytest, "-p", "gpu_checks.telling"], groups_of(tests[: options.first]))
+    run = Run(options.test_limit, deadline, [*pytest, "-p", "gpu_checks.telling"], groups_of(tests))
     workers = [threading.Thread(target=run.work) for _ in range(options.processes)]
     for worker in workers:
         worker.start()

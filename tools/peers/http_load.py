@@ -25,19 +25,15 @@ def alone_prompts(seed: int) -> list[str]:
     return prompts_of(_ALONE_REQUESTS, seed + 1_000_000)
 
 
-def first_token_seconds(port: int, model: str, *, seed: int) -> list[float]:
-    """Return how long requests waited for their first token that were asked one behind the other.
+def first_token_seconds(port: int, model: str, prompt: str) -> float:
+    """Return how long a request waits for its first token that is alone.
 
     Args:
         port: of the server, on this machine.
         model: its name.
-        seed: of the prompts.
+        prompt: a text.
     """
-
-    async def alone() -> list[float]:
-        return [(await _ask(port, _body(model, each, 2)))[0] for each in alone_prompts(seed)]
-
-    return asyncio.run(alone())
+    return asyncio.run(_ask(port, _body(model, prompt, 2)))[0]
 
 
 def tokens_per_second(port: int, model: str, *, clients: int, tokens: int, seed: int, ignores_eos: bool) -> float:

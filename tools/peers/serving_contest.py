@@ -21,6 +21,7 @@ from peers.http_load import alone_prompts, first_token_seconds, prompts_of, toke
 from peers.servers import Graphdecode, Running, Server, Setting, pin, running
 
 _CAPACITY = 512  # tokens of a prompt and its answer
+_VITALS_SECONDS = 0.5  # after which our server's metrics know of all steps
 
 
 class Contest(NamedTuple):
@@ -82,7 +83,6 @@ def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], No
         os.sched_setaffinity(0, engine)
         torch.set_num_threads(1)
         llm = stack.enter_context(LLM(contest.model, max_batch_size=contest.clients, max_sequence_length=_CAPACITY))
-        over_http = _turn_of(own, contest, ignores_eos=True)
 
         def library(turn: int) -> dict[str, Any]:
             os.sched_setaffinity(0, engine)
@@ -93,16 +93,20 @@ def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], No
 
         def served(turn: int) -> dict[str, Any]:
             with own.awake():
-                before = _engines_first_tokens(own)
-                firsts = first_token_seconds(own.port, own_model, seed=2 * turn + 1)
-                after = _engines_first_tokens(own)
-            seen = over_http(turn)
-            with own.awake():
-                live = httpx.get(f"http://127.0.0.1:{own.port}/live", timeout=60).json()
-            within = (after[0] - before[0]) / (after[1] - before[1])
-            return seen | {
-                "over_engine_ms": 1000 * (statistics.mean(firsts) - within),
-                "step_ms": 1000 * live["step_seconds"],
+                first_token_seconds(own.port, own_model, "wake up")
+                before = _sum_and_count(own, "vllm:time_to_first_token_seconds")
+                firsts = [first_token_seconds(own.port, own_model, prompt) for prompt in alone_prompts(2 * turn)]
+                time.sleep(_VITALS_SECONDS)
+                after = _sum_and_count(own, "vllm:time_to_first_token_seconds")
+                steps = _sum_and_count(own, "graphdecode:step_seconds")
+                speed = _speed(own, own_model, contest, turn, ignores_eos=True)
+                time.sleep(_VITALS_SECONDS)
+                later = _sum_and_count(own, "graphdecode:step_seconds")
+            return {
+                "tokens_per_second": speed,
+                "first_token_ms": 1000 * statistics.median(firsts),
+                "over_engine_ms": 1000 * (statistics.mean(firsts) - _mean_between(before, after)),
+                "step_ms": 1000 * _mean_between(steps, later),
             }
 
         os.sched_setaffinity(0, others)
@@ -122,11 +126,9 @@ def _turn_of(server: Running, contest: Contest, ignores_eos: bool) -> Callable[[
 
     def take(turn: int) -> dict[str, Any]:
         with server.awake():
-            first_token_seconds(server.port, model, seed=-1 - turn)  # it wakes up
-            firsts = first_token_seconds(server.port, model, seed=2 * turn)
-            speed = tokens_per_second(
-                server.port, model, clients=contest.clients, tokens=contest.tokens, seed=turn, ignores_eos=ignores_eos
-            )
+            first_token_seconds(server.port, model, "wake up")
+            firsts = [first_token_seconds(server.port, model, prompt) for prompt in alone_prompts(2 * turn)]
+            speed = _speed(server, model, contest, turn, ignores_eos=ignores_eos)
         return {"tokens_per_second": speed, "first_token_ms": 1000 * statistics.median(firsts)}
 
     return take
@@ -145,13 +147,23 @@ def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
     began = time.perf_counter()
     llm.generate(prompts_of(contest.clients, turn), params, use_tqdm=False)
     speed = contest.clients * contest.tokens / (time.perf_counter() - began)
-    step = statistics.median(llm.stats.step_seconds)
+    step = statistics.mean(llm.stats.step_seconds)
     first = statistics.median(firsts)
     return {"tokens_per_second": speed, "first_token_ms": 1000 * first, "step_ms": 1000 * step}
 
 
-def _engines_first_tokens(server: Running) -> tuple[float, int]:
-    """Return the seconds from the engine's `add` to the first token, of all requests, and how many they are."""
+def _speed(server: Running, model: str, contest: Contest, turn: int, *, ignores_eos: bool) -> float:
+    return tokens_per_second(
+        server.port, model, clients=contest.clients, tokens=contest.tokens, seed=turn, ignores_eos=ignores_eos
+    )
+
+
+def _mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def _sum_and_count(server: Running, histogram: str) -> tuple[float, float]:
+    """Return what a histogram of our server's metrics has seen."""
     text = httpx.get(f"http://127.0.0.1:{server.port}/metrics", timeout=60).text
-    found = dict(re.findall(r"^vllm:time_to_first_token_seconds_(sum|count)\{.*\} (\S+)$", text, re.MULTILINE))
-    return float(found["sum"]), int(float(found["count"]))
+    found = dict(re.findall(rf"^{histogram}_(sum|count)\{{.*\}} (\S+)$", text, re.MULTILINE))
+    return float(found["sum"]), float(found["count"])

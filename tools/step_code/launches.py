@@ -7,9 +7,10 @@ Triton version, whose launches are noted in place of being made, and any other o
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from triton.runtime.jit import JITFunction
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps import DecodeStep, StepSetting
-from graphdecode.kernels.linear.small_linear_config import fixed_config
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, candidates
 from graphdecode.kernels.native import early_start
 from graphdecode.kernels.native.registration import NAMESPACE, versions
 from graphdecode.linear import linear_choice
@@ -220,9 +221,17 @@ def _pretended(gpu: Gpu) -> Iterator[None]:
     capability = (gpu.arch // 10, gpu.arch % 10)
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
-        """What a GPU would have to time: the tile that follows from the shape, with an early start."""
-        config = fixed_config(weight.shape[0], weight.shape[1], weight.element_size())
-        config = type(config)(**(vars(config) | {"pdl": gpu.arch >= 90}))
+        """What a GPU would have to time: the first tile for so many rows, dealt to two programs on each processor."""
+        found = candidates(*weight.shape, weight.element_size(), rows, gpu.processors)
+        if not found:
+            return None, {"plain": 1.0}
+
+        def distance(config: SmallLinearConfig) -> float:
+            programs = -(-weight.shape[0] // config.block_n) * config.splits
+            return abs(math.log(programs / (2 * gpu.processors)))
+
+        first = [config for config in found if config.kind == "dot" and config.block_n == found[0].block_n]
+        config = replace(min(first, key=distance), pdl=gpu.arch >= 90)
         return config, {"plain": 2.0, str(config): 1.0}
 
     def nothing(*_: Any) -> None:

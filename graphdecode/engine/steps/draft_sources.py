@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from torch import Tensor
 
@@ -10,22 +12,38 @@ from graphdecode.buffers import Batch, Slot
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
 
 
-class DraftSource(Protocol):
+class DraftSource(ABC):
     """Guesses the tokens that follow a row's last one; part of the captured step.
 
-    What it writes may be anything: a draft that is wrong costs time and changes no token.
+    What it writes may be anything: a draft that is wrong costs time and changes no token. A source that needs what the
+    target's layers leave, as an EAGLE-3 head does, is given them by a model whose `decode` writes them into a slot of
+    the source's own.
+
+    Attributes:
+        slots: what it keeps for each row; the step's buffers hold them.
+        tensors: what else it writes, by name: caches, workspaces.
+        constants: what it only reads: weights.
     """
 
-    @property
-    def slots(self) -> list[Slot]:
-        """What it keeps for each row; the step's buffers hold them."""
+    slots: Sequence[Slot] = ()
+    tensors: Mapping[str, Tensor] = MappingProxyType({})
+    constants: Sequence[Tensor] = ()
 
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """What else it writes, by name: caches, workspaces."""
+    def prefill(  # noqa: B027 (only sources with keys of their own)
+        self,
+        token_ids: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        live: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_kv: Tensor,
+        page_table: Tensor,
+    ) -> None:
+        """Take tokens of prompts, as `Model.prefill` does, for a source with keys and values of its own."""
 
-    def draft(self, batch: Batch) -> None:
-        """Write `drafts`, `num_drafts` and `match_lengths` of the live rows.
+    @abstractmethod
+    def look(self, batch: Batch) -> None:
+        """Write `num_drafts` and `match_lengths` of the live rows' next step, and the `drafts` that are known by then.
 
         A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`, the last of them the one to feed next. It runs
         at the end of each step, and once when rows are staged.
@@ -34,8 +52,18 @@ class DraftSource(Protocol):
             batch: all slots of the step, the source's among them.
         """
 
+    def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (only sources that look nothing up)
+        """Write the first `count` of `drafts`, for a source that makes them when they are wanted.
 
-class NgramDrafts:
+        It runs at the beginning of each step; of one that feeds no draft too, with a count of 1.
+
+        Args:
+            batch: all slots of the step, the source's among them.
+            count: that the step feeds.
+        """
+
+
+class NgramDrafts(DraftSource):
     """What followed the row's last tokens when they stood in it before; see `ngram_draft`.
 
     Args:
@@ -47,17 +75,7 @@ class NgramDrafts:
         self._ngram_min = ngram_min
         self._ngram_max = ngram_max
 
-    @property
-    def slots(self) -> list[Slot]:
-        """Nothing but what every speculative step keeps."""
-        return []
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Nothing."""
-        return {}
-
-    def draft(self, batch: Batch) -> None:
+    def look(self, batch: Batch) -> None:
         """Look the last tokens up."""
         ngram_draft(
             batch.drafts,

@@ -74,7 +74,8 @@ class SpeculativeStep(DecodeStep):
         self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
         super().__init__(setting, queries=widths[-1])
         wider = {width: partial(self._verify, queries=width) for width in widths}
-        self.drafting = Drafting(wider, not adapts, self._found)
+        own = self._source
+        self.drafting = Drafting(wider, not adapts, self._found, own.prefill, own.constants)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         width = setting.max_pages_per_row * setting.page_size
@@ -101,6 +102,7 @@ class SpeculativeStep(DecodeStep):
 
     def __call__(self, batch: Batch) -> None:
         """Run one step of one query a row; drafts are made and judged, but none is fed."""
+        self._source.draft(batch, 1)
         self._take(batch, self._model.decode(batch, self._caches, self._attention), batch.live_rows)
         self._judge(batch, 0, 1)
         self._settle(batch, 1, adapts=False)
@@ -108,6 +110,7 @@ class SpeculativeStep(DecodeStep):
 
     def _verify(self, batch: Batch, queries: int) -> None:
         """Run one step of several queries a row."""
+        self._source.draft(batch, min(queries - 1, self._num_drafts))
         logits = self._model.decode(self._spread(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
         for index in range(queries):
@@ -153,8 +156,8 @@ class SpeculativeStep(DecodeStep):
         )
 
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
-        """Make the next step's drafts, and let all rows go on."""
-        self._source.draft(batch)
+        """Look for the next step's drafts, and let all rows go on."""
+        self._source.look(batch)
         settle_drafts(
             batch.finished,
             batch.running,

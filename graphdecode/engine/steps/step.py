@@ -76,11 +76,15 @@ class Drafting:
         is_fixed: whether every launch verifies all drafts that there are, whatever that costs.
         found: given the number of staged rows, returns each row's drafts for the next step and how many tokens speak
             for them; None where only the rings will tell.
+        prefill: is given what `Model.prefill` is, up to the page table, behind each prefill.
+        constants: what the drafts' source only reads.
     """
 
     wider: Mapping[int, Callable[[Batch], None]]
     is_fixed: bool
     found: Callable[[int], list[tuple[int, int]] | None]
+    prefill: Callable[..., None]
+    constants: Sequence[Tensor]
 
 
 class Step(Protocol):
