@@ -187,4 +187,5 @@ def merge_sizes(queries: int, tile: dict[str, int]) -> dict[str, int]:
         tile: of the attention kernel.
     """
     merged = min(triton.next_power_of_2(queries), tile["BLOCK_M"])
-    return {"MERGE_M": merged, "MERGE_S": max(MERGED_VALUES // (merged * tile["BLOCK_V"]), 1)}
+    room = MERGED_VALUES if tile["BLOCK_V"] <= 128 else MERGED_VALUES // 2  # wider ones would spill
+    return {"MERGE_M": merged, "MERGE_S": max(room // (merged * tile["BLOCK_V"]), 1)}
