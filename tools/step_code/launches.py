@@ -215,7 +215,7 @@ def _pretended(gpu: Gpu) -> Iterator[None]:
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
         """What a GPU would have to time: the first tile for so many rows, dealt to two programs on each processor."""
-        found = candidates(*weight.shape, weight.element_size(), rows, gpu.processors)
+        found = candidates(weight.shape[0], weight.shape[1], weight.element_size(), rows, gpu.processors)
         if not found:
             return None, {"plain": 1.0}
 
