@@ -201,17 +201,21 @@ class Stream:
         else:
             fused.normed(out, self.residual, norm.weight, norm.eps)
 
-    def feed_gated(self, linear: WeightForm, out: Tensor, activation: str) -> None:
-        """Write `activation(gate) * up` of the product for `hidden` into `out` [t, out_features / 2]."""
+    def feed_gated(self, linear: WeightForm, activation: str) -> Tensor:
+        """Return `activation(gate) * up` of the product for `hidden`, [t, out_features / 2]."""
         fused, norm = self._fused(linear), self._norm
         if fused is None:
             gate_up = self.empty(linear.out_features)
             self.feed(linear, gate_up)
-            self.operators.act_mul(out, gate_up, activation)
-        elif norm is None:
-            fused.gated(out, self.hidden, None, 0.0, activation)
+            activated = self.empty(linear.out_features // 2)
+            self.operators.act_mul(activated, gate_up, activation)
+            return activated
+        activated = self.empty(linear.out_features // 2)
+        if norm is None:
+            fused.gated(activated, self.hidden, None, 0.0, activation)
         else:
-            fused.gated(out, self.residual, norm.weight, norm.eps, activation)
+            fused.gated(activated, self.residual, norm.weight, norm.eps, activation)
+        return activated
 
     def give(self, linear: WeightForm, x: Tensor) -> None:
         """Replace `hidden` by the product for `x` [t, in_features]."""
@@ -314,9 +318,7 @@ class GatedMlp(FeedForward):
 
     def run(self, stream: Stream) -> None:
         """Replace `hidden`."""
-        activated = stream.empty(self.down.in_features)
-        stream.feed_gated(self.gate_up, activated, self.activation)
-        stream.give(self.down, activated)
+        stream.give(self.down, stream.feed_gated(self.gate_up, self.activation))
 
 
 class Layer(Block):

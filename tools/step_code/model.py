@@ -117,7 +117,16 @@ def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
     programs = 1
     for size in launch.grid:
         programs *= size
-    return figures.early_bytes * warps * min(programs, gpu.processors * programs_at_once(figures, warps))
+    at_once = min(programs, gpu.processors * programs_at_once(figures, warps))
+    return (figures.early_bytes * warps + _prefetched_bytes(launch)) * at_once
+
+
+def _prefetched_bytes(launch: Launch) -> int:
+    """Return the bytes that a program has put into the L2 cache; their number stands in no instruction."""
+    given = launch.arguments
+    if not given.get("PREFETCH"):
+        return 0
+    return int(given["BLOCK_N"] * min(given["part"], given["ahead"]) * given["weight"].element_size())
 
 
 def programs_at_once(figures: Figures, warps: int) -> int:
