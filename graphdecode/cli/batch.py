@@ -84,8 +84,7 @@ def batch(
             _run(service_of(model, tokenizer, settings, limits), settings, asked, output)
     finally:
         output.close()
-        STDERR.print(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}",
-                     highlight=False, soft_wrap=True, markup=False)  # fmt: skip
+        typer.echo(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}")
     if output.num_failed:
         print_error(f"{output.num_failed} of the answers are errors: their status_code is not 200")
         raise typer.Exit(2)

@@ -102,6 +102,8 @@ class BatchOutput:
         self.num_failed = 0
         self._path = path
         self._synced = time.monotonic()
+        if path.exists() and not path.is_file():
+            raise ArgumentError(f"{path} must be a file that answers can be added to")
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:

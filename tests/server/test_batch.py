@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import time
@@ -281,6 +282,33 @@ def test_a_line_cut_anywhere_is_dropped_and_asked_for_again(tmp_path: Path) -> N
         output.close()
         first, last = file.read_text().splitlines(keepends=True)
         assert (first, json.loads(last)["custom_id"]) == (ANSWER, "b")
+
+
+def test_what_a_full_disk_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text(ANSWER)
+    output = BatchOutput(file, {"a": 1, "b": 2})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(ANSWER) + 40, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            output.add("b", "2", 200, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        output.close()
+    assert file.stat().st_size == len(ANSWER) + 40
+    again = BatchOutput(file, {"a": 1, "b": 2})
+    assert again.answered == {"a"}
+    again.close()
+
+
+def test_answers_go_into_a_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="must be a file"):
+        BatchOutput(tmp_path, {"a": 1})
+    with pytest.raises(ArgumentError, match="must be a file"):
+        BatchOutput(Path("/dev/full"), {"a": 1})
+    with pytest.raises(ArgumentError, match="cannot be written: No such file or directory"):
+        BatchOutput(tmp_path / "missing" / "out.jsonl", {"a": 1})
 
 
 def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
