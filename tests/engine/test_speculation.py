@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ needs_kernels = pytest.mark.skipif(
 )
 VOCABULARY = 259
 WIDTH = 96  # tokens of a sequence
+TEXTS = {"max_sequence_length": WIDTH, "page_size": 8, "batch_invariant": True, "device": "cpu"}
 Answer = tuple[list[int], list[Any]]
 
 
@@ -129,6 +131,50 @@ def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, 
     if "total_num_pages" in settings:
         assert engine.num_preemptions > 0
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def stopping() -> tuple[list[str], list[SamplingParams], list[Any]]:
+    """Prompts with texts that stop their answers, and what plain decoding answers, one after another."""
+    rng = random.Random(5)
+    prompts, params = [], []
+    with LLM("demo", max_batch_size=1, **TEXTS) as llm:
+        for index in range(16):
+            piece = "".join(rng.choice("abcde") for _ in range(rng.randrange(1, 4)))
+            prompt = rng.choice(["", "rev ", "abcdeabcde"]) + piece * rng.randrange(1, 6)
+            free = SamplingParams(
+                temperature=rng.choice([0.0, 0.0, 0.7]),
+                seed=index,
+                max_tokens=rng.randrange(20, 40),
+                logprobs=rng.choice([None, 2]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
+                ignore_eos=True,
+            )
+            text = llm.generate(prompt, free, use_tqdm=False)[0].outputs[0].text
+            begin = rng.randrange(3, len(text) - 3)  # in the middle of a run of drafts as often as not
+            stop = [text[begin : begin + rng.randrange(1, 4)], "never there"]
+            params.append(replace(free, stop=stop, include_stop_str_in_output=rng.random() < 0.5))
+            prompts.append(prompt)
+        expected = [llm.generate(*pair, use_tqdm=False)[0].outputs[0] for pair in zip(prompts, params, strict=True)]
+    assert all(output.finish_reason == "stop" for output in expected)
+    assert len({len(output.token_ids) for output in expected}) > 5
+    return prompts, params, expected
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "settings", [{"steps_per_launch": 1}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=["one", "several"]
+)
+@pytest.mark.parametrize("num_tokens", [3, 7, "auto"])
+def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(
+    stopping: Any, num_tokens: Any, settings: dict[str, Any]
+) -> None:
+    prompts, params, expected = stopping
+    drafting = {"method": "ngram", "num_tokens": num_tokens, "ngram_min": 1}
+    with LLM("demo", max_batch_size=4, speculation=drafting, **TEXTS, **settings) as llm:
+        found = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert found == expected  # texts, tokens, log-probabilities, and the text that stopped
+        assert llm.stats.spec_decode_num_accepted_tokens > 10
 
 
 class Planted(DraftSource):
