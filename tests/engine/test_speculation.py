@@ -12,8 +12,9 @@ import torch
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
 from graphdecode.config import ConfigError
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.loading import make_runner, step_of
-from graphdecode.engine.steps import SpeculativeStep, StepSetting
+from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
 from graphdecode.engine.steps.draft_model import ModelDrafts
 from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.errors import ArgumentError
@@ -357,6 +358,52 @@ def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, se
             assert stats.spec_decode_num_accepted_tokens > 0.3 * total
         assert stats.spec_decode_num_draft_tokens > 0
         engine.close()
+
+
+@needs_kernels
+def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(decoder: Any) -> None:
+    """The model drafts for itself: where its keys are all there, each draft is right."""
+    step = partial(SpeculativeStep, source=partial(ModelDrafts, model=decoder, num_drafts=7))
+    engine, plain = make(decoder, step), make(decoder)
+    nodes = [made.graphs.report().buckets[0].kernels for made in (engine, plain)]
+    assert sum(nodes[0].values()) < 1.3 * sum(nodes[1].values())  # one model's pass, and not two
+    assert engine.pace is not None
+    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.pace.widths}
+    engine.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
+    given = [
+        Request([97 + index] * 5 + [61], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        for index in range(3)
+    ]
+    expected = [tokens for tokens, _ in answers(plain, given)]
+    found: dict[int, list[int]] = {engine.add(request): [] for request in given}
+    for turn in range(100):
+        if turn == 25:
+            assert engine.stats.spec_decode_num_draft_tokens == 0
+            seconds |= dict.fromkeys(engine.pace.widths, 1.0)
+        for event in engine.step():
+            found[event.request_id] += event.token_ids
+    assert list(found.values()) == expected
+    stats = engine.stats
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 60
+    engine.close()
+    plain.close()
+
+
+def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soon_once_they_are_right() -> None:
+    pace = DraftPace((1, 2, 4, 8), is_cheap=False)
+
+    def launch(is_right: bool) -> int:
+        width = pace.choose(1, [(7, 0)], 8)
+        pace.saw_step(1, width, 1.0 + 0.2 * (width - 1))
+        accepted = (width - 1) * is_right
+        pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [accepted], [7], [0]))
+        return width
+
+    wide = [launch(is_right=False) > 1 for _ in range(5000)]
+    assert 0 < sum(wide[1000:]) < 0.01 * 4000
+    assert sum(wide[:1000]) < 0.05 * 1000
+    widths = [launch(is_right=True) for _ in range(2100)]
+    assert widths[-20:] == [8] * 20
 
 
 @needs_kernels
