@@ -27,6 +27,7 @@ from graphdecode.engine.steps import DecodeStep, step
 from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.graphs import capture
 from graphdecode.graphs.capture import CudaCapture
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model, load_model
 
 SEEDS = 8
@@ -47,11 +48,20 @@ Answer = tuple[list[int], list[float]]
 class Letters:
     """A form whose next letters depend on the last one."""
 
+    guide = None
+
     def __init__(self, _grammar: str) -> None:
         self.last = 0
 
     def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
         words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
+
+    @classmethod
+    def fill_all(cls, constraints: Sequence[Letters], stop_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        masks = [np.empty(-(-VOCABULARY // MASK_BITS), dtype=np.int32) for _ in constraints]
+        for constraint, mask, stops in zip(constraints, masks, stop_ids, strict=True):
+            constraint.fill(mask, stops)
+        return masks
 
     def accept(self, token_id: int) -> bool:
         self.last = token_id + 1
@@ -225,11 +235,11 @@ FAULTS = [
     # the engine's loop
     Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
-    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_steps)"),
+    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
     Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
     Fault(EngineLoop, "_launch", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_launch", "1 if self._is_constrained else self", "self"),
-    Fault(EngineLoop, "step", " and not self._is_constrained", ""),
+    Fault(EngineLoop, "_launch", "bool(self._held) if is_steady", "False if is_steady"),
+    Fault(EngineLoop, "step", " and not self._held", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
     # the Runner
@@ -249,7 +259,6 @@ FAULTS = [
     # captures at a first use
     Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
     Fault(CudaCapture, "on_stream", "self.stream.wait_stream(outer)", "pass"),
-    Fault(CudaCapture, "on_stream", "outer.wait_stream(self.stream)", "pass"),
 ]
 
 
