@@ -25,6 +25,7 @@ from graphdecode.errors import ArgumentError
 if TYPE_CHECKING:
     from graphdecode.profiling.ladder_figures import LadderFigures
     from graphdecode.profiling.ladder_trial import Trial
+    from graphdecode.profiling.tuner import QueryCost
 
 
 def tune(
@@ -46,7 +47,8 @@ def tune(
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
 
     The table shows today's ladder (that of --config, or the default one) beside the best of each number of graphs: the
-    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. With
+    expected step, the share of padding, what each further graph saves, and with --profile what the captures cost. A
+    profile of an engine that speculates adds the costs of its steps by rows and queries. With
     --measure the ladders are tried out on a model: the measured step, time of capture, memory of the graphs.
     """
     for option, path in (("--out", out), ("--report", report)):
@@ -60,7 +62,7 @@ def tune(
     from graphdecode.profiling.environment import describe_environment
     from graphdecode.profiling.ladder_figures import SCHEMA_VERSION, compare_ladders
     from graphdecode.profiling.ladder_trial import try_ladders
-    from graphdecode.profiling.tuner import GraphCost, StepCost
+    from graphdecode.profiling.tuner import GraphCost, StepCost, query_costs
 
     counts = read_batch_sizes(record)
     base = settings.buckets
@@ -77,6 +79,9 @@ def tune(
     figures = compare_ladders(counts, today, cost, base.max_graphs, graph_cost)
     console = wide_console()
     console.print(_ladder_table(f"{counts.total()} steps of {record}; cost: {cost.source}", figures))
+    wide = [] if measured is None else query_costs(measured)
+    if wide:
+        console.print(_query_table(wide))
     tuned = figures[-1]
     tuned_settings = replace(settings, buckets=base.with_limits(batch_sizes=list(tuned.sizes)))
     out.write_text(tuned_settings.to_toml(), encoding="utf-8")
@@ -103,6 +108,7 @@ def tune(
             "max_graphs": base.max_graphs,
             "batch_sizes": {str(size): counts[size] for size in sorted(counts)},
             "ladders": [asdict(row) for row in figures],
+            "query_costs": [asdict(cost) for cost in wide],
             "trial": None if trial is None else asdict(trial),
         }
         report.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -126,6 +132,18 @@ def _ladder_table(title: str, figures: list[LadderFigures]) -> Table:
             "?" if row.pool_bytes is None else f"{row.pool_bytes / 2**20:.2f}",
             " ".join(str(size) for size in row.sizes),
         )
+    return table
+
+
+def _query_table(costs: list[QueryCost]) -> Table:
+    widths = sorted({cost.queries for cost in costs})
+    cells = {(cost.bucket, cost.queries): f"{cost.step_ms:.4f} ({cost.break_even:.2f})" for cost in costs}
+    table = Table(title="step ms by rows and queries (tokens a row and step that break even)", box=box.SIMPLE)
+    table.add_column("rows", justify="right")
+    for width in widths:
+        table.add_column(f"{width} queries" if width > 1 else "1 query", justify="right")
+    for bucket in sorted({cost.bucket for cost in costs}):
+        table.add_row(str(bucket), *(cells.get((bucket, width), "") for width in widths))
     return table
 
 

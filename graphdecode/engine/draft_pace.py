@@ -15,6 +15,9 @@ _LEAST_TIMES = 3  # below, what was measured may be chance, and a guess counts
 _FORGOTTEN_AFTER = 200  # launches without a kind of step, behind which it is tried again
 _HALF_LIFE = 0.98  # what an observation counts after each later one
 _PRIOR = (1.0, 0.6)  # drafts that are taken as seen before any was, and as right: the first ones are tried
+_PATIENCE = (128, 2048)  # plain launches, at first and at most, behind which drafts that are not cheap are tried again
+_TRIAL = 4  # launches
+_TRIAL_WEIGHT = 0.1  # of what was seen before a trial
 _GUESSED_SHARE = 0.06  # of a step's time, for each more query, where nothing was measured
 
 
@@ -23,16 +26,22 @@ class DraftPace:
 
     A draft's chance is an average over what was accepted lately where as many tokens spoke for it; steps that feed no
     draft tell it too, for they say whether the first one would have been right. A step's time is the median of the
-    last ones of its kind. Speculation that does not pay is thereby switched off, and on again, at no cost.
+    last ones of its kind. Speculation that does not pay is thereby switched off, and on again, at no cost. Drafts that
+    are not cheap are left out of plain steps, which then tell nothing: a few launches try them again, after a time that
+    doubles whenever they were tried in vain.
 
     Args:
         widths: queries of a row that there are steps for, ascending, 1 among them.
         is_fixed: always verify all drafts that there are.
+        is_cheap: plain steps make drafts, too.
     """
 
-    def __init__(self, widths: Sequence[int], *, is_fixed: bool = False) -> None:
+    def __init__(self, widths: Sequence[int], *, is_fixed: bool = False, is_cheap: bool = True) -> None:
         self.widths = tuple(widths)
         self._is_fixed = is_fixed
+        self._is_cheap = is_cheap
+        self._patience = _PATIENCE[0]
+        self._plain = 0  # launches since drafts paid, or were tried in vain
         self._times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
         self._runs: dict[tuple[int, int], int] = defaultdict(int)
         self._last_run: dict[tuple[int, int], int] = {}
@@ -61,7 +70,23 @@ class DraftPace:
             speed = tokens / self.step_seconds(bucket, width)
             if speed > best_speed:
                 best, best_speed = width, speed
-        return best
+        return best if self._is_cheap else self._best_or_trial(best, able)
+
+    def _best_or_trial(self, best: int, able: Sequence[int]) -> int:
+        """Return the choice; or the least that feeds drafts, where none was fed for long."""
+        if best > 1:
+            if self._plain > self._patience:  # a trial has shown it
+                self._patience = max(self._patience // 2, _PATIENCE[0])
+            self._plain = 0
+            return best
+        self._plain += 1
+        if self._plain <= self._patience or len(able) == 1:
+            return best
+        if self._plain == self._patience + 1:
+            self._seen.update({matched: [_TRIAL_WEIGHT * n for n in seen] for matched, seen in self._seen.items()})
+        if self._plain == self._patience + _TRIAL:
+            self._plain, self._patience = 0, min(2 * self._patience, _PATIENCE[1])
+        return able[1]
 
     def chance(self, matched: int) -> float:
         """Return how likely a draft is right where so many tokens speak for it."""
@@ -74,18 +99,23 @@ class DraftPace:
         Of a step that was seen a few times only, or long ago, nothing is known: a low guess lets it be tried.
         """
         times = self._times.get((bucket, width), ())
-        if len(times) >= _LEAST_TIMES and self._launches - self._last_run[bucket, width] < _FORGOTTEN_AFTER:
+        if len(times) >= _LEAST_TIMES and not self._is_forgotten(bucket, width):
             return median(times)
         for known in self.widths:
             if len(self._times.get((bucket, known), ())) >= _LEAST_TIMES:
                 return median(self._times[bucket, known]) * _guessed(width) / _guessed(known)
         return _guessed(width)
 
+    def _is_forgotten(self, bucket: int, width: int) -> bool:
+        """Whether a step's times are too old; to try those of drafts that are not cheap again would cost too much."""
+        last = self._last_run.get((bucket, width), self._launches)
+        return self._is_cheap and self._launches - last >= _FORGOTTEN_AFTER
+
     def saw_step(self, bucket: int, width: int, seconds: float) -> None:
         """Take the time of a step."""
         self._launches += 1
         self._runs[bucket, width] += 1
-        if self._launches - self._last_run.get((bucket, width), self._launches) >= _FORGOTTEN_AFTER and width > 1:
+        if width > 1 and self._is_forgotten(bucket, width):
             self._times[bucket, width].clear()
         self._last_run[bucket, width] = self._launches
         if self._runs[bucket, width] > _FIRST_TIMES:
@@ -99,7 +129,7 @@ class DraftPace:
             drafts: what its entry in the ring says.
         """
         for (count, matched), verified, accepted in zip(before, drafts.verified, drafts.accepted, strict=False):
-            if not count:
+            if not count or not (verified or self._is_cheap):
                 continue
             tried = accepted + (accepted < verified) if verified else 1
             seen = self._seen[matched]

@@ -13,6 +13,7 @@ import numpy as np
 from graphdecode.cache import CacheFullError
 from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.draft_gaps import draft_gaps
 from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.metrics import EngineStats
 from graphdecode.engine.request import Event, TokenLogprobs
@@ -71,7 +72,9 @@ class EngineLoop:
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
         drafting = runner.drafting
-        self.pace = None if drafting is None else DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed)
+        self.pace = None
+        if drafting is not None:
+            self.pace = DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
         self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
     @property
@@ -191,7 +194,13 @@ class EngineLoop:
         found = drafting.found(rows)
         if found is not None:
             self._found = found
-        return self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
+        queries = self.pace.choose(self.runner.graphs.bucket_for(rows), self._found, room)
+        if queries > 1 and not drafting.is_cheap:
+            self._drain()  # its tokens are part of what the source is to see
+            running = (sequence for sequence in self._staged if not sequence.finished)
+            for chunks in draft_gaps(running, self.scheduler.cache, self.runner.prefill_budget):
+                self.runner.catch_up(chunks)
+        return queries
 
     def _masks_on_the_way(self, queries: int) -> Callable[[], None] | None:
         """Return what fills the masks while the step is computed; or fill them at once where that is quicker.
@@ -247,6 +256,8 @@ class EngineLoop:
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
                 self._accept(sequence, row, steps)
+                if launch.queries > 1:  # the last draft was not fed to its source
+                    sequence.drafted_length = sequence.cached_length - 1
         # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
         first_tokens = steps[:: launch.queries]
         ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buckets import BucketLadder
@@ -26,6 +27,8 @@ _CHUNKS = "chunks"  # the staging block
 _GRAPH_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}
 _DUMMY_TOKEN = 1
 _ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
+_Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # of a pass, as `Model.prefill` takes them
+_Rows = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -155,6 +158,26 @@ class Prefill:
 
     def run(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
+        tokens, where = self._stage(chunks)
+        found: list[StepLogprobs | None] = [None] * len(chunks)
+        graphs, end = self.graphs if self._is_captured else None, len(tokens[0])
+        if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
+            graphs.replay(end)
+        else:
+            stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
+            found = self._scored(chunks, stream)
+        if self._follow is not None:
+            self._follow(*tokens, *where)
+        return found
+
+    def follow(self, chunks: Sequence[PromptChunk]) -> None:
+        """Let `follow` alone have a pass over some chunks, whose keys and values the model has."""
+        if self._follow is not None:
+            tokens, where = self._stage(chunks)
+            self._follow(*tokens, *where)
+
+    def _stage(self, chunks: Sequence[PromptChunk]) -> tuple[_Tokens, _Rows]:
+        """Tell the device of some chunks; return the tokens' tensors, and the rows', as `Model.prefill` takes them."""
         staged = self._buffers.staging(_CHUNKS)
         end = 0
         for row, chunk in enumerate(chunks):
@@ -173,16 +196,7 @@ class Prefill:
         buffers, rows = self._buffers, len(chunks)
         tokens = (buffers.tokens[:end], buffers.rows[:end], buffers.positions[:end], buffers.live_rows)
         where = (buffers.cu_seqlens_q[: rows + 1], buffers.cu_seqlens_kv[: rows + 1], buffers.page_table[:rows])
-        found: list[StepLogprobs | None] = [None] * rows
-        graphs = self.graphs if self._is_captured else None
-        if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
-            graphs.replay(end)
-        else:
-            stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
-            found = self._scored(chunks, stream)
-        if self._follow is not None:
-            self._follow(*tokens, *where)
-        return found
+        return tokens, where
 
     def _scored(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
         found: list[StepLogprobs | None] = []

@@ -150,6 +150,11 @@ class Runner:
         return self._prefill.run(chunks)
 
     @_on_its_device
+    def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
+        """Let the source of drafts see tokens that plain steps fed, all chunks in one pass."""
+        self._prefill.follow(chunks)
+
+    @_on_its_device
     def warm_up(self) -> None:
         """Compute a prompt that is nobody's, so that no kernel is compiled while the first ones are served."""
         self._prefill.warm_up()

@@ -110,7 +110,7 @@ class Scheduler:
             self.cache.free(sequence.request_id)
             return False
         self._reserve_answer(sequence)
-        sequence.cached_length = cached
+        sequence.cached_length = sequence.drafted_length = cached
         metrics = sequence.metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.perf_counter()
@@ -140,7 +140,7 @@ class Scheduler:
         The others whose prompts are computed join `decoding`.
         """
         for chunk in chunks:
-            chunk.sequence.cached_length = chunk.end
+            chunk.sequence.cached_length = chunk.sequence.drafted_length = chunk.end
             self.publish(chunk.sequence)
         ready = [sequence for sequence in self.prefilling if sequence.prefilled]
         if ready:

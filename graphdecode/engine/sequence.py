@@ -32,6 +32,7 @@ class Sequence:
         metrics: times and counts.
         precedence: of the request, its priority and its turn: the lowest is served first and gives way last.
         cached_length: tokens whose keys and values are in the cache; the one book of it.
+        drafted_length: tokens that a source of drafts with keys of its own has seen.
         finish_reason: "stop", "length" or "error" once it has ended; None before.
         stop_reason: the request's stop token that ended it.
         prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
@@ -53,6 +54,7 @@ class Sequence:
     metrics: RequestMetrics
     precedence: tuple[int, float] = (0, 0.0)
     cached_length: int = 0
+    drafted_length: int = 0
     finish_reason: str | None = None
     stop_reason: int | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)

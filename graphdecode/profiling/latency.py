@@ -28,6 +28,7 @@ ROUNDS = 5  # in which all points take turns, so that a slow minute of the machi
 TRACED_STEPS = 10
 _EAGER_SHARE = 2  # one eager step is timed for so many replays
 _LEAST_EAGER_STEPS = 3
+_WIDE_STEPS = 15  # at most, of each bucket and number of queries
 
 
 def step_bytes(runner: Runner, bucket: int, context: int) -> int:
@@ -119,6 +120,7 @@ class LatencyProfiler:
                 bandwidths.append(read_bandwidth(device, repeats=2))
             steps = self._steps // rounds + (index < self._steps % rounds)
             self._visit(points[bucket, context], bucket, context, steps)
+        wide = self._wide_steps(contexts[0], min(self._steps, _WIDE_STEPS))
         bandwidth, cache_bytes = statistics.median(bandwidths), int(environment["cache_bytes"])
         rows = [
             ProfileRow.of(*point, samples, step_bytes(runner, *point), bandwidth, cache_bytes)
@@ -137,6 +139,7 @@ class LatencyProfiler:
             "rounds": rounds,
             "captures": runner.graphs.report().as_dict(),
             "rows": [asdict(row) for row in rows],
+            "wide_steps": wide,
         }
 
     def write_trace(self, path: Path, context: int) -> Path:
@@ -163,6 +166,30 @@ class LatencyProfiler:
             launch_us, step_ms, token_ms = self.replayed(rows, steps)
             eager_ms = self.eager(rows, max(steps // _EAGER_SHARE, _LEAST_EAGER_STEPS))
         samples.add_round(launch_us, step_ms, token_ms, eager_ms)
+
+    def _wide_steps(self, context: int, count: int) -> list[dict[str, float]]:
+        """Time the steps of several queries a row, where there are such: bucket, queries, context and median step_ms.
+
+        Beside them stand the steps of one query that were timed in turn with them. Rows are set back before each step,
+        for how far one goes depends on its drafts.
+        """
+        graphs = self.runner.graphs
+        if len(graphs.queries) == 1:
+            return []
+        times: dict[tuple[int, int], list[float]] = {}
+        for turn in range(count + 2):
+            for bucket in graphs.buckets:
+                with rows_at(self.runner, bucket, context) as rows:
+                    for queries in graphs.queries:
+                        self._stage(rows)
+                        began = time.perf_counter()
+                        self.runner.read(self.runner.launch(bucket, 1, queries))
+                        if turn > 1:  # the first use captures
+                            times.setdefault((bucket, queries), []).append(1e3 * (time.perf_counter() - began))
+        return [
+            {"bucket": bucket, "queries": queries, "context": context, "step_ms": statistics.median(found)}
+            for (bucket, queries), found in times.items()
+        ]
 
     def replayed(
         self, rows: Sequence[RowInputs], steps: int | None = None

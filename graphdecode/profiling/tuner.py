@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -71,6 +72,36 @@ class GraphCost:
         times = {bucket["bucket"]: bucket["capture_ms"] for bucket in captured}
         sizes = {bucket["bucket"]: bucket["pool_bytes"] for bucket in captured}
         return cls(_interpolated(times, max_batch_size), _interpolated(sizes, max_batch_size))
+
+
+@dataclass(frozen=True)
+class QueryCost:
+    """What a step costs that feeds several tokens of a row: the ladder's other axis, for speculation.
+
+    Attributes:
+        bucket: rows.
+        queries: of each row.
+        step_ms: from the launch to the tokens in the host's hands.
+        break_even: tokens that a row has to gain by such a step, on average, for it to be no slower than plain ones.
+    """
+
+    bucket: int
+    queries: int
+    step_ms: float
+    break_even: float
+
+
+def query_costs(profile: Mapping[str, Any]) -> list[QueryCost]:
+    """Return the table of step costs by rows and queries, ascending; empty where the profiled engine did not draft.
+
+    Args:
+        profile: what `read_profile` returned.
+    """
+    measured = {(row["bucket"], row["queries"]): row["step_ms"] for row in profile.get("wide_steps", ())}
+    return [
+        QueryCost(bucket, queries, step_ms, step_ms / measured[bucket, 1])
+        for (bucket, queries), step_ms in sorted(measured.items())
+    ]
 
 
 def _is_plain(bucket: dict) -> bool:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
 from graphdecode.config import ConfigError
+from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.loading import make_runner, step_of
-from graphdecode.engine.steps import SpeculativeStep, StepSetting
+from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
 from graphdecode.engine.steps.draft_model import ModelDrafts
 from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.errors import ArgumentError
@@ -25,6 +27,7 @@ needs_kernels = pytest.mark.skipif(
 )
 VOCABULARY = 259
 WIDTH = 96  # tokens of a sequence
+TEXTS = {"max_sequence_length": WIDTH, "page_size": 8, "batch_invariant": True, "device": "cpu"}
 Answer = tuple[list[int], list[Any]]
 
 
@@ -129,6 +132,50 @@ def test_law_9_speculation_changes_no_bit_of_an_answer(decoder: Any, fuzz: Any, 
     if "total_num_pages" in settings:
         assert engine.num_preemptions > 0
     engine.close()
+
+
+@pytest.fixture(scope="module")
+def stopping() -> tuple[list[str], list[SamplingParams], list[Any]]:
+    """Prompts with texts that stop their answers, and what plain decoding answers, one after another."""
+    rng = random.Random(5)
+    prompts, params = [], []
+    with LLM("demo", max_batch_size=1, **TEXTS) as llm:
+        for index in range(16):
+            piece = "".join(rng.choice("abcde") for _ in range(rng.randrange(1, 4)))
+            prompt = rng.choice(["", "rev ", "abcdeabcde"]) + piece * rng.randrange(1, 6)
+            free = SamplingParams(
+                temperature=rng.choice([0.0, 0.0, 0.7]),
+                seed=index,
+                max_tokens=rng.randrange(20, 40),
+                logprobs=rng.choice([None, 2]),
+                frequency_penalty=rng.choice([0.0, 0.0, 0.3]),
+                ignore_eos=True,
+            )
+            text = llm.generate(prompt, free, use_tqdm=False)[0].outputs[0].text
+            begin = rng.randrange(3, len(text) - 3)  # in the middle of a run of drafts as often as not
+            stop = [text[begin : begin + rng.randrange(1, 4)], "never there"]
+            params.append(replace(free, stop=stop, include_stop_str_in_output=rng.random() < 0.5))
+            prompts.append(prompt)
+        expected = [llm.generate(*pair, use_tqdm=False)[0].outputs[0] for pair in zip(prompts, params, strict=True)]
+    assert all(output.finish_reason == "stop" for output in expected)
+    assert len({len(output.token_ids) for output in expected}) > 5
+    return prompts, params, expected
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "settings", [{"steps_per_launch": 1}, {"steps_per_launch": 3, "total_num_pages": 15}], ids=["one", "several"]
+)
+@pytest.mark.parametrize("num_tokens", [3, 7, "auto"])
+def test_law_9_texts_that_stop_an_answer_stop_it_at_the_same_character(
+    stopping: Any, num_tokens: Any, settings: dict[str, Any]
+) -> None:
+    prompts, params, expected = stopping
+    drafting = {"method": "ngram", "num_tokens": num_tokens, "ngram_min": 1}
+    with LLM("demo", max_batch_size=4, speculation=drafting, **TEXTS, **settings) as llm:
+        found = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert found == expected  # texts, tokens, log-probabilities, and the text that stopped
+        assert llm.stats.spec_decode_num_accepted_tokens > 10
 
 
 class Planted(DraftSource):
@@ -311,6 +358,52 @@ def test_a_truncated_copy_of_the_model_drafts_for_it(decoder: Any, fuzz: Any, se
             assert stats.spec_decode_num_accepted_tokens > 0.3 * total
         assert stats.spec_decode_num_draft_tokens > 0
         engine.close()
+
+
+@needs_kernels
+def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(decoder: Any) -> None:
+    """The model drafts for itself: where its keys are all there, each draft is right."""
+    step = partial(SpeculativeStep, source=partial(ModelDrafts, model=decoder, num_drafts=7))
+    engine, plain = make(decoder, step), make(decoder)
+    nodes = [made.graphs.report().buckets[0].kernels for made in (engine, plain)]
+    assert sum(nodes[0].values()) < 1.3 * sum(nodes[1].values())  # one model's pass, and not two
+    assert engine.pace is not None
+    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.pace.widths}
+    engine.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
+    given = [
+        Request([97 + index] * 5 + [61], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+        for index in range(3)
+    ]
+    expected = [tokens for tokens, _ in answers(plain, given)]
+    found: dict[int, list[int]] = {engine.add(request): [] for request in given}
+    for turn in range(100):
+        if turn == 25:
+            assert engine.stats.spec_decode_num_draft_tokens == 0
+            seconds |= dict.fromkeys(engine.pace.widths, 1.0)
+        for event in engine.step():
+            found[event.request_id] += event.token_ids
+    assert list(found.values()) == expected
+    stats = engine.stats
+    assert stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens > 60
+    engine.close()
+    plain.close()
+
+
+def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soon_once_they_are_right() -> None:
+    pace = DraftPace((1, 2, 4, 8), is_cheap=False)
+
+    def launch(is_right: bool) -> int:
+        width = pace.choose(1, [(7, 0)], 8)
+        pace.saw_step(1, width, 1.0 + 0.2 * (width - 1))
+        accepted = (width - 1) * is_right
+        pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [accepted], [7], [0]))
+        return width
+
+    wide = [launch(is_right=False) > 1 for _ in range(5000)]
+    assert 0 < sum(wide[1000:]) < 0.01 * 4000
+    assert sum(wide[:1000]) < 0.05 * 1000
+    widths = [launch(is_right=True) for _ in range(2100)]
+    assert widths[-20:] == [8] * 20
 
 
 @needs_kernels

@@ -50,10 +50,13 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingSlots,
     sampling_slots,
 )
+from graphdecode.kernels.speculation import judge_drafts, ngram_draft, settle_drafts, spread_queries
+from graphdecode.kernels.speculation.draft_slots import DRAFT_COLUMNS, DraftSlots
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
 ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
+DRAFTS, HISTORY = 7, 4096
 HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
 EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
 ATTENTION_SHAPES = [
@@ -200,6 +203,7 @@ def step_arguments() -> dict[str, Any]:
         "running",
         "loop_limit",
         "loop_count",
+        "step_entries",
     ):
         tensors[name] = torch.empty(ROWS, dtype=torch.int32)
     for name in ("tokens", "sampled", "step_index"):
@@ -267,6 +271,39 @@ def automata(tensors: dict[str, Any]) -> tuple[Any, ...]:
     rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], ints(ROWS), ints(1))
     tables = follow_automata.AutomatonTables(ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
     return rows, tensors["sampled"], tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
+
+
+def speculation_cases() -> dict[str, Callable[[], None]]:
+    """The launches that a step with drafts adds: the first query is judged by other code than those behind it."""
+    tensors, ints = step_arguments(), partial(torch.empty, dtype=torch.int32)
+    table, finished, live = ints(ROWS, WIDTH), tensors["finished"], tensors["live_rows"]
+    position, step_index = tensors["pre_step_seqlens"], tensors["step_index"]
+    history, ring = ints(ROWS, HISTORY), ints(4 * (DRAFTS + 1), DRAFT_COLUMNS, ROWS)
+    slots = DraftSlots(ints(ROWS, DRAFTS), ints(ROWS), ints(ROWS), ints(ROWS))
+    count = ROWS * (DRAFTS + 1)
+    spread = spread_queries.Queries(torch.empty(count, dtype=torch.int64), ints(count), ints(count, WIDTH), ints(1))
+    drafts = (slots.drafts, slots.num_drafts)
+
+    def judge(index: int) -> Callable[[], None]:
+        state = (finished, ints(1), history, ring, tensors["ring_tokens"], step_index, position, *drafts, live)
+        return partial(judge_drafts.judge_drafts_triton, *state, index=index, queries=DRAFTS + 1)
+
+    def settle(adapts: bool) -> Callable[[], None]:
+        state = (finished, ints(1), ints(1), ring, slots, position, ints(ROWS), step_index, live)
+        return partial(settle_drafts.settle_drafts_triton, *state, queries=DRAFTS + 1, adapts=adapts)
+
+    looked = (*drafts, slots.match_lengths, history, position, live)
+    rows = (tensors["tokens"], position, finished, *drafts, table, live)
+    return {
+        "ngram-draft": partial(ngram_draft.ngram_draft_triton, *looked, ngram_min=2, ngram_max=5),
+        "spread-queries": partial(
+            spread_queries.spread_queries_triton, spread, *rows, queries=DRAFTS + 1, trash_page=PAGES - 1
+        ),
+        "judge-drafts": judge(0),
+        "judge-drafts-behind": judge(DRAFTS),
+        "settle-drafts": settle(adapts=False),
+        "settle-drafts-adapting": settle(adapts=True),
+    }
 
 
 def linear_case(
@@ -352,6 +389,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))
         cases[f"append-norm-all-d{head_dim}"] = append_case(head_dim, (32, 8))
     cases |= step_cases()
+    cases |= speculation_cases()
     cases |= linear_cases(arch)
     cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)

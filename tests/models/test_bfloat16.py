@@ -1,8 +1,10 @@
-"""What to expect of bfloat16 beside another engine: greedy texts part, and where they do it is a near-tie."""
+"""What to expect of bfloat16 beside another engine, or another step: greedy texts part, and it is at near-ties."""
 
 import random
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -58,3 +60,37 @@ def test_where_texts_part_from_transformers_the_two_tokens_are_near_ties(
             assert abs(apart) < tie, f"texts part at {places[0]}, where the tokens are {abs(apart):.4f} apart"
     assert parted, "no texts part: nothing was shown"
     assert min(gaps) > 1, "most places must be no near-ties, or this shows nothing"
+
+
+@pytest.mark.parametrize("settings", [{"num_tokens": 7}, {"num_tokens": "auto", "steps_per_launch": 3}], ids=str)
+def test_where_texts_part_from_those_without_speculation_the_two_tokens_are_near_ties(
+    checkpoint: Callable[[str], Path], settings: dict[str, Any]
+) -> None:
+    """A product of the rows' eight queries may round otherwise than one of a query each."""
+    rng = random.Random(9)
+    repeating = [[rng.randrange(256) for _ in range(rng.randrange(2, 6))] * rng.randrange(2, 6) for _ in range(8)]
+    prompts = [{"prompt_token_ids": prompt} for prompt in repeating]
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    limits: dict[str, Any] = {"dtype": "bfloat16", "max_batch_size": 4, "max_sequence_length": 96, "page_size": 8}
+    limits["steps_per_launch"] = settings.get("steps_per_launch", 1)
+    drafting = {"method": "ngram", "num_tokens": settings["num_tokens"], "ngram_min": 1}
+    answers = []
+    for speculation in (None, drafting):
+        with LLM(checkpoint("qwen3"), speculation=speculation, **limits) as llm:
+            found = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in found])
+            accepted = llm.stats.spec_decode_num_accepted_tokens
+    assert accepted > NEW_TOKENS
+    exact = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), dtype=torch.float32).eval()
+    gaps: list[float] = []
+    for prompt, plain, fast in zip(repeating, *answers, strict=True):
+        logits = logits_along(exact, prompt, fast)
+        tie, best = NEAR_TIE * float(logits.abs().max()), logits.topk(2).values
+        lost = best[:, 0] - logits.gather(1, torch.tensor(fast)[:, None])[:, 0]
+        assert lost.max() < tie, f"token {int(lost.argmax())} is {lost.max():.4f} below the best"
+        gaps += ((best[:, 0] - best[:, 1]) / tie).tolist()
+        place = next((place for place, pair in enumerate(zip(plain, fast, strict=True)) if pair[0] != pair[1]), None)
+        if place is not None:
+            apart = float(logits[place, plain[place]] - logits[place, fast[place]])
+            assert abs(apart) < tie, f"texts part at {place}, where the tokens are {abs(apart):.4f} apart"
+    assert median(gaps) > 1, "most places must be no near-ties, or this shows nothing"

@@ -43,6 +43,22 @@ def profile(trace_path: Path) -> dict:
     return json.loads(json.dumps(result))
 
 
+def test_an_engine_that_speculates_is_measured_by_rows_and_queries(profile: dict) -> None:
+    assert profile["wide_steps"] == []
+    limits = {"max_batch_size": 4, "max_sequence_length": 64, "batch_sizes": [1, 4]}
+    speculation = {"method": "ngram", "num_tokens": 3}
+    runner = load_runner("demo", EngineConfig.of(None, speculation=speculation, **limits))
+    runner.graphs.capture(progress=False)
+    found = LatencyProfiler(runner, steps=1).profile([16], model="demo", progress=False)
+    points = [(row["bucket"], row["queries"]) for row in found["wide_steps"]]
+    assert points == [(bucket, queries) for bucket in (1, 4) for queries in (1, 2, 4)]
+    assert all(row["context"] == 16 and row["step_ms"] > 0 for row in found["wide_steps"])
+    captured = {(each["bucket"], each["queries"]) for each in found["captures"]["buckets"]}
+    assert captured == set(points)
+    assert runner.cache.pool.used == 0
+    runner.close()
+
+
 @pytest.mark.alone
 def test_every_bucket_is_measured_at_every_context(profile: dict) -> None:
     assert {(row["bucket"], row["context"]) for row in profile["rows"]} == {(1, 16), (4, 16), (1, 64), (4, 64)}

@@ -77,6 +77,21 @@ def test_a_profile_tells_what_the_graphs_cost_without_measuring(folder: Path) ->
         assert text in shown
 
 
+def test_the_steps_of_an_engine_that_speculates_stand_by_rows_and_queries(folder: Path) -> None:
+    options = ["--profile", str(folder / "profile.json"), "--config", str(folder / "today.toml")]
+    assert report_of(folder, *options)["query_costs"] == []
+    profile = json.loads((folder / "profile.json").read_text())
+    times = {(1, 1): 2.0, (1, 4): 3.0, (8, 1): 4.0, (8, 4): 9.0}
+    wide = [{"bucket": b, "queries": q, "context": 32, "step_ms": ms} for (b, q), ms in times.items()]
+    (folder / "profile.json").write_text(json.dumps(profile | {"wide_steps": wide}))
+    found = report_of(folder, *options)["query_costs"]
+    assert [(cost["bucket"], cost["queries"]) for cost in found] == list(times)
+    assert [cost["break_even"] for cost in found] == [1.0, 1.5, 1.0, 2.25]
+    shown = tune(folder, *options)
+    for text in ("rows and queries", "4 queries", "3.0000 (1.50)", "9.0000 (2.25)"):
+        assert text in shown
+
+
 def test_measured_ladders_are_in_the_table_and_in_the_report(folder: Path) -> None:
     options = ["--config", str(folder / "today.toml"), "--max-graphs", "2", "--measure", "--context", "8"]
     report = report_of(folder, *options, "--rounds", "2", "--dtype", "float32")

@@ -8,7 +8,15 @@ import pytest
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.profiling.ladder_figures import compare_ladders
-from graphdecode.profiling.tuner import GraphCost, StepCost, best_ladders, expected_step_ms, padding_share
+from graphdecode.profiling.tuner import (
+    GraphCost,
+    QueryCost,
+    StepCost,
+    best_ladders,
+    expected_step_ms,
+    padding_share,
+    query_costs,
+)
 
 
 def brute_force(counts: dict[int, int], cost: StepCost, max_batch_size: int, graphs: int) -> float:
@@ -93,6 +101,18 @@ def test_measured_costs_are_interpolated_and_continued() -> None:
 
 def test_a_profile_without_captures_says_nothing_of_their_cost() -> None:
     assert GraphCost.from_profile({"captures": {"buckets": [{"bucket": 1, "state": "eager"}]}}, 8) is None
+
+
+def test_a_step_of_several_queries_breaks_even_where_it_gives_as_many_tokens_as_it_costs_plain_steps() -> None:
+    measured = [(4, 2, 3.0), (1, 1, 1.0), (4, 1, 2.0), (1, 8, 1.5)]
+    wide = [{"bucket": b, "queries": q, "context": 16, "step_ms": ms} for b, q, ms in measured]
+    assert query_costs(profile_of((1, 4)) | {"wide_steps": wide}) == [
+        QueryCost(1, 1, 1.0, 1.0),
+        QueryCost(1, 8, 1.5, 1.5),
+        QueryCost(4, 1, 2.0, 1.0),
+        QueryCost(4, 2, 3.0, 1.5),
+    ]
+    assert query_costs(profile_of((1, 4))) == []
 
 
 def test_todays_ladder_stands_beside_the_best_of_each_number_of_graphs() -> None:

@@ -14,6 +14,7 @@ from served import Served, serving
 from graphdecode import LLM, SamplingParams
 
 KEY = "secret"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 TEMPLATE = (
     "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if tools %}<tool_call>{% endif %}"
     "{% if add_generation_prompt %}={% endif %}"
@@ -23,7 +24,8 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("server") / "server.toml"
-    file.write_text(f'[server]\napi_keys = ["{KEY}"]\ntrust_request_chat_template = true\n')
+    settings = f'[server]\napi_keys = ["{KEY}"]\ntrust_request_chat_template = true\n'
+    file.write_text(settings + '[speculation]\nmethod = "ngram"\n')  # the library beside it decodes plainly
     with serving("--config", str(file), "--max-batch-size", "8", "--max-sequence-length", "256") as server:
         yield server
 
@@ -253,13 +255,37 @@ def test_the_async_client_gets_the_answers_of_the_library_under_load(served: Ser
 
 
 def test_metrics_have_vllms_names(served: Served, client: openai.OpenAI) -> None:
-    before = served.metric("vllm:generation_tokens_total")
+    names = ("graphdecode:bucket_replays_total", f"{ACCEPTED}_total")  # both mean a token
+    before, ran = served.metric("vllm:generation_tokens_total"), sum(map(served.metric, names))
     answer = client.completions.create(model="demo", prompt="12+30=", max_tokens=8, temperature=0)
     assert answer.usage is not None
     assert served.metric("vllm:generation_tokens_total") - before == answer.usage.completion_tokens
     assert served.metric("vllm:time_to_first_token_seconds_count") >= 1
-    assert served.metric("graphdecode:bucket_replays_total") >= answer.usage.completion_tokens
+    served.until_idle()
+    assert sum(map(served.metric, names)) - ran >= answer.usage.completion_tokens
     assert served.metric("graphdecode:step_seconds_count") >= 1
+
+
+def test_drafts_are_counted_under_vllms_names(served: Served, client: openai.OpenAI, alone: LLM) -> None:
+    names = ("vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", ACCEPTED)
+    before = [served.metric(f"{name}_total") for name in names]
+    prompt, params = "abc" * 5, SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
+    answer = client.completions.create(
+        model="demo", prompt=prompt, max_tokens=48, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert answer.choices[0].text == alone.generate(prompt, params)[0].outputs[0].text
+    served.until_idle()
+    after = [served.metric(f"{name}_total") for name in names]
+    drafts, tokens, accepted = (now - then for now, then in zip(after, before, strict=True))
+    assert 0 < accepted <= tokens
+    assert 0 < drafts <= tokens
+    assert drafts + accepted <= 48  # a run gives what is accepted, and one token more
+    line = rf'^{ACCEPTED}_per_pos_total\{{model_name="demo",position="(\d+)"\}} (\S+)$'
+    by_place = re.findall(line, httpx.get(f"{served.address}/metrics").text, re.MULTILINE)
+    assert [int(place) for place, _ in by_place] == list(range(len(by_place)))
+    counts = [float(count) for _, count in by_place]
+    assert sum(counts) == after[-1]
+    assert counts == sorted(counts, reverse=True)  # who accepts a draft has accepted those before it
 
 
 def test_the_dashboard_asks_for_what_there_is(served: Served) -> None:

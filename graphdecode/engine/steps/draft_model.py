@@ -22,6 +22,9 @@ class ModelDrafts(DraftSource):
     that of the other, and a prefix that is shared is shared in both. Drafting begins with the last two tokens: the last
     draft of a step was fed to the target alone, and where it was accepted its keys are still missing here.
 
+    What it missed while no drafts were wanted, it is given as a prompt; a prefix that other rows shared meanwhile may
+    lack its keys, and then its drafts are worse.
+
     Args:
         setting: of the target's step.
         model: the small one, on the same device.
@@ -30,6 +33,8 @@ class ModelDrafts(DraftSource):
     Raises:
         ArgumentError: its vocabulary is another.
     """
+
+    is_cheap = False
 
     def __init__(self, setting: StepSetting, model: Model, num_drafts: int) -> None:
         config, device = model.config, model.device

@@ -23,11 +23,15 @@ class DraftSource(ABC):
         slots: what it keeps for each row; the step's buffers hold them.
         tensors: what else it writes, by name: caches, workspaces.
         constants: what it only reads: weights.
+        is_cheap: drafts cost next to nothing, so that plain steps make the first one, too, and tell whether it would
+            have been right. Else plain steps make none, and `prefill` is given the tokens that they fed before drafts
+            are wanted again.
     """
 
     slots: Sequence[Slot] = ()
     tensors: Mapping[str, Tensor] = MappingProxyType({})
     constants: Sequence[Tensor] = ()
+    is_cheap: bool = True
 
     def prefill(  # noqa: B027 (only sources with keys of their own)
         self,
@@ -39,7 +43,7 @@ class DraftSource(ABC):
         cu_seqlens_kv: Tensor,
         page_table: Tensor,
     ) -> None:
-        """Take tokens of prompts, as `Model.prefill` does, for a source with keys and values of its own."""
+        """Take tokens of prompts or answers, as `Model.prefill` does, for a source with keys and values of its own."""
 
     @abstractmethod
     def look(self, batch: Batch) -> None:
@@ -55,7 +59,8 @@ class DraftSource(ABC):
     def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (only sources that look nothing up)
         """Write the first `count` of `drafts`, for a source that makes them when they are wanted.
 
-        It runs at the beginning of each step; of one that feeds no draft too, with a count of 1.
+        It runs at the beginning of each step; of one that feeds no draft too, with a count
+        of 1, where the source is cheap.
 
         Args:
             batch: all slots of the step, the source's among them.

@@ -75,7 +75,7 @@ class SpeculativeStep(DecodeStep):
         super().__init__(setting, queries=widths[-1])
         wider = {width: partial(self._verify, queries=width) for width in widths}
         own = self._source
-        self.drafting = Drafting(wider, not adapts, self._found, own.prefill, own.constants)
+        self.drafting = Drafting(wider, not adapts, self._found, own.prefill, own.constants, own.is_cheap)
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         width = setting.max_pages_per_row * setting.page_size
@@ -110,8 +110,9 @@ class SpeculativeStep(DecodeStep):
         self._copy_drafts(batch)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
-        """Take a token of each row; drafts are made and judged, but none was fed."""
-        self._source.draft(batch, 1)
+        """Take a token of each row; cheap drafts are made and judged, but none was fed."""
+        if self._source.is_cheap:
+            self._source.draft(batch, 1)
         self._take(batch, logits, batch.live_rows)
         self._judge(batch, 0, 1)
         self._settle(batch, 1, adapts=False)

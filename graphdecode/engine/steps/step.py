@@ -94,6 +94,7 @@ class Drafting:
             for them; None where only the rings will tell.
         prefill: is given what `Model.prefill` is, up to the page table, behind each prefill.
         constants: what the drafts' source only reads.
+        is_cheap: whether plain steps make drafts, too; else `prefill` is to be given the tokens that they fed.
     """
 
     wider: Mapping[int, Callable[[Batch], None]]
@@ -101,6 +102,7 @@ class Drafting:
     found: Callable[[int], list[tuple[int, int]] | None]
     prefill: Callable[..., None]
     constants: Sequence[Tensor]
+    is_cheap: bool
 
 
 class Step(Protocol):
