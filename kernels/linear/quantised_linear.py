@@ -5,6 +5,7 @@ in half precision. A panel is 32 output features. Layouts: `panels`, int16 `[pan
 bits holds two bytes or four half-bytes, from the lowest on; one word after another makes rows of 32, and the integers
 at one place of a row are two input features of 16 output features, the next place's those of the panel's other half;
 scales and least values, float16 `[panels, blocks, 32]`. Four bits without a least value stand for what they are less 8.
+Five bits are kept in bytes, half again as many as the file has.
 
 Activations are not quantised, and weights are not rounded: a block's products are summed up as integers times
 activations, in float32, and scaled. A row's result depends neither on other rows nor on the number of threads.
@@ -28,11 +29,13 @@ class _Layout(NamedTuple):
     """Where a block of GGUF has what; see ggml's `ggml-common.h`."""
 
     nbytes: int
-    bits: int
+    bits: int  # of an integer in panels
     has_min: bool
+    has_fifth_bits: bool = False
 
 
 _LAYOUTS = {"Q8_0": _Layout(34, 8, False), "Q4_0": _Layout(18, 4, False), "Q4_1": _Layout(20, 4, True)}
+_LAYOUTS |= {"Q5_0": _Layout(22, 8, False, True), "Q5_1": _Layout(24, 8, True, True)}
 BLOCK_TYPES = frozenset(_LAYOUTS)  # that can be put in panels
 
 
@@ -63,7 +66,7 @@ def quantised_panels(blocks: Tensor, block_type: str) -> QuantisedPanels:
         scales[here] = _halves(padded, 0)
         if layout.has_min:
             mins[here] = _halves(padded, 1)
-        words[here] = _words(padded[..., 4 if layout.has_min else 2 :], layout.bits)
+        words[here] = _words(_stored_integers(padded[..., 4 if layout.has_min else 2 :], layout), layout.bits)
     return QuantisedPanels(words, scales.clone(), mins.clone() if layout.has_min else None)
 
 
@@ -73,11 +76,20 @@ def _halves(blocks: Tensor, place: int) -> Tensor:
     return numbers.view(-1, PANEL, blocks.shape[1]).transpose(1, 2)
 
 
-def _words(stored: Tensor, bits: int) -> Tensor:
-    """Return the integers of blocks [out_features, blocks, bytes] as words [panels, blocks, words]."""
-    integers = stored if bits == 8 else torch.cat((stored & 15, stored >> 4), dim=-1)
-    by_place = integers.view(-1, 2, PANEL // 2, stored.shape[1], BLOCK // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    in_word = by_place.reshape(len(by_place), stored.shape[1], -1, 16 // bits, PANEL).int()
+def _stored_integers(stored: Tensor, layout: _Layout) -> Tensor:
+    """Return the integers of blocks [..., bytes behind the scales] as bytes [..., 32]."""
+    if not layout.has_fifth_bits:
+        return stored if layout.bits == 8 else torch.cat((stored & 15, stored >> 4), dim=-1)
+    fifth = (stored[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    low = torch.cat((stored[..., 4:] & 15, stored[..., 4:] >> 4), dim=-1)
+    integers = low | fifth.flatten(-2) << 4
+    return integers if layout.has_min else integers - 16
+
+
+def _words(integers: Tensor, bits: int) -> Tensor:
+    """Return the integers of blocks, bytes [out_features, blocks, 32], as words [panels, blocks, words]."""
+    by_place = integers.reshape(-1, 2, PANEL // 2, integers.shape[1], BLOCK // 2, 2).permute(0, 3, 4, 1, 2, 5)
+    in_word = by_place.reshape(len(by_place), integers.shape[1], -1, 16 // bits, PANEL).int()
     shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
     return (in_word << shifts).sum(-2, dtype=torch.int32).to(torch.int16).flatten(2)
 

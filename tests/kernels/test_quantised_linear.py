@@ -84,7 +84,8 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
 
 
 @pytest.mark.parametrize("block_type", sorted(BLOCK_TYPES))
-def test_a_panel_holds_no_more_bytes_than_the_file(block_type):
+def test_a_panel_holds_no_more_bytes_than_the_file_but_for_five_bits(block_type):
     stored, _ = stored_weight(block_type, (64, 256))
     held = [tensor for tensor in quantised_panels(stored, block_type) if tensor is not None]
-    assert sum(tensor.nbytes for tensor in held) == stored.nbytes
+    in_bytes = {"Q5_0": 34 / 22, "Q5_1": 36 / 24}  # what Q8_0 takes, and that with a least value, of what the file has
+    assert sum(tensor.nbytes for tensor in held) == round(stored.nbytes * in_bytes.get(block_type, 1))
