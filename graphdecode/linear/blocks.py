@@ -26,6 +26,7 @@ class Blocks(WeightForm):
     """A weight in panels of blocks, whose values are the source's own, not rounded; others are put in plain panels."""
 
     path = "blocks"
+    quantize = "gguf"
     panels: Tensor  # int16, as `quantised_panels` has them, as are
     scales: Tensor  # float16
     mins: Tensor | None  # likewise

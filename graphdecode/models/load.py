@@ -119,7 +119,7 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None, or `"int8"` for 8-bit weights on a CPU.
+        quantize: None, or, on a CPU, `"int8"` for 8-bit weights, or `"gguf"` to keep the blocks of a GGUF file.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
         model_impl: who runs it; see `adopted`.
         trust_remote_code: run the Python code that comes with a checkpoint which transformers runs.

@@ -47,7 +47,7 @@ TYPES = {"attn_v.weight": "Q4_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q8_
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_layers_of_one_type_keep_its_values_and_others_are_undone(tmp_path: Path, name: str) -> None:
     path = quantised_file(tmp_path / "small.gguf", name, TYPES)
-    model, source = load_model(path, device="cpu", dtype="float32"), Gguf(path)
+    model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     found = model.layers[1].linears
     assert {place: type(form) for place, form in found.items()} == {
         "qkv": Panels,
@@ -69,7 +69,7 @@ def test_layers_of_one_type_keep_its_values_and_others_are_undone(tmp_path: Path
 
 def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
     path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
-    form = load_model(path, device="cpu", dtype="float32").layers[0].linears["qkv"]
+    form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
     assert isinstance(form, Blocks)
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
     out = torch.empty(64, form.out_features)
@@ -86,6 +86,6 @@ def values(source: Gguf, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
 def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Path, name: str) -> None:
     path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
-    form = load_model(path, device="cpu", dtype="bfloat16").head.lm_head
+    form = load_model(path, device="cpu", dtype="bfloat16", quantize="gguf").head.lm_head
     assert isinstance(form, Blocks)
     assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)
