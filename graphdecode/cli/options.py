@@ -22,7 +22,9 @@ DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left 
 DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
 ]
-QuantizeOption = Annotated[str | None, typer.Option(help="int8: 8-bit weights on a CPU.")]
+QuantizeOption = Annotated[
+    str | None, typer.Option(help="int8: 8-bit weights; gguf: the blocks of a GGUF file. On a CPU.")
+]
 KvCacheDtypeOption = Annotated[
     str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
 ]

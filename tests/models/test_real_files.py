@@ -7,6 +7,7 @@ import pytest
 
 from gguf_against_peers import compare_answers, compare_perplexity, reference_model
 from graphdecode import LLM
+from graphdecode.kernels.native import library as native
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 
@@ -25,13 +26,19 @@ def gemma3_270m() -> Path | None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("find", [smollm2, gemma3_270m], ids=["smollm2", "gemma3-270m"])
-def test_answers_and_perplexity_are_those_of_transformers(find) -> None:
+@pytest.mark.parametrize(
+    ("find", "quantize"),
+    [(smollm2, None), (smollm2, "gguf"), (gemma3_270m, None)],
+    ids=["smollm2", "smollm2-blocks", "gemma3-270m"],
+)
+def test_answers_and_perplexity_are_those_of_transformers(find, quantize) -> None:
     pytest.importorskip("accelerate", reason="transformers reads GGUF files with accelerate")
     path = find()
     if path is None:
         pytest.skip("the package that holds the file is not installed")
+    if quantize is not None and native.library() is None:
+        pytest.skip("blocks are multiplied by compiled kernels")
     reference = reference_model(path)
-    with LLM(path, dtype="float32", device="cpu", max_batch_size=4, max_sequence_length=512) as llm:
+    with LLM(path, dtype="float32", device="cpu", quantize=quantize, max_batch_size=4, max_sequence_length=512) as llm:
         assert compare_answers(llm, reference, 24)
         assert compare_perplexity(llm, reference, LICENSE.read_text())
