@@ -37,6 +37,12 @@ class LazyDecodeStep(DecodeStep):
         if batch.size == self._streams.refused_bucket and self._streams.current is not self._streams.streams[0]:
             raise ValueError("not fit to be captured")
 
+    def _compute(self, batch: Batch) -> None:
+        self._streams.enqueue(partial(self._later, super()._compute, batch.size))
+
+    def _choose(self, batch: Batch) -> None:
+        self._streams.enqueue(partial(self._later, super()._choose, batch.size))
+
     def _end_launch(self, batch: Batch) -> None:
         self._streams.enqueue(partial(self._later, super()._end_launch, batch.size))
 

@@ -139,8 +139,9 @@ class Stream:
         self.attend = attend
         self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
-        self._stem: Stem | None = stem  # while the residual is not made
-        self._residual = stem.residual(tokens)
+        # while the residual is not made; a stem that has its own way of embedding takes it
+        self._stem: Stem | None = stem if type(stem).run is Stem.run else None
+        self._residual = stem.run(tokens) if self._stem is None else stem.residual(tokens)
         self._hidden = torch.empty_like(self._residual)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
         self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
@@ -153,7 +154,7 @@ class Stream:
         """[t, hidden], the embedded tokens and what was added to them."""
         if self._stem is not None:
             stem, self._stem = self._stem, None
-            embedding(self._residual, self.tokens.ids, stem.embedding, self.tokens.live, stem.scale)
+            stem.embed(self._residual, self.tokens)
         return self._residual
 
     @property
@@ -376,6 +377,16 @@ class Stem(Block):
 
     embedding: Tensor  # [vocab, hidden]
     scale: float = 1.0
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """Return the embedded tokens [t, hidden]; a stem that does more than that overrides it."""
+        residual = self.residual(tokens)
+        self.embed(residual, tokens)
+        return residual
+
+    def embed(self, residual: Tensor, tokens: Tokens) -> None:
+        """Write the embedded tokens into `residual`."""
+        embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
         """Return memory for the embedded tokens, [t, hidden]."""

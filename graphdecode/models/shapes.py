@@ -39,7 +39,7 @@ def _llama3(factor: float) -> dict[str, Any]:
 
 _TIED = {"tie_word_embeddings": True}
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
-_SHAPES = {  # sizes in the order of `_SIZES`
+SHAPES = {  # sizes in the order of `_SIZES`
     "llama-100m": _shape(Llama, 32000, 768, 2048, 12, 12, 4, 4096),
     "llama-3.2-1b": _shape(Llama, 128256, 2048, 8192, 16, 32, 8, 131072, head_dim=64, **_TIED, **_llama3(32.0)),
     "llama-3.1-8b": _shape(Llama, 128256, 4096, 14336, 32, 32, 8, 131072, **_llama3(8.0)),
@@ -58,9 +58,9 @@ def shape_config(name: str) -> ModelConfig:
     Raises:
         ValueError: the shape is unknown; the message lists those that are known.
     """
-    shape = _SHAPES.get(name.removeprefix(PREFIX))
+    shape = SHAPES.get(name.removeprefix(PREFIX))
     if shape is None:
-        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in _SHAPES)}")
+        raise ArgumentError(f"unknown shape {name!r}; known are {', '.join(PREFIX + known for known in SHAPES)}")
     return config_of({"dtype": "bfloat16", "rms_norm_eps": 1e-5} | shape)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from graphdecode.errors import GraphdecodeError
+
 Ranges: TypeAlias = tuple[tuple[int, int], ...]  # of code points, both ends included, ascending
 
 _LAST, _SURROGATES = 0x10FFFF, (0xD800, 0xDFFF)
@@ -20,7 +22,7 @@ _MOST_REPEATS = 1000
 _MOST_DEPTH = 100  # of groups
 
 
-class UnknownPatternError(Exception):
+class UnknownPatternError(GraphdecodeError):
     """A regular expression that is not of the plain kind."""
 
 

@@ -33,7 +33,7 @@ def _skip_steps_kernel(
 
 
 def skip_steps_triton(
-    step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop_count: Tensor, step_entries: Tensor | None
+    step_index: Tensor, ring_tokens: Tensor, loop_limit: Tensor, loop_count: Tensor, step_entries: Tensor | None = None
 ) -> None:
     """Launch the kernel; see `skip_steps`."""
     _skip_steps_kernel[(1,)](

@@ -1,12 +1,14 @@
 """The engine's public face: tokens in, events out, and nothing of text."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine import RequestError
 from graphdecode.engine.loading import make_runner
+from graphdecode.engine.runner import Launch
 from graphdecode.models import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -106,7 +108,12 @@ def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_c
     engine.lookahead = lookahead
     launches: list[int] = []
     launch = engine.runner.launch
-    monkeypatch.setattr(engine.runner, "launch", lambda rows, *how: launches.append(rows) or launch(rows, *how))
+
+    def noted(rows: int, *how: Any, **options: Any) -> Launch:
+        launches.append(rows)
+        return launch(rows, *how, **options)
+
+    monkeypatch.setattr(engine.runner, "launch", noted)
 
     def counted(params: SamplingParams) -> tuple[int, int]:
         """Tokens, and steps of the batch record."""

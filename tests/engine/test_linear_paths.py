@@ -67,7 +67,7 @@ def test_products_with_counters_are_captured_and_the_report_shows_their_buckets(
     if device.type == "cpu":
         found = {bucket: names["graphdecode.small_linear.default"] for bucket, names in kernels.items()}
         assert found == products
-        fused = {"small_linear": 17, "rope_append": 4, "decode_attention": 4}
+        fused = {"small_linear": 17, "append_attention": 4}
         layers = {name.split(".")[1]: count for name, count in kernels[2].items() if count >= 4}
         assert layers == fused, "norms, gates and sums with the residual take no launch of their own"
         assert kernels[1]["graphdecode.act_mul.default"] == 4 * (not is_fixed)

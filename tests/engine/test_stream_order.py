@@ -27,6 +27,7 @@ from graphdecode.engine.steps import DecodeStep, step
 from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.graphs import capture
 from graphdecode.graphs.capture import CudaCapture
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model, load_model
 
 SEEDS = 8
@@ -47,11 +48,20 @@ Answer = tuple[list[int], list[float]]
 class Letters:
     """A form whose next letters depend on the last one."""
 
+    guide = None
+
     def __init__(self, _grammar: str) -> None:
         self.last = 0
 
     def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
         words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
+
+    @classmethod
+    def fill_all(cls, constraints: Sequence[Letters], stop_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        masks = [np.empty(-(-VOCABULARY // MASK_BITS), dtype=np.int32) for _ in constraints]
+        for constraint, mask, stops in zip(constraints, masks, stop_ids, strict=True):
+            constraint.fill(mask, stops)
+        return masks
 
     def accept(self, token_id: int) -> bool:
         self.last = token_id + 1

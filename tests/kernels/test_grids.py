@@ -22,7 +22,7 @@ PROCESSORS = (78, 132, 148, 188)  # of an A10 up to the largest
 
 @pytest.fixture(params=KNOWN_MODELS)
 def model(request, monkeypatch) -> str:
-    monkeypatch.setitem(shapes._SHAPES, request.param, KNOWN_MODELS[request.param])
+    monkeypatch.setitem(shapes.SHAPES, request.param, KNOWN_MODELS[request.param])
     return f"shape:{request.param}"
 
 

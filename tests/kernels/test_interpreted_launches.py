@@ -124,7 +124,8 @@ def test_small_products_that_begin_early_one_after_another_are_the_products(kind
     counters = torch.zeros(16, dtype=torch.int32)
     with early_starts(strict_launches):
         for given, weight, out, partial in zip([x, *outs], weights, outs, partials, strict=False):
-            small_linear_triton(out, given, weight, None, partial, counters, kind, 16, 32, splits, 4, 2, True)
+            fused = (None, partial, counters, 1e-5, "store", 1.0)
+            small_linear_triton(out, given, weight, None, *fused, kind, 16, 16, 32, splits, 4, 2, True)
     expected = x.double()
     for weight, out in zip(weights, outs, strict=True):
         expected = expected @ weight.double().T

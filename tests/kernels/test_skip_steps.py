@@ -19,11 +19,12 @@ def int32(value: int) -> torch.Tensor:
 def skip(request, device):
     """Skip by one of the two versions, in place."""
 
-    def run(step_index, ring, limit, count):
+    def run(step_index, ring, limit, count, entries):
+        per_step = [] if entries is None else [int32(entries)]
         if request.param == "torch":
-            skip_steps_torch(step_index, ring, int32(limit), int32(count))
+            skip_steps_torch(step_index, ring, int32(limit), int32(count), *per_step)
             return
-        there = [tensor.to(device) for tensor in (step_index, ring, int32(limit), int32(count))]
+        there = [tensor.to(device) for tensor in (step_index, ring, int32(limit), int32(count), *per_step)]
         skip_steps_triton(*there)
         step_index.copy_(there[0])
         ring.copy_(there[1])
@@ -33,13 +34,14 @@ def skip(request, device):
 
 @pytest.mark.parametrize(("limit", "count"), [(3, 1), (7, 1), (5, 5), (1, 1), (6, 2), (0, 3)])
 @pytest.mark.parametrize("step", [0, 4, 2**40 + 3])
-def test_skipped_places_hold_no_tokens_and_all_others_what_they_held(skip, step, limit, count):
+@pytest.mark.parametrize("entries", [None, 3])
+def test_skipped_places_hold_no_tokens_and_all_others_what_they_held(skip, entries, step, limit, count):
     ring = torch.arange(LENGTH * ROWS).view(LENGTH, ROWS)
     expected, index = ring.clone(), torch.tensor([step])
-    skipped = max(limit - count, 0)
+    skipped = max(limit - count, 0) * (entries or 1)
     for later in range(skipped):
         expected[(step + later) % LENGTH] = -1
-    skip(index, ring, limit, count)
+    skip(index, ring, limit, count, entries)
     assert index.tolist() == [step + skipped]
     assert torch.equal(ring, expected)
 
@@ -47,6 +49,6 @@ def test_skipped_places_hold_no_tokens_and_all_others_what_they_held(skip, step,
 def test_the_operator_passes_opcheck(device):
     tensors = [torch.tensor([4]), torch.zeros(LENGTH, ROWS, dtype=torch.int64), int32(3), int32(1)]
     arguments = tuple(tensor.to(device) for tensor in tensors)
-    torch.library.opcheck(torch.ops.graphdecode.skip_steps.default, arguments)
+    torch.library.opcheck(torch.ops.graphdecode.skip_steps.default, (*arguments, None))
     skip_steps(*arguments)
     assert arguments[0].tolist() == [6]

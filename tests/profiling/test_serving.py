@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_the_tool_refuses_what_cannot_be_served(tmp_path: Path, options: dict[st
         options = options | {"trace": tmp_path / options["trace"]}
     tool = runpy.run_path(TOOL[1])
     with pytest.raises(ValueError, match=message):
-        tool["main"](**options)
+        tool["main"](SimpleNamespace(invoked_subcommand=None), **options)
 
 
 def test_the_tool_ends_an_error_with_one_line(tmp_path: Path) -> None:
