@@ -205,6 +205,20 @@ class Service:
             return await asyncio.to_thread(self.intake.encode, prompt, special=special)
         return self.intake.encode(prompt, special=special)
 
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; None is this one.
+
+        Raises:
+            HttpError: it is for another one.
+        """
+        if name is not None and name != self.model_name:
+            raise HttpError(
+                404,
+                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
     def note_unknown(self, fields: dict[str, Any] | None) -> None:
         """Log the names of fields that are ignored, each of them once."""
         new = set(fields or ()) - self._unknown_fields

@@ -235,11 +235,11 @@ FAULTS = [
     # the engine's loop
     Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
-    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_steps)"),
+    Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
     Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
     Fault(EngineLoop, "_launch", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_launch", "1 if self._is_constrained else self", "self"),
-    Fault(EngineLoop, "step", " and not self._is_constrained", ""),
+    Fault(EngineLoop, "_launch", "bool(self._held) if is_steady", "False if is_steady"),
+    Fault(EngineLoop, "step", " and not self._held", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
     # the Runner
@@ -259,7 +259,6 @@ FAULTS = [
     # captures at a first use
     Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
     Fault(CudaCapture, "on_stream", "self.stream.wait_stream(outer)", "pass"),
-    Fault(CudaCapture, "on_stream", "outer.wait_stream(self.stream)", "pass"),
 ]
 
 

@@ -120,7 +120,7 @@ def test_small_products_that_begin_early_one_after_another_are_the_products(kind
     x = torch.randn(2, 64, generator=draw)
     weights = [torch.randn(64, 64, generator=draw) / 8 for _ in range(3)]
     outs = [torch.full((2, 64), torch.nan) for _ in weights]
-    partials = [torch.full((splits, 2, 64), torch.nan) for _ in weights]
+    partials = [torch.full((splits, 2, 4 * (16 + 1)), torch.nan) for _ in weights]  # a block has a column more
     counters = torch.zeros(16, dtype=torch.int32)
     with early_starts(strict_launches):
         for given, weight, out, partial in zip([x, *outs], weights, outs, partials, strict=False):
