@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from graphdecode.cli.batch import batch
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
 from graphdecode.cli.generate import generate
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.command(epilog='Example: graphdecode generate --json --prompt "999+1="')(generate)
 app.command(epilog='Example: graphdecode chat --model smollm2 "Why is the sky blue?"')(chat)
 app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
+app.command(epilog="Example: graphdecode batch --model demo requests.jsonl answers.jsonl")(batch)
 app.add_typer(models, name="models")
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)

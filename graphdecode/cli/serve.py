@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from graphdecode.cli.capacity import limited
-from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -26,9 +23,10 @@ from graphdecode.cli.options import (
     TrustRemoteCodeOption,
     settings_of,
 )
-from graphdecode.errors import ArgumentError
+from graphdecode.cli.service import check_extra, service_of
 
-_NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+if TYPE_CHECKING:
+    from graphdecode.config import EngineConfig, ServerConfig
 
 
 def serve(
@@ -61,9 +59,7 @@ def serve(
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ArgumentError(f"serving needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
+    check_extra("serving")
     from graphdecode.config import ServerConfig, load_server_config
 
     settings = settings_of(
@@ -85,37 +81,20 @@ def serve(
     _run(model, tokenizer, settings, limits)
 
 
-def _run(model: str, tokenizer: str | None, settings: object, limits: object) -> None:
+def _run(model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig) -> None:
     import asyncio
     import logging
 
-    from graphdecode import __version__
-    from graphdecode.config import EngineConfig, ServerConfig
-    from graphdecode.models import generation_defaults
     from graphdecode.server.run import bind, run
-    from graphdecode.server.service import Service
 
-    assert isinstance(settings, EngineConfig)
-    assert isinstance(limits, ServerConfig)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
     bound = bind(limits.host, limits.port)
-    checkpoint = find_checkpoint(model, tokenizer, settings)
-    name = limits.served_model_name or (Path(model).name if Path(model).exists() else model)
-    service = Service(
-        checkpoint.path,
-        name,
-        checkpoint.tokenizer,
-        generation_defaults(checkpoint.path),
-        settings,
-        limits,
-        version=__version__,
-        progress=STDERR.is_terminal,
-    )
+    service = service_of(model, tokenizer, settings, limits)
     address = f"http://{limits.host}:{bound.getsockname()[1]}"
 
     def on_ready() -> None:
-        STDERR.print(f"serving {name} on {address}", highlight=False, soft_wrap=True)
+        STDERR.print(f"serving {service.model_name} on {address}", highlight=False, soft_wrap=True)
         has_template = bool(service.tokenizer.chat_template)
         for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
             STDERR.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.blocks import Blocks, common_block_type
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
@@ -21,6 +22,7 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
     Int8Panels,
     Int8,
     Fixed,
+    Blocks,
     Panels,
     Packed,
     Plain,
@@ -58,6 +60,13 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
     return _with(form.of(weight, bias, options), choices)
+
+
+def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
+    """Return the product with a plain weight that was read before: read again where the source has it in few bits."""
+    if check_options(options)[0] is Blocks and common_block_type(source, names) is not None:
+        return load_linear(source, names, None, options)
+    return linear_of(weight, None, options)
 
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:

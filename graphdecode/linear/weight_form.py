@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -54,6 +54,14 @@ class TensorSource(Protocol):
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`, converted to its dtype where that differs."""
+
+
+@runtime_checkable
+class BlockSource(TensorSource, Protocol):
+    """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
+
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
 
 
 class LinearNames(NamedTuple):
@@ -143,10 +151,7 @@ class WeightForm(ABC):
         Parts of a layer that is split by columns are added up, so the bias is in the first alone.
         """
         weight = read_fused(source, names.weights, shard, options.dtype, options.device)
-        bias_shard = shard if shard is not None and shard.axis == 0 else None
-        has_bias = bool(names.biases) and (shard is None or shard.axis == 0 or shard.rank == 0)
-        bias = read_fused(source, names.biases, bias_shard, options.dtype, options.device) if has_bias else None
-        return cls.of(weight, bias, options)
+        return cls.of(weight, read_bias(source, names, shard, options), options)
 
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor) -> None:
@@ -213,3 +218,11 @@ def read_fused(
     for name, out in zip(names, fused.split(sizes), strict=True):
         source.read(name, out, shard)
     return fused
+
+
+def read_bias(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> Tensor | None:
+    """Return a layer's bias, or what goes with a part of its weight; None where there is none."""
+    if not names.biases or (shard is not None and shard.axis == 1 and shard.rank > 0):
+        return None
+    part = shard if shard is not None and shard.axis == 0 else None
+    return read_fused(source, names.biases, part, options.dtype, options.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.forms import linear_of, load_linear
+from graphdecode.linear.forms import load_linear, tied_linear
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
@@ -88,10 +88,10 @@ class Weights:
 
         Args:
             place: in the model.
-            tied: the plain weight that serves where the map has no such place.
+            tied: the plain embedding, which serves where the map has no such place.
         """
         if place not in self._map and tied is not None:
-            return linear_of(tied, None, self._options)
+            return tied_linear(tied, self._source, LinearNames(self._names("embedding")), self._options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         return load_linear(self._source, names, None, self._options)
 

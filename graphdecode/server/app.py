@@ -7,9 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
 
-from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,18 +18,16 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.chat_completions import chat
-from graphdecode.server.completions import complete
+from graphdecode.server.endpoint import GENERATING, B, Endpoint
 from graphdecode.server.guards import HostGuard, KeyGuard, own_names
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.live import live
-from graphdecode.server.protocol import Body, ChatCompletion, Completion, Detokenize, Tokenize
+from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
 from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
-B = TypeVar("B", bound=Body)
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +38,9 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{model:path}", endpoints.model),
-        Route("/v1/completions", endpoints.of(Completion, complete), methods=["POST"]),
-        Route("/v1/chat/completions", endpoints.of(ChatCompletion, chat), methods=["POST"]),
-        Route("/tokenize", endpoints.of(Tokenize, tokenize), methods=["POST"]),
-        Route("/detokenize", endpoints.of(Detokenize, detokenize), methods=["POST"]),
+        *[Route(url, endpoints.of(endpoint), methods=["POST"]) for url, endpoint in GENERATING.items()],
+        Route("/tokenize", endpoints.of(Endpoint(Tokenize, tokenize)), methods=["POST"]),
+        Route("/detokenize", endpoints.of(Endpoint(Detokenize, detokenize)), methods=["POST"]),
         Route("/tokenizer_info", endpoints.tokenizer_info),
         Route("/health", endpoints.health),
         Route("/ping", endpoints.health),
@@ -88,31 +83,17 @@ class Endpoints:
         self._service = service
         self._started = int(time.time())
 
-    def of(
-        self, kind: type[B], answer: Callable[[Service, B, str], Awaitable[Response]]
-    ) -> Callable[..., Awaitable[Response]]:
-        """Return the endpoint that takes one kind of body.
+    def of(self, endpoint: Endpoint[B, Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Return what takes requests to an endpoint."""
 
-        Args:
-            kind: of the body.
-            answer: makes the response.
-        """
-
-        async def endpoint(request: Request) -> Response:
+        async def taken(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != "application/json":  # a page of another origin may send the others unasked
                 raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
-            body = self._parse(kind, await self._read(request))
-            self._check_model(body.model)
-            self._service.note_unknown(body.model_extra)
-            try:
-                return await answer(self._service, body, request.headers.get("authorization", ""))
-            except HttpError:
-                raise
-            except GraphdecodeError as error:
-                raise as_http_error(error, frozenset(kind.model_fields)) from error
+            data = await self._read(request)
+            return await endpoint.respond(self._service, data, request.headers.get("authorization", ""))
 
-        return endpoint
+        return taken
 
     async def _read(self, request: Request) -> bytes:
         limits = self._service.limits
@@ -128,25 +109,6 @@ class Endpoints:
         except ClientDisconnect:
             raise HttpError(499, "the client went away") from None
         return bytes(data)
-
-    def _parse(self, kind: type[B], data: bytes) -> B:
-        try:
-            return kind.model_validate_json(data)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            param = str(first["loc"][0]) if first["loc"] else None
-            message = f"{place}: {first['msg']}" if place else first["msg"]
-            raise HttpError(400, message, param=param, code=first["type"]) from None
-
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._service.model_name:
-            raise HttpError(
-                404,
-                f"the model {model[:200]!r} does not exist; there is {self._service.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
 
     def _card(self) -> dict[str, object]:
         service = self._service
@@ -165,7 +127,7 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        self._check_model(request.path_params["model"])
+        self._service.check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     async def tokenizer_info(self, _: Request) -> Response:

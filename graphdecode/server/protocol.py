@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
+
 
 class Body(BaseModel):
     """What all bodies have in common."""

@@ -123,17 +123,26 @@ class Reply(Response, ABC):
                         clock.tick()
                     yield
 
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def whole(self) -> dict[str, Any]:
+        """Generate, and return the whole response's body.
+
+        Raises:
+            HttpError: the answer was given up.
+        """
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     pass
         except (GraphdecodeError, TimeoutError) as error:
-            failed = self._failure(error)
+            raise self._failure(error) from error
+        choices = [self.whole_choice(cursor) for cursor in self.cursors]
+        return self._head | {"choices": choices, "usage": self.usage()}
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = JSONResponse(await self.whole())
+        except HttpError as failed:
             response = JSONResponse(failed.body, failed.status, failed.headers)
-        else:
-            choices = [self.whole_choice(cursor) for cursor in self.cursors]
-            response = JSONResponse(self._head | {"choices": choices, "usage": self.usage()})
         await response(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:

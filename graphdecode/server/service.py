@@ -75,7 +75,7 @@ class Service:
         setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
         self.router = Router(self.client)
-        self.intake = Intake(self.client, tokenizer)
+        self.intake = Intake(self.client, tokenizer, structured_outputs_backend=config.structured_outputs_backend)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -204,6 +204,20 @@ class Service:
         if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
             return await asyncio.to_thread(self.intake.encode, prompt, special=special)
         return self.intake.encode(prompt, special=special)
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a request for another model; None is this one.
+
+        Raises:
+            HttpError: it is for another one.
+        """
+        if name is not None and name != self.model_name:
+            raise HttpError(
+                404,
+                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
 
     def note_unknown(self, fields: dict[str, Any] | None) -> None:
         """Log the names of fields that are ignored, each of them once."""

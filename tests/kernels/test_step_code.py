@@ -101,7 +101,8 @@ def test_the_loops_over_weights_and_keys_ask_for_more_than_memory_gives(kernels)
     assert {label.split("_")[0] for label, _ in streams} >= {"append"}
     for label, figures in streams:
         assert figures["loop_bytes_per_clock"] >= NEEDED_BYTES_PER_CLOCK, (label, figures)
-        assert figures["loop_width"] == 16, (label, figures)
+        # the gain of a norm comes beside its weight, in words
+        assert figures["loop_width"] == (4 if "dot_linear" in label else 16), (label, figures)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufFile, GgufTensor
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.gguf.tensor_view import View
+from graphdecode.models.gguf.tensor_view import TensorView, View
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -73,6 +73,13 @@ class Gguf:
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
         self._views[name].read(out, shard)
+
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
+        view = self._views[name]
+        if not isinstance(view, TensorView) or len(view.shape) != 2 or view.shift:
+            return None
+        return view.blocks
 
     @cached_property
     def _architecture(self) -> Architecture:

@@ -68,6 +68,14 @@ class TensorView:
             values = self._read_rows(self._stored_rows(rows[begin : begin + step]), row_length)[:, columns]
             target[begin : begin + step].copy_(values.add(self.shift) if self.shift else values)
 
+    @property
+    def blocks(self) -> Tensor:
+        """Return the rows of a matrix as they are stored, uint8 [rows, bytes of a row]."""
+        rows, row_length = self.shape
+        order = self._stored_rows(np.arange(rows))
+        stored = self.stored.read(self.first_row * row_length, rows * row_length).reshape(rows, -1)
+        return torch.from_numpy(stored[order - self.first_row] if self.head_dim else stored)
+
     def _stored_rows(self, rows: np.ndarray) -> np.ndarray:
         if self.head_dim:
             head, row = np.divmod(rows, self.head_dim)

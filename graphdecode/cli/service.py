@@ -1,0 +1,60 @@
+"""What the commands share that answer requests in OpenAI's form."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphdecode.cli.checkpoint import find_checkpoint
+from graphdecode.cli.options import STDERR
+from graphdecode.config import EngineConfig, ServerConfig
+from graphdecode.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from graphdecode.server.service import Service
+
+_NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+
+
+def check_extra(doing: str) -> None:
+    """Refuse to go on without the packages of `graphdecode[serve]`.
+
+    Args:
+        doing: what needs them, for the message.
+
+    Raises:
+        ArgumentError: one is missing.
+    """
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
+
+
+def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig) -> Service:
+    """Return the service of a model, which is yet to be started.
+
+    Args:
+        model: as it was asked for.
+        tokenizer: to take in the place of its own, or None.
+        settings: of the engine.
+        limits: of the server.
+
+    Raises:
+        ArgumentError: there is no such model, or it cannot be loaded so.
+    """
+    from graphdecode import __version__
+    from graphdecode.models import generation_defaults
+    from graphdecode.server.service import Service
+
+    checkpoint = find_checkpoint(model, tokenizer, settings)
+    return Service(
+        checkpoint.path,
+        limits.served_model_name or (Path(model).name if Path(model).exists() else model),
+        checkpoint.tokenizer,
+        generation_defaults(checkpoint.path),
+        settings,
+        limits,
+        version=__version__,
+        progress=STDERR.is_terminal,
+    )

@@ -1,0 +1,91 @@
+"""A GGUF file's blocks are multiplied as they are: which layers, with whose values, in how much memory."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_checkpoints import random_model, write
+
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.panels import Panels
+from graphdecode.models import load_model
+from graphdecode.models.gguf.source import Gguf
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+
+
+def quantised_file(path: Path, name: str, types: dict[str, str]) -> Path:
+    """Write a random model whose matrices have block types, by the ends of their names."""
+    plain = write(random_model(name), name, path.with_name("plain.gguf"))
+    reader = gguf.GGUFReader(plain)
+    writer = gguf.GGUFWriter(path, "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type)
+    for tensor in reader.tensors:
+        block_type = next((kind for end, kind in types.items() if tensor.name.endswith(end)), None)
+        if block_type is None or tensor.data.ndim < 2:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        else:
+            kind = gguf.GGMLQuantizationType[block_type]
+            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+TYPES = {"attn_v.weight": "Q4_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q8_0", "weight": "Q4_1"}
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
+def test_layers_of_one_type_keep_its_values_and_others_are_undone(tmp_path: Path, name: str) -> None:
+    path = quantised_file(tmp_path / "small.gguf", name, TYPES)
+    model, source = load_model(path, device="cpu", dtype="float32"), Gguf(path)
+    found = model.layers[1].linears
+    assert {place: type(form) for place, form in found.items()} == {
+        "qkv": Panels,
+        "o": Blocks,
+        "gate_up": Blocks,
+        "down": Blocks,
+    }
+    at = "model.layers.1."
+    names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
+    names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
+    for place, form in found.items():
+        weight = torch.cat([values(source, f"{at}{part}.weight") for part in names[place]])
+        x = torch.eye(form.in_features)
+        out = torch.empty(form.in_features, form.out_features)
+        form.apply(out, x)
+        bias = 0 if form.bias is None else form.bias
+        torch.testing.assert_close(out, weight.T + bias, rtol=1e-5, atol=1e-6)
+
+
+def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
+    path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
+    form = load_model(path, device="cpu", dtype="float32").layers[0].linears["qkv"]
+    assert isinstance(form, Blocks)
+    weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
+    out = torch.empty(64, form.out_features)
+    form.apply(out, torch.eye(64))
+    torch.testing.assert_close(out, weight.T, rtol=1e-5, atol=1e-6)
+
+
+def values(source: Gguf, name: str) -> torch.Tensor:
+    out = torch.empty(source.tensors[name].shape)
+    source.read(name, out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
+def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Path, name: str) -> None:
+    path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
+    form = load_model(path, device="cpu", dtype="bfloat16").head.lm_head
+    assert isinstance(form, Blocks)
+    assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)

@@ -1,0 +1,331 @@
+"""`graphdecode batch`: every request of a file is answered once, whatever ends a run before it is done."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import run_command
+from served import AT_LENGTH
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.cli import main
+from graphdecode.errors import ArgumentError
+from graphdecode.server.batch_lines import BatchInput, BatchOutput
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+NUM_LINES = 5000 if AT_LENGTH else 300  # as tools/try_batch asks
+SEEDS = range(3) if AT_LENGTH else range(1)
+DEADLINE_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ForkServerContext]:
+    """Make processes that have imported what a run imports, which takes longer than the run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["graphdecode.server.batch", "graphdecode.models", "transformers"])
+        yield context
+
+
+class Runs:
+    """Starts the command in processes of their own, over two files of one folder."""
+
+    def __init__(self, context: ForkServerContext, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self._context = context
+        self._patch = patch
+        self.input = folder / "requests.jsonl"
+        self.output = folder / "answers.jsonl"
+
+    def start(self, *options: str) -> ForkServerProcess:
+        arguments = ["graphdecode", "batch", str(self.input), str(self.output), "--device", "cpu", *options]
+        self._patch.setattr(sys, "argv", arguments)  # which the process takes over
+        process = self._context.Process(target=main)
+        process.start()
+        return process
+
+    def finish(self, *options: str) -> int | None:
+        process = self.start(*options)
+        process.join(DEADLINE_SECONDS)
+        return process.exitcode
+
+    def answers(self) -> dict[str, Any]:
+        """Return the responses by `custom_id`; each has exactly one."""
+        lines = [json.loads(line) for line in self.output.read_bytes().splitlines()]
+        assert len({line["id"] for line in lines}) == len({line["custom_id"] for line in lines}) == len(lines)
+        assert all(line["error"] is None for line in lines)
+        return {line["custom_id"]: line["response"] for line in lines}
+
+
+@pytest.fixture
+def runs(processes: ForkServerContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(processes, tmp_path, monkeypatch)
+
+
+def request(custom_id: str, url: str = "/v1/completions", **body: Any) -> str:
+    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body}) + "\n"
+
+
+def sums(count: int) -> str:
+    return "".join(
+        request(f"sum-{i}", prompt=f"{i % 900 + 50}+{i % 17}=", max_tokens=6, temperature=1.0, seed=i)
+        for i in range(count)
+    )
+
+
+def engines_of(process: ForkServerProcess) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def until(what: str, holds: Any) -> None:
+    end = time.monotonic() + DEADLINE_SECONDS
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.001)
+
+
+def num_lines(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_requests_of_all_kinds_have_the_answers_of_the_library_and_bad_ones_their_reason(runs: Runs) -> None:
+    chat = {"messages": [{"role": "user", "content": "12+30"}], "chat_template": TEMPLATE, "temperature": 0}
+    sort = {"prompt": "sort zebra=", "max_tokens": 8}
+    prompts = ["rev oceanic=", "417+385="]
+    lines = [
+        request("greedy", model="demo", prompt=prompts[1], max_tokens=8, temperature=0),
+        "\n",
+        request("two prompts", prompt=prompts, max_tokens=8, temperature=0),
+        request("seeded", **sort, temperature=1.3, seed=5, n=2, logprobs=1),
+        request("turn", "/v1/chat/completions", **chat, max_tokens=8),
+        request("form", **sort, structured_outputs={"regex": "[0-9]{3}"}),
+        request("other model", model="gpt", prompt="1+1="),
+        request("wrong type", prompt="1+1=", max_tokens="many"),
+        request("out of range", prompt="1+1=", temperature=-1),
+        request("too long", prompt="1+1=" * 500),
+        request("stream", prompt="1+1=", stream=True),
+        request("no messages", "/v1/chat/completions"),
+    ]
+    runs.input.write_text("".join(lines))
+    config = runs.input.with_name("batch.toml")
+    config.write_text("[server]\ntrust_request_chat_template = true\nmax_waiting = 0\n")
+    options = ("--config", str(config), "--max-batch-size", "4", "--max-sequence-length", "256")
+    assert runs.finish(*options) == 2  # some could not be served
+
+    answers = runs.answers()
+    texts = {
+        name: [choice.get("text", choice.get("message", {}).get("content")) for choice in answer["body"]["choices"]]
+        for name, answer in answers.items()
+        if answer["status_code"] == 200
+    }
+    with LLM("demo", device="cpu", max_batch_size=4, max_sequence_length=256) as llm:
+        greedy = llm.generate([*prompts, "12+30="], SamplingParams(temperature=0, max_tokens=8))
+        seeded = llm.generate("sort zebra=", SamplingParams(temperature=1.3, seed=5, n=2, max_tokens=8))
+    rev, total, turn = [output.outputs[0].text for output in greedy]
+    assert texts.pop("form")[0].isdigit()
+    assert texts == {
+        "greedy": [total],
+        "two prompts": [rev, total],
+        "seeded": [each.text for each in seeded[0].outputs],
+        "turn": [turn],
+    }
+    errors = {name: answer["body"]["error"] for name, answer in answers.items() if name not in {*texts, "form"}}
+    assert {name: (answers[name]["status_code"], error["param"]) for name, error in errors.items()} == {
+        "other model": (404, "model"),
+        "wrong type": (400, "max_tokens"),
+        "out of range": (400, "temperature"),
+        "too long": (400, None),
+        "stream": (400, "stream"),
+        "no messages": (400, "messages"),
+    }
+    assert errors["too long"]["code"] == "context_length_exceeded"
+    assert all(error["message"] and error["type"].endswith("_error") for error in errors.values())
+
+    before = runs.output.read_bytes()
+    assert runs.finish(*options) == 2
+    assert runs.output.read_bytes() == before, "what has its answer is done again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_request_is_answered_once_though_the_run_is_killed_three_times(runs: Runs, seed: int) -> None:
+    chosen = random.Random(seed)
+    runs.input.write_text(sums(NUM_LINES))
+    written = b""  # whole lines, which no later run may touch
+    for _ in range(3):
+        moment = written.count(b"\n") + chosen.randrange(NUM_LINES // 4)
+        process = runs.start("--max-batch-size", "4")
+        until("so many lines", lambda moment=moment: num_lines(runs.output) >= moment)
+        (engine,) = engines_of(process) or [None]
+        process.kill()
+        process.join()
+        assert num_lines(runs.output) < NUM_LINES, "it had ended before it was killed"
+        with runs.output.open("ab") as file:  # as a kill between two halves of a line would leave it
+            file.write(b'{"id": "batch_req_1f", "custom_id": "sum-1", "resp'[: chosen.randrange(50)])
+        until("the engine ends", lambda engine=engine: engine is None or not Path(f"/proc/{engine}/exe").exists())
+        torn = runs.output.read_bytes()
+        assert torn.startswith(written), (seed, moment)
+        written = torn[: torn.rfind(b"\n") + 1]
+    assert runs.finish("--max-batch-size", "4") == 0
+    assert runs.output.read_bytes().startswith(written)
+    answers = runs.answers()
+    assert set(answers) == {f"sum-{i}" for i in range(NUM_LINES)}
+    assert {answer["status_code"] for answer in answers.values()} == {200}
+
+
+def test_ctrl_c_leaves_whole_lines_and_no_engine(runs: Runs) -> None:
+    runs.input.write_text(sums(300))
+    process = runs.start("--max-batch-size", "4")
+    until("some lines", lambda: num_lines(runs.output) >= 20)
+    (engine,) = engines_of(process)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)
+    process.join(DEADLINE_SECONDS)
+    assert process.exitcode == 130
+    assert not Path(f"/proc/{engine}/exe").exists()
+    assert runs.output.read_bytes().endswith(b"\n")
+    assert 20 <= len(runs.answers()) < 300
+
+
+@pytest.mark.skipif(not AT_LENGTH, reason="tools/try_batch runs it: an engine that starts twice takes long")
+def test_requests_under_way_are_asked_again_where_their_engine_died(runs: Runs) -> None:
+    runs.input.write_text(sums(NUM_LINES))
+    process = runs.start("--max-batch-size", "4")
+    until("some lines", lambda: num_lines(runs.output) >= NUM_LINES // 3)
+    os.kill(engines_of(process)[0], signal.SIGKILL)
+    assert num_lines(runs.output) < NUM_LINES, "it had ended before the engine was killed"
+    process.join(DEADLINE_SECONDS)
+    assert process.exitcode == 0
+    assert {answer["status_code"] for answer in runs.answers().values()} == {200}
+    assert len(runs.answers()) == NUM_LINES
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "holds no request"),
+        (request("a") + "{'custom_id'\n", "line 2: Invalid JSON"),
+        (request("a") + "\n" + request("b") + request("a"), "lines 1 and 4 have one custom_id: 'a'"),
+        ('{"method": "POST", "url": "/v1/completions", "body": {}}\n', "line 1: custom_id: Field required"),
+        (request("a").replace("POST", "GET"), "line 1: method: Input should be 'POST'"),
+        (request("a", "/v1/embeddings"), "line 1: url: Input should be '/v1/completions' or"),
+        (request("a").replace("{}", "[]"), "line 1: body: Input should be"),
+        (request(""), "line 1: custom_id: String should have at least 1 character"),
+        (request("a").replace("a", "\ud800", 1), "line 1: Invalid JSON"),
+    ],
+)
+def test_a_bad_line_is_named_before_a_model_is_looked_for(lines: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(lines.encode(errors="surrogatepass"))
+    result = run_command("batch", "in.jsonl", "out.jsonl", "--model", "no-such-model", folder=tmp_path)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_line_that_is_too_long_is_named_and_not_read_whole(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(request("a") + request("b", prompt="1" * 1000))
+    assert BatchInput(file, 2000).custom_ids == {"a": 1, "b": 2}
+    with pytest.raises(ArgumentError, match="line 2 is longer than 500 bytes"):
+        BatchInput(file, 500)
+
+
+def test_the_input_cannot_be_the_output(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text(request("a"))
+    result = run_command("batch", "in.jsonl", "in.jsonl", folder=tmp_path)
+    assert (result.returncode, (tmp_path / "in.jsonl").read_text()) == (2, request("a"))
+    assert "must be two files" in result.stderr
+
+
+ANSWER = '{"id": "batch_req_1", "custom_id": "a", "response": {"status_code": 200, "body": {}}, "error": null}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a letter to my aunt\n", "line 1 is no answer of a batch"),
+        (ANSWER + "a letter without an end", "line 2 is no answer of a batch"),
+        (ANSWER + ANSWER, "line 2 answers 'a' a second time"),
+        (ANSWER.replace('"a"', '"c"'), "line 1 answers 'c', for which the input does not ask"),
+        (ANSWER.replace("200", "null"), "line 1 is no answer of a batch"),
+    ],
+)
+def test_a_file_of_something_else_is_refused_and_left_as_it_was(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        BatchOutput(file, {"a": 1, "b": 2})
+    assert file.read_text() == text
+
+
+def test_a_line_cut_anywhere_is_dropped_and_asked_for_again(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    second = ANSWER.replace('"a"', '"b"')
+    for cut in range(len(second)):
+        file.write_text(ANSWER + second[:cut])
+        output = BatchOutput(file, {"a": 1, "b": 2})
+        output.add("b", "2", 500, {"error": {}})
+        assert output.answered == {"a", "b"}
+        assert output.num_failed == 1
+        output.close()
+        first, last = file.read_text().splitlines(keepends=True)
+        assert (first, json.loads(last)["custom_id"]) == (ANSWER, "b")
+
+
+def test_what_a_full_disk_cut_short_is_asked_for_again(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    file.write_text(ANSWER)
+    output = BatchOutput(file, {"a": 1, "b": 2})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(ANSWER) + 40, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            output.add("b", "2", 200, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        output.close()
+    assert file.stat().st_size == len(ANSWER) + 40
+    again = BatchOutput(file, {"a": 1, "b": 2})
+    assert again.answered == {"a"}
+    again.close()
+
+
+def test_answers_go_into_a_file_alone(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="must be a file"):
+        BatchOutput(tmp_path, {"a": 1})
+    with pytest.raises(ArgumentError, match="must be a file"):
+        BatchOutput(Path("/dev/full"), {"a": 1})
+    with pytest.raises(ArgumentError, match="cannot be written: No such file or directory"):
+        BatchOutput(tmp_path / "missing" / "out.jsonl", {"a": 1})
+
+
+def test_two_runs_cannot_write_one_file(tmp_path: Path) -> None:
+    file = tmp_path / "out.jsonl"
+    output = BatchOutput(file, {"a": 1})
+    with pytest.raises(ArgumentError, match="is being written by another run"):
+        BatchOutput(file, {"a": 1})
+    output.close()
+    BatchOutput(file, {"a": 1}).close()
+
+
+def test_requests_are_read_when_they_are_needed(tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text(sums(2000))
+    requests = BatchInput(file, 1 << 20)
+    taken = iter(requests)
+    assert [each.custom_id for each in itertools.islice(taken, 3)] == ["sum-0", "sum-1", "sum-2"]
+    os.truncate(file, 0)
+    with pytest.raises(ArgumentError, match=r"line \d\d: Invalid JSON"):  # the rest of a buffer was read, and no more
+        list(taken)
