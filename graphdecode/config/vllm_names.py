@@ -27,7 +27,6 @@ class Unsupported(NamedTuple):
     neutral: tuple[Any, ...] = (None,)
 
 
-_ONE_BACKEND = Unsupported("llguidance reads all forms: SamplingParams(structured_outputs=...)", (None, "auto"))
 _ONE_DEVICE = Unsupported(
     "a model runs on one device: use a form that fits it (quantize), or a smaller model", (None, 1)
 )
@@ -71,6 +70,8 @@ SETTINGS: dict[str, str] = {
     "quantization": "quantize",
     "enforce_eager": "backend",
     "speculative_config": "speculation",
+    "guided_decoding_backend": "structured_outputs_backend",
+    "structured_outputs_config": "structured_outputs_backend",
 }
 
 # key of vLLM's speculative_config -> our key of [speculation]
@@ -123,8 +124,6 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "scheduling_policy": Unsupported("requests without a priority are served as they come", (None, "fcfs", "priority")),
     "num_scheduler_steps": Unsupported("steps_per_launch in [loop] of the configuration", (None, 1)),
     "async_scheduling": Unsupported("the next step always runs while one is read, on a GPU", (None, False, True)),
-    "structured_outputs_config": _ONE_BACKEND,
-    "guided_decoding_backend": _ONE_BACKEND._replace(neutral=(None, "auto", "guidance")),
     "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
     "logits_processors": Unsupported("a step is a graph, and calls no Python: see SamplingParams", (None, [], ())),
     "logits_processor_pattern": Unsupported("a step is a graph, and calls no Python: see SamplingParams"),
@@ -169,6 +168,8 @@ class LLMKeywords(EngineKeywords, total=False):
     quantization: str | None
     enforce_eager: bool
     speculative_config: Mapping[str, Any] | None
+    guided_decoding_backend: str | None
+    structured_outputs_config: Mapping[str, Any] | None
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
@@ -204,7 +205,19 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value
         if name == "speculative_config" and isinstance(value, Mapping):
             settings[ours] = {SPECULATION.get(key, key): entry for key, entry in value.items()}
+        if name == "structured_outputs_config":
+            settings[ours] = _backend_of(value)
     return settings
+
+
+def _backend_of(given: Any) -> Any:
+    """Return the backend that vLLM's `structured_outputs_config` names."""
+    if not isinstance(given, Mapping) or given.keys() - {"backend"}:
+        raise ArgumentError(
+            f"structured_outputs_config must be {{'backend': ...}}, got {given!r:.80}; "
+            "StructuredOutputsParams says the rest"
+        )
+    return given.get("backend", "auto")
 
 
 def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:

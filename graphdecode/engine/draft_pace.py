@@ -63,6 +63,11 @@ class DraftPace:
         able = [width for narrower, width in pairwise([0, *able]) if narrower <= drafts]
         if self._is_fixed:
             return able[-1]
+        if not self._is_cheap:  # from plain steps on, one number of queries after the other is measured
+            known = sum(self._is_known(bucket, width) for width in able)
+            if known == 0:
+                return 1
+            able = able[: known + 1]
         chances = [(count, self.chance(matched)) for count, matched in found]
         best, best_speed = 1, 0.0
         for width in able:
@@ -98,13 +103,18 @@ class DraftPace:
 
         Of a step that was seen a few times only, or long ago, nothing is known: a low guess lets it be tried.
         """
-        times = self._times.get((bucket, width), ())
-        if len(times) >= _LEAST_TIMES and not self._is_forgotten(bucket, width):
-            return median(times)
-        for known in self.widths:
-            if len(self._times.get((bucket, known), ())) >= _LEAST_TIMES:
-                return median(self._times[bucket, known]) * _guessed(width) / _guessed(known)
-        return _guessed(width)
+        if self._is_known(bucket, width) and not self._is_forgotten(bucket, width):
+            return median(self._times[bucket, width])
+        known = {known: median(self._times[bucket, known]) for known in self.widths if self._is_known(bucket, known)}
+        if not known:
+            return _guessed(width)
+        least, most = min(known), max(known)
+        if self._is_cheap or least == most:
+            return known[least] * _guessed(width) / _guessed(least)
+        return known[least] + (known[most] - known[least]) * (width - least) / (most - least)  # a pass for each draft
+
+    def _is_known(self, bucket: int, width: int) -> bool:
+        return len(self._times.get((bucket, width), ())) >= _LEAST_TIMES
 
     def _is_forgotten(self, bucket: int, width: int) -> bool:
         """Whether a step's times are too old; to try those of drafts that are not cheap again would cost too much."""

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from graphdecode.server.batch_lines import BatchInput, BatchOutput, BatchRequest
@@ -71,12 +71,12 @@ class Batch:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._window):
-                    group.create_task(self._answer_some(self._waiting))
+                    group.create_task(self._answer_some())
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from None
 
-    async def _answer_some(self, waiting: Iterator[BatchRequest]) -> None:
-        for request in waiting:
+    async def _answer_some(self) -> None:
+        for request in self._waiting:  # which all the tasks of a window share
             status, body = await self._answer(request)
             usage = body.get("usage", {})
             self.prompt_tokens += usage.get("prompt_tokens", 0)

@@ -23,7 +23,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import GraphdecodeError
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.server.wire import Abort, Add, Finish, Ready, Refused, Setup, Vitals, Wire, pack_event
-from graphdecode.text.grammar import Grammars
+from graphdecode.text.xgrammar_grammars import grammars_of
 
 _VITALS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
@@ -172,10 +172,11 @@ def main() -> None:
         wire.send(Refused(str(error)))
         return
     if setup.tokenizer is not None:
-        grammars = Grammars(setup.tokenizer, engine.rules.vocab_size, engine.rules.eos_token_ids)
+        rules, backend = engine.rules, setup.config.structured_outputs_backend
+        reader = grammars_of(backend, setup.tokenizer, rules.vocab_size, rules.eos_token_ids)
         try:
-            grammars.load()
-            engine.constrain = grammars.constraint
+            reader.load()
+            engine.constrain = reader.constraint
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
     load_seconds = time.perf_counter() - began

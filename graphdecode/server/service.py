@@ -75,7 +75,7 @@ class Service:
         setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
         self.router = Router(self.client)
-        self.intake = Intake(self.client, tokenizer)
+        self.intake = Intake(self.client, tokenizer, structured_outputs_backend=config.structured_outputs_backend)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint

@@ -69,10 +69,7 @@ class TokenAutomata:
 
     @cached_property
     def _spelled(self) -> _Spelled:
-        vocabulary = self._vocabulary
-        count = min(self._vocab_size, vocabulary.vocab_size)
-        special = set(self._eos_token_ids) | {token for token in range(count) if vocabulary.is_special_token(token)}
-        return _Spelled([b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)])
+        return _Spelled(spelled_tokens(self._vocabulary, self._vocab_size, self._eos_token_ids))
 
     def _class_of(self, name: str) -> Ranges:
         """Return the characters of `d`, `w` or `s`, which are the library's own."""
@@ -83,6 +80,13 @@ class TokenAutomata:
     @cached_property
     def _classes(self) -> dict[str, Ranges]:
         return {}
+
+
+def spelled_tokens(vocabulary: LLTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> list[bytes]:
+    """Return the bytes of each token; those of the special ones are none."""
+    count = min(vocab_size, vocabulary.vocab_size)
+    special = set(eos_token_ids) | {token for token in range(count) if vocabulary.is_special_token(token)}
+    return [b"" if token in special else vocabulary.decode_bytes([token]) for token in range(count)]
 
 
 class _Walk:

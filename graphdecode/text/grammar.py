@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _KEPT = 64  # grammars that stay compiled: clients ask for the same few again and again
-_MAX_GRAMMAR_LENGTH = 1 << 20  # characters
+MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _WORTH_THREADS_BYTES = 1024  # of one mask
 
 
@@ -83,9 +83,9 @@ class Grammars:
         with _taken(form):
             grammar = _grammar_text(params)
             grammar.encode()  # half of a surrogate pair is no text
-        if len(grammar) > _MAX_GRAMMAR_LENGTH:
+        if len(grammar) > MAX_GRAMMAR_LENGTH:
             raise ArgumentError(
-                f"structured_outputs: {form} must have at most {_MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
+                f"structured_outputs: {form} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(grammar)}"
             )
         with self._books:
             if grammar in self._good or grammar in self._compiled:

@@ -25,7 +25,8 @@ static CUresult loaded(Module **module, const void *image) {
     if (size == 0) return CUDA_ERROR_NO_BINARY_FOR_GPU;
     int file = memfd_create("module", 0);
     char path[64];
-    snprintf(path, sizeof path, "/proc/self/fd/%d", file);
+    /* others load from descriptors too, and a name that was seen before is taken for the library it was */
+    snprintf(path, sizeof path, "/proc/%d/task/%d/fd/%d", getpid(), getpid(), file);
     if (file < 0 || write(file, image, size) != (ssize_t)size) return CUDA_ERROR_OUT_OF_MEMORY;
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {

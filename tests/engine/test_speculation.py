@@ -399,11 +399,23 @@ def test_drafts_that_are_not_cheap_are_tried_seldom_while_they_are_wrong_and_soo
         pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [accepted], [7], [0]))
         return width
 
+    assert {launch(is_right=False) for _ in range(3)} == {1}  # or nobody knew what a plain step takes
     wide = [launch(is_right=False) > 1 for _ in range(5000)]
     assert 0 < sum(wide[1000:]) < 0.01 * 4000
     assert sum(wide[:1000]) < 0.05 * 1000
     widths = [launch(is_right=True) for _ in range(2100)]
     assert widths[-20:] == [8] * 20
+
+
+def test_a_model_whose_right_drafts_cost_more_than_plain_steps_is_hardly_run() -> None:
+    pace, wide = DraftPace((1, 2, 4, 8), is_cheap=False), []
+    for _ in range(2000):
+        width = pace.choose(1, [(7, 0)], 8)
+        pace.saw_step(1, width, 1.0 + 1.5 * (width - 1))
+        pace.saw_drafts([(7, 0)], StepDrafts([width - 1], [width - 1], [7], [0]))
+        wide.append(width)
+    assert max(wide) == 2
+    assert sum(width > 1 for width in wide) < 30
 
 
 @needs_kernels
@@ -412,10 +424,11 @@ def test_a_draft_model_is_named_in_the_configuration() -> None:
     limits = {"max_batch_size": 2, "max_sequence_length": 64}
     with LLM("demo", **limits) as llm:
         expected = llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids
-    for speculation in ({"method": "model", "model": "demo"}, {"method": "ngram", "num_tokens": 3}, "ngram", None):
+    small = {"method": "model", "model": "demo", "num_tokens": 7}
+    for speculation in (small, {"method": "ngram", "num_tokens": 3}, "ngram", None):
         with LLM("demo", speculation=speculation, **limits) as llm:
             assert llm.generate("rev abcd=", params, use_tqdm=False)[0].outputs[0].token_ids == expected
-            if speculation == {"method": "model", "model": "demo"}:
+            if speculation == small:
                 assert llm.stats.spec_decode_num_accepted_tokens >= 8
     with pytest.raises(ConfigError, match="model names none"):
         LLM("demo", speculation="model")

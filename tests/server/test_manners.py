@@ -245,7 +245,12 @@ def test_one_connection_too_many_is_told_so_and_a_flood_is_not_kept(served: Serv
         assert json.loads(body)["error"]["type"] == "server_error"
         for _ in range(300):
             stack.enter_context(socket.create_connection((host, int(port)), timeout=10))
-        assert served.descriptors < 40 + 64 + 30
+        end = time.monotonic() + 10
+        while (
+            served.descriptors >= 40 + 64 + 30
+        ):  # those that were taken in one turn of its loop are closed in the next
+            assert time.monotonic() < end
+            time.sleep(0.05)
         opened[0].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")  # who was there is still served
         assert b"200 OK" in opened[0].recv(4096)
     end = time.monotonic() + 10
