@@ -160,7 +160,7 @@ class Prefill:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
         tokens, where = self._stage(chunks)
         found: list[StepLogprobs | None] = [None] * len(chunks)
-        graphs, end = self.graphs if self._is_captured else None, len(tokens[0])
+        graphs, end = self.graphs if self._is_captured else None, sum(len(chunk.token_ids) for chunk in chunks)
         if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
             graphs.replay(end)
         else:

@@ -142,6 +142,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
         pytest.skip("there is a real one")
     stand_in = StandIn()
     stand_in.install(monkeypatch)
+    monkeypatch.setattr(cuda_loop, "driver", None)  # in a process where another test has loaded one, too
     return stand_in
 
 
