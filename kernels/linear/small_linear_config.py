@@ -7,7 +7,7 @@ TILE_ROWS = 16  # of the activations in the smallest tensor-core tile
 GEMV_ROWS = 2  # rows that the CUDA-core kernel takes at most: with more, its arithmetic takes longer than the reading
 # (block_n, block_k, num_warps, num_stages) by the bytes of a weight, and by the rows of a tile of activations: they fit
 # all GPUs from sm_80 on, and never spill. The tensor cores of sm_90 take 64 rows of the weight at a time
-DOT_TILES = {
+DOT_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     2: {
         16: ((64, 64, 4, 6), (128, 64, 4, 4)),
         32: ((64, 64, 4, 5), (128, 64, 4, 4)),
