@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import ConstraintError, Guide
+from graphdecode.engine.constraint import ConstraintError, FilledOneByOne, Guide, allow
 from graphdecode.engine.token_automaton import TokenAutomaton
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.byte_automaton import byte_automaton
 from graphdecode.text.regex_pattern import Either, Pattern, Ranges, UnknownPatternError, literal, parse
 
@@ -23,7 +24,6 @@ _MOST_STEPS = 1_000_000  # from a state by a token; some of these take a microse
 _MOST_CHOICES_LENGTH = 1 << 16  # characters; far more than so many states
 _TEXT = r'"(?:[^"\\]|\\.)*"'
 _CHOICES = re.compile(rf"start: {_TEXT}(?: \| {_TEXT})*\s*")
-_WORD_BITS = 32
 
 
 class TokenAutomata:
@@ -189,7 +189,7 @@ class _Walk:
         if classes.max() >= MOST_CLASSES:
             raise UnknownPatternError("too many classes of tokens")
         following = np.full((len(states), int(classes.max()) + 1), -1, dtype=np.int32)
-        masks = np.zeros((len(states), -(-vocab_size // _WORD_BITS)), dtype=np.int32)
+        masks = np.zeros((len(states), -(-vocab_size // MASK_BITS)), dtype=np.int32)
         for number, (tokens, targets) in enumerate(self._leading):
             following[number, classes[tokens]] = number_of[targets]
             if not np.array_equal(np.flatnonzero(following[number, classes] >= 0), tokens):
@@ -233,7 +233,7 @@ class _Spelled:
         return tokens[order], states[order]
 
 
-class AutomatonConstraint:
+class AutomatonConstraint(FilledOneByOne):
     """Holds one answer to an automaton; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
@@ -251,23 +251,16 @@ class AutomatonConstraint:
         """The automaton, and where the answer stands in it."""
         return Guide(self._automaton, self._state)
 
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return self._automaton.masks.shape[1]
+
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
         words[:] = self._automaton.masks[self._state]
         if self._automaton.accepts[self._state]:
-            bits = words.view(np.uint32)
-            for token in stop_ids:
-                bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
-
-    @classmethod
-    def fill_all(
-        cls, constraints: Sequence[AutomatonConstraint], stop_ids: Sequence[Sequence[int]]
-    ) -> list[np.ndarray | ConstraintError]:
-        """Return for several answers what `fill` writes; see `Constraint.fill_all`."""
-        masks = [np.empty_like(constraint._automaton.masks[0]) for constraint in constraints]
-        for mask, constraint, stops in zip(masks, constraints, stop_ids, strict=True):
-            constraint.fill(mask, stops)
-        return [*masks]
+            allow(words, stop_ids)
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError
+from graphdecode.engine.constraint import Constraint, ConstraintError, allow
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
 from graphdecode.engine.token_automaton import TokenAutomaton
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ class _Together:
         from llguidance import LLExecutor
 
         self._executor = LLExecutor()
-        self._words = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+        self._words = np.zeros((1, -(-vocab_size // MASK_BITS)), dtype=np.int32)
         self._address = self._words.ctypes.data
 
     def fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
@@ -222,10 +223,8 @@ class TokenGrammar:
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
-        (found,) = self.fill_all([self], [stop_ids])
-        if isinstance(found, ConstraintError):
-            raise found
-        words[:] = found
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._end(words, stop_ids)
 
     @classmethod
     def fill_all(
@@ -235,18 +234,21 @@ class TokenGrammar:
         found: list[np.ndarray | ConstraintError] = []
         words = constraints[0]._together.fill([constraint._matcher for constraint in constraints])
         for mask, constraint, stops in zip(words, constraints, stop_ids, strict=False):
-            matcher = constraint._matcher
-            if matcher.is_error():
-                found.append(_failure(matcher))
-                continue
-            if (
-                stops != constraint._eos_token_ids and matcher.is_accepting()
-            ):  # these can end a turn, and not only a text
-                bits = mask.view(np.uint32)
-                for token in stops:
-                    bits[token // 32] |= np.uint32(1 << token % 32)
-            found.append(mask)
+            try:
+                constraint._end(mask, stops)
+            except ConstraintError as error:
+                found.append(error)
+            else:
+                found.append(mask)
         return found
+
+    def _end(self, mask: np.ndarray, stop_ids: Sequence[int]) -> None:
+        """Let the stop ids come where the answer may end; raise what has become of the matcher."""
+        if self._matcher.is_error():
+            raise _failure(self._matcher)
+        # the matcher allows what ends a text, and not what ends a turn
+        if stop_ids != self._eos_token_ids and self._matcher.is_accepting():
+            allow(mask, stop_ids)
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError
+from graphdecode.engine.constraint import Constraint, ConstraintError, FilledOneByOne, allow
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import spelled_tokens
 from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH, Grammars
 from graphdecode.text.xgrammar_schema import kept_schema
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 _MARK = "xgrammar "  # before the text of a grammar that xgrammar wrote
 _OF_LLGUIDANCE = "%llguidance"
 _PLACE = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
-_WORD_BITS = 32
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
@@ -115,7 +115,7 @@ class XGrammars(Grammars):
         return GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
 
-class XGrammarConstraint:
+class XGrammarConstraint(FilledOneByOne):
     """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
@@ -132,13 +132,18 @@ class XGrammarConstraint:
         self._eos_token_ids = eos_token_ids
         self._mask: np.ndarray | None = None  # of the next token, where it is known already
 
+    @property
+    def num_words(self) -> int:
+        """Of a mask."""
+        return -(-self._vocab_size // MASK_BITS)
+
     def mask(self) -> np.ndarray:
         """Return int32 [ceil(vocab / 32)]: which tokens the library allows next; bits beyond them are 0."""
         if self._mask is None:
-            words = np.zeros((1, -(-self._vocab_size // _WORD_BITS)), dtype=np.int32)
+            words = np.zeros((1, self.num_words), dtype=np.int32)
             self._matcher.fill_next_token_bitmask(words)
-            if self._vocab_size % _WORD_BITS:
-                words[0, -1] &= (1 << self._vocab_size % _WORD_BITS) - 1
+            if self._vocab_size % MASK_BITS:
+                words[0, -1] &= (1 << self._vocab_size % MASK_BITS) - 1
             self._mask = words[0]
         return self._mask
 
@@ -146,25 +151,9 @@ class XGrammarConstraint:
         """Write which tokens may come next; see `Constraint.fill`."""
         words[:] = self.mask()
         if self._matcher.is_completed():
-            _allow(words, stop_ids)
+            allow(words, stop_ids)
         if not words.any():
             raise ConstraintError("its grammar cannot be followed further: no token continues it")
-
-    @classmethod
-    def fill_all(
-        cls, constraints: Sequence[XGrammarConstraint], stop_ids: Sequence[Sequence[int]]
-    ) -> list[np.ndarray | ConstraintError]:
-        """Return for several answers what `fill` writes, or why it cannot; see `Constraint.fill_all`."""
-        found: list[np.ndarray | ConstraintError] = []
-        for constraint, stops in zip(constraints, stop_ids, strict=True):
-            words = np.empty_like(constraint.mask())
-            try:
-                constraint.fill(words, stops)
-            except ConstraintError as error:
-                found.append(error)
-            else:
-                found.append(words)
-        return found
 
     def accept(self, token_id: int) -> bool:
         """Take the token that came; see `Constraint.accept`."""
@@ -176,14 +165,8 @@ class XGrammarConstraint:
         if not self._matcher.is_completed():
             return False
         ends = np.zeros_like(self.mask())
-        _allow(ends, self._eos_token_ids)
+        allow(ends, self._eos_token_ids)
         return not (self.mask() & ~ends).any()
-
-
-def _allow(words: np.ndarray, token_ids: Sequence[int]) -> None:
-    bits = words.view(np.uint32)
-    for token in token_ids:
-        bits[token // _WORD_BITS] |= np.uint32(1 << token % _WORD_BITS)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from planted import Fault
 from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
 from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
+from graphdecode.engine.constraint import FilledOneByOne
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.prefill import Prefill
@@ -45,23 +46,17 @@ SHARED = list(b"rev oceanic=")
 Answer = tuple[list[int], list[float]]
 
 
-class Letters:
+class Letters(FilledOneByOne):
     """A form whose next letters depend on the last one."""
 
     guide = None
+    num_words = -(-VOCABULARY // MASK_BITS)
 
     def __init__(self, _grammar: str) -> None:
         self.last = 0
 
     def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
         words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
-
-    @classmethod
-    def fill_all(cls, constraints: Sequence[Letters], stop_ids: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        masks = [np.empty(-(-VOCABULARY // MASK_BITS), dtype=np.int32) for _ in constraints]
-        for constraint, mask, stops in zip(constraints, masks, stop_ids, strict=True):
-            constraint.fill(mask, stops)
-        return masks
 
     def accept(self, token_id: int) -> bool:
         self.last = token_id + 1

@@ -122,6 +122,22 @@ def test_the_mask_of_every_step_is_the_librarys_where_the_host_fills_it(llm: LLM
     assert steps > 8
 
 
+def test_a_request_that_enters_while_masks_are_filled_leaves_them_as_they_are(llm: LLM) -> None:
+    """`Engine.add` fills the first mask of an answer in its caller's thread, which no step waits for."""
+    grammars = llm.intake.grammars
+    texts = [
+        grammars.grammar(StructuredOutputsParams(json={"type": kind})) for kind in ("integer", "string", "boolean")
+    ]
+    first, second, entering = map(grammars.constraint, texts)
+    masks = type(first).fill_all([first, second], [(), ()])
+    before = [mask.copy() for mask in masks if isinstance(mask, np.ndarray)]
+    own = np.empty_like(before[0])
+    entering.fill(own, ())
+    assert len(before) == 2
+    assert not any(np.array_equal(own, mask) for mask in before)
+    assert all(np.array_equal(mask, kept) for mask, kept in zip(masks, before, strict=True))
+
+
 def test_the_mask_of_every_step_is_the_librarys_where_the_device_follows_an_automaton(llm: LLM) -> None:
     choices = ["yes", "no", "yesterday", "nothing", 'ü"']
     forms: list[dict[str, Any]] = [
