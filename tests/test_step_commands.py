@@ -67,6 +67,12 @@ def test_a_step_is_inspected_bucket_by_bucket(folder):
     assert max(map(len, rows[:4])) <= 100
 
 
+def test_the_picture_is_of_the_step_with_the_queries_that_were_asked_for(run):
+    for queries, title in (("1", '"bucket 1"'), ("2", '"bucket 1 x 2"')):
+        done = run("inspect", "--speculate", "ngram", "--queries", queries, "--dot", "1")
+        assert title in done.stdout.splitlines()[1]
+
+
 def test_a_models_step_is_inspected_as_json(run):
     done = run("inspect", "--json")
     assert done.returncode == 0, done.stderr

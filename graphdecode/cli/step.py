@@ -132,8 +132,8 @@ def inspect(
         graphs.capture()
         for bucket in graphs.buckets:
             for _ in range(_REPLAYS):
-                for queries in graphs.queries:
-                    graphs.replay(bucket, queries)
+                for wide in graphs.queries:
+                    graphs.replay(bucket, wide)
         if dot is not None:
             typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
