@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..cache.rope_append import heads_scale, rope_append
-from ..native.early_start import has_early_start
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
@@ -165,8 +165,7 @@ def _append_attention_kernel(
         place = (begin + tl.arange(0, BLOCK_N)) % PAGE_SIZE
         _prefetch(k_head, page, place, k_page_stride, k_token_stride, LINES, VALUES_OF_LINE)
         _prefetch(v_head, page, place, v_page_stride, v_token_stride, LINES, VALUES_OF_LINE)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_and_trigger()
     if own_len <= 0:
         clear_row(out, None, item, kv_head, kv_heads, 1, group, HEAD_DIM, BLOCK_M, BLOCK_V, False)
     if not is_planned:
@@ -309,8 +308,6 @@ def append_attention_triton(
     tile = decode_tile(group, head_dim, head_dim, qkv.dtype, k_cache.dtype)
     tile |= merge_sizes(group, tile)
     values_of_line = _LINE // k_cache.itemsize
-    early = has_early_start(out.device)
-    options = {"launch_pdl": True} if early else {}
     _append_attention_kernel[(max_items * kv_heads, triton.cdiv(group, tile["BLOCK_M"]))](
         out,
         keys,
@@ -352,9 +349,8 @@ def append_attention_triton(
         HAS_SINKS=sinks is not None,
         HAS_WINDOW=window_left >= 0,
         HAS_CAP=soft_cap > 0.0,
-        PDL=early,
         **tile,
-        **options,
+        **early_start_options(out.device),
     )
 
 

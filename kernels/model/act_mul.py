@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..native.early_start import has_early_start, wait_and_trigger
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import OneOf, Written
@@ -48,10 +48,10 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
     rows, width = out.shape
     block = min(triton.next_power_of_2(width), _MAX_BLOCK)
     grid = (rows, triton.cdiv(width, block))
-    early = {"PDL": True, "launch_pdl": True} if has_early_start(out.device) else {"PDL": False}
     _act_mul_kernel[grid](
-        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4, **early
-    )
+        out, gate_up, width, gate_up.stride(0), ACTIVATION=activation, BLOCK=block, num_warps=4,
+        **early_start_options(out.device),
+    )  # fmt: skip
 
 
 def gated(out: Tensor, gate_up: Tensor, activation: str) -> None:

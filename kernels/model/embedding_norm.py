@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..native.early_start import has_early_start
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Int64, Written
@@ -35,8 +35,7 @@ def _embedding_norm_kernel(
     inside = columns < hidden
     gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:  # the gain is constant
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_and_trigger()
     token = tl.program_id(0)
     alive = token < tl.load(live)
     row = tl.load(tokens + token, mask=alive, other=0).to(tl.int64)
@@ -63,8 +62,7 @@ def embedding_norm_triton(
 ) -> None:
     """Launch the kernel; see `embedding_norm`."""
     vocab, hidden = table.shape
-    block, early = triton.next_power_of_2(hidden), has_early_start(table.device)
-    options: dict[str, Any] = {"launch_pdl": True} if early else {}
+    block = triton.next_power_of_2(hidden)
     _embedding_norm_kernel[(tokens.shape[0],)](
         out,
         residual,
@@ -79,9 +77,8 @@ def embedding_norm_triton(
         eps,
         HAS_SCALE=scale != 1.0,
         BLOCK=block,
-        PDL=early,
         num_warps=min(max(block // 512, 1), 16),
-        **options,
+        **early_start_options(table.device),
     )
 
 

@@ -8,7 +8,7 @@ the rest is: one that is stored as its distance from 1 would lose it in 16 bits.
 import torch
 from torch import Tensor
 
-from ..native.early_start import has_early_start, wait_and_trigger
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Written
@@ -71,7 +71,6 @@ def _launch(
 ) -> None:
     hidden = x.shape[-1]
     block = triton.next_power_of_2(hidden)
-    early = {"PDL": True, "launch_pdl": True} if has_early_start(x.device) else {"PDL": False}
     _rms_norm_kernel[(x.numel() // hidden,)](
         out,
         residual,
@@ -88,7 +87,7 @@ def _launch(
         HAS_POST=post_weight is not None,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 16),
-        **early,
+        **early_start_options(x.device),
     )
 
 

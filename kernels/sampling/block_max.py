@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..native.early_start import has_early_start
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from .candidates import sketch_bin
 from .logit_processing import COUNT_MASK, processed_logits
@@ -79,8 +79,7 @@ def _block_max_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_and_trigger()
     row = tl.program_id(0)
     block = tl.program_id(1)
     if block == 0:
@@ -169,7 +168,6 @@ def launch_block_max(
         recent_tokens: int32 [b, BAD_WORD_LENGTH] or None.
         logprobs: whether rows may have log-probabilities.
     """
-    early = has_early_start(logits.device)
     _block_max_kernel[(logits.shape[0], memory.blocks)](
         memory.block_max,
         memory.block_id,
@@ -218,7 +216,6 @@ def launch_block_max(
         LENGTH=BAD_WORD_LENGTH,
         BINS=memory.sketch.shape[-1],
         BLOCK=memory.block,
-        PDL=early,
         num_warps=16,
-        **({"launch_pdl": True} if early else {}),
+        **early_start_options(logits.device),
     )

@@ -1,11 +1,9 @@
 """The second of the sampler's two launches: the token of each row, and with it the batch's advance."""
 
-from typing import Any
-
 from torch import Tensor
 
 from ..model.advance import AdvanceState, advance_options, advance_rows
-from ..native.early_start import has_early_start
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from .candidates import SKETCH_BINS, candidate_window, take_blocks
 from .logprobs import row_logprobs
@@ -195,8 +193,7 @@ def _choose_kernel(
     RECENT: tl.constexpr,
 ):
     if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_and_trigger()
     row = tl.program_id(0)
     wide_row = row.to(tl.int64)
     is_last = tl.program_id(1) == 0
@@ -376,10 +373,8 @@ def launch_choose(
         state: advanced; None: nothing is.
     """
     rows, vocab = logits.shape
-    blocks, early = memory.blocks, has_early_start(logits.device)
-    options: dict[str, Any] = advance_options(state, sampled, live_rows, slots, logprobs)
-    if early:
-        options["launch_pdl"] = True
+    blocks = memory.blocks
+    options = advance_options(state, sampled, live_rows, slots, logprobs) | early_start_options(logits.device)
     _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), blocks))](
         memory.block_max,
         memory.block_id,
@@ -415,7 +410,6 @@ def launch_choose(
         BLOCKS_PADDED=triton.next_power_of_2(blocks),
         LIST_BLOCK=min(_LIST_BLOCK, memory.block),
         PARTS=_PARTS,
-        PDL=early,
         num_warps=16,
         **options,
     )
