@@ -85,19 +85,15 @@ static void all_values(float *sums, const float *weights, const float *values, i
 
 /* Bring a block of one head's keys and values out of their pages: keys as [feature][key], values as [key][feature].
  * Before `begin`, which nobody sees, and from `count` on they are zeros. */
-static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, int64_t row, int64_t head,
-                               int64_t first, int64_t begin, int64_t count) {
-    const int32_t *row_pages = a->page_table.data + row * a->page_table.size[1];
-    int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1];
-    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3];
+static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, const int64_t *places,
+                               int64_t head, int64_t begin, int64_t count) {
+    int64_t dim = a->k_cache.size[3];
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < begin || j >= count) {
             for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = values[j * dim + i] = 0.0f;
             continue;
         }
-        int64_t page = row_pages[(first + j) / page_size];
-        page = page < 0 || page >= pages ? pages - 1 : page; /* the trash page: never other memory */
-        int64_t at = ((page * page_size + (first + j) % page_size) * kv_heads + head) * dim;
+        int64_t at = places[j] + head * dim;
         const element *key = (const element *)a->k_cache.data + at, *value = (const element *)a->v_cache.data + at;
         for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = widen(key[i]);
         for (int64_t i = 0; i < dim; i += LANES) store_f32(values + j * dim + i, load(value + i));
@@ -114,7 +110,9 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
     float *q = carved(&room, queries * dim), *sums = carved(&room, queries * dim);
     float *logits = carved(&room, queries * BLOCK), *keys = carved(&room, BLOCK * dim);
     float *values = carved(&room, BLOCK * dim), *largest = carved(&room, queries), *total = carved(&room, queries);
-    int64_t at = ((cu_q[row] + begin) * heads + head * group) * dim;
+    struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
+                            a->k_cache.size[2] * dim};
+    int64_t places[BLOCK], at = ((cu_q[row] + begin) * heads + head * group) * dim;
     element *out = (element *)a->out.data + at;
     const element *given = (const element *)a->q.data + at;
     for (int64_t r = 0; r < queries; r++) {
@@ -128,7 +126,8 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
     int64_t begins = window >= 0 && position > window ? position - window : 0;
     for (int64_t first = begins / BLOCK * BLOCK; first < last; first += BLOCK) {
         int64_t count = last - first < BLOCK ? last - first : BLOCK;
-        NAME(gather_block)(keys, values, a, row, head, first, begins - first, count);
+        locate(places, &entries, first, count);
+        NAME(gather_block)(keys, values, a, places, head, begins - first, count);
         all_logits(logits, q, keys, queries, dim);
         for (int64_t r = 0; r < queries; r++) {
             if (a->soft_cap > 0.0) cap_logits(logits + r * BLOCK, (float)a->soft_cap);
