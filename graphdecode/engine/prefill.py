@@ -18,7 +18,7 @@ from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import fill_page_row
 from graphdecode.engine.prompt_scoring import PromptScoring
 from graphdecode.engine.steps import StepLogprobs
-from graphdecode.engine.steps.decode import decode_attention_of
+from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
 from graphdecode.graphs import CaptureError, GraphManager
 
@@ -62,7 +62,7 @@ class Prefill:
         follow: is given the tokens of each pass behind it, as the model's `prefill` was; None: nobody.
 
     Attributes:
-        graphs: of passes; None where there are none: with `batch_invariant`, which takes tokens one by one.
+        graphs: of passes, once they are captured; None where there are none.
     """
 
     def __init__(self, setting: StepSetting, max_tokens: int, *, follow: Callable[..., None] | None = None) -> None:
@@ -93,7 +93,7 @@ class Prefill:
         )
         self._scoring = PromptScoring(setting.sampling_capacity.max_logprobs, self._model)
         self._attention = None
-        self._is_captured = False
+        self._setting = setting
         self.graphs: GraphManager | None = None
         if setting.batch_invariant:
             rows = setting.config.max_batch_size
@@ -101,15 +101,10 @@ class Prefill:
             at_once = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if self._model.device.type == "cuda" else max_tokens
             self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
         else:
-            self.graphs = self._make_graphs(setting)
+            adopt_model(self._buffers, self._model, self._caches)
 
-    def _make_graphs(self, setting: StepSetting) -> GraphManager:
-        for layer, (keys, values) in enumerate(self._caches):
-            self._buffers.adopt(f"k_cache_{layer}", keys)
-            self._buffers.adopt(f"v_cache_{layer}", values)
-        for index, tensor in enumerate(self._model.workspace):
-            self._buffers.adopt(f"linear_workspace_{index}", tensor)
-        config = setting.config
+    def _make_graphs(self) -> GraphManager:
+        config = self._setting.config
         sizes = [tokens for tokens in _GRAPH_TOKENS[self._model.device.type] if tokens < self.max_tokens]
         largest = min(_GRAPH_TOKENS[self._model.device.type][-1], self.max_tokens)
         return GraphManager(
@@ -133,20 +128,22 @@ class Prefill:
         Args:
             progress: show a bar on standard error.
         """
-        if self.graphs is None or self.graphs.backend == "eager":
-            return
+        if self._attention is not None or self._setting.config.backend == "eager":
+            return  # with `batch_invariant` tokens are taken one by one
+        self.close()
+        graphs = self._make_graphs()
         try:
-            self.graphs.capture(progress=progress)
-            self._is_captured = True
+            graphs.capture(progress=progress)
+            self.graphs = graphs
         except CaptureError as error:
-            self.graphs.close()
-            self.graphs = None
+            graphs.close()
             warnings.warn(f"prompts are computed without graphs: {error}", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
         """Release the graphs."""
         if self.graphs is not None:
             self.graphs.close()
+        self.graphs = None
 
     def warm_up(self) -> None:
         """Run passes of 1, 2, 4, ... tokens up to the largest, into the trash page: what they compile is ready then."""
@@ -160,9 +157,9 @@ class Prefill:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
         tokens, where = self._stage(chunks)
         found: list[StepLogprobs | None] = [None] * len(chunks)
-        graphs, end = self.graphs if self._is_captured else None, sum(len(chunk.token_ids) for chunk in chunks)
-        if graphs is not None and end <= graphs.buckets[-1] and not any(chunk.scored for chunk in chunks):
-            graphs.replay(end)
+        end, is_scored = sum(len(chunk.token_ids) for chunk in chunks), any(chunk.scored for chunk in chunks)
+        if self.graphs is not None and end <= self.graphs.buckets[-1] and not is_scored:
+            self.graphs.replay(end)
         else:
             stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
             found = self._scored(chunks, stream)

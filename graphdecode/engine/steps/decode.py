@@ -36,6 +36,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SlotSpec,
     sampling_slots,
 )
+from graphdecode.models import Model
 
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
@@ -100,15 +101,11 @@ class DecodeStep:
         ]
 
     def _adopt_tensors(self) -> None:
-        for layer, (keys, values) in enumerate(self._caches):
-            self.buffers.adopt(f"k_cache_{layer}", keys)
-            self.buffers.adopt(f"v_cache_{layer}", values)
+        adopt_model(self.buffers, self._model, self._caches)
         for name, ring in self.rings._asdict().items():
             self.buffers.adopt(f"ring_{name}", ring)
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
-        for index, tensor in enumerate(self._model.workspace):
-            self.buffers.adopt(f"linear_workspace_{index}", tensor)
 
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
@@ -253,6 +250,15 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
     length = len(inputs.token_ids)
     for position in range(max(inputs.prompt_length, length - BAD_WORD_LENGTH), length):
         staged[position % BAD_WORD_LENGTH] = inputs.token_ids[position]
+
+
+def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Declare what a pass of a model writes beside the slots: its cache, and workspaces of its products."""
+    for layer, (keys, values) in enumerate(caches):
+        buffers.adopt(f"k_cache_{layer}", keys)
+        buffers.adopt(f"v_cache_{layer}", values)
+    for index, tensor in enumerate(model.workspace):
+        buffers.adopt(f"linear_workspace_{index}", tensor)
 
 
 def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:
