@@ -42,9 +42,14 @@ class Blocks(WeightForm):
         return Panels.of(weight, bias, options)
 
     @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether all of a layer's tensors are blocks of one type that can be multiplied as it is."""
+        return _common_block_type(source, names) is not None
+
+    @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
         """Read a layer's blocks; a part of a layer, and one whose tensors differ in type, is put in plain panels."""
-        block_type = common_block_type(source, names)
+        block_type = _common_block_type(source, names)
         if shard is not None or block_type is None or not isinstance(source, BlockSource):
             return Panels.load(source, names, shard, options)
         stored = [blocks for name in names.weights if (blocks := source.read_blocks(name)) is not None]
@@ -59,7 +64,7 @@ class Blocks(WeightForm):
         quantised_linear(out, x, self.panels, self.scales, self.mins, self.bias)
 
 
-def common_block_type(source: TensorSource, names: LinearNames) -> str | None:
+def _common_block_type(source: TensorSource, names: LinearNames) -> str | None:
     """Return the type of block that a layer's tensors all have, if it can be multiplied as it is; None otherwise."""
     types = {source.tensors[name].dtype for name in names.weights}
     return types.pop() if len(types) == 1 and types <= BLOCK_TYPES else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.blocks import Blocks, common_block_type
+from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
@@ -63,8 +63,8 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
 
 
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
-    """Return the product with a plain weight that was read before: read again where the source has it in few bits."""
-    if check_options(options)[0] is Blocks and common_block_type(source, names) is not None:
+    """Return the product with a plain weight that was read before; read again for a form that keeps what is stored."""
+    if check_options(options)[0].keeps(source, names):
         return load_linear(source, names, None, options)
     return linear_of(weight, None, options)
 

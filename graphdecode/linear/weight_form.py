@@ -153,6 +153,11 @@ class WeightForm(ABC):
         weight = read_fused(source, names.weights, shard, options.dtype, options.device)
         return cls.of(weight, read_bias(source, names, shard, options), options)
 
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether this form holds a layer's tensors as the source has them, which plain copies do not tell."""
+        return False
+
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows."""
