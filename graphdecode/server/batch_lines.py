@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.protocol import GeneratingPath
+from graphdecode.server.protocol import GeneratingPath, problem_of
 
 _ANSWER_BEGINS = b'{"id": "batch_req_'
 _SYNC_EVERY_SECONDS = 1.0
@@ -74,9 +74,7 @@ class BatchInput:
         try:
             return BatchRequest.model_validate_json(line)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise ArgumentError(f"{self._path} line {number}: {place}{': ' if place else ''}{first['msg']}") from None
+            raise ArgumentError(f"{self._path} line {number}: {problem_of(error)[0]}") from None
 
 
 class BatchOutput:

@@ -12,7 +12,7 @@ from graphdecode.errors import GraphdecodeError
 from graphdecode.server.chat_completions import chat
 from graphdecode.server.completions import complete
 from graphdecode.server.http_errors import HttpError, as_http_error
-from graphdecode.server.protocol import Body, ChatCompletion, Completion, GeneratingPath
+from graphdecode.server.protocol import Body, ChatCompletion, Completion, GeneratingPath, problem_of
 from graphdecode.server.reply import Reply
 from graphdecode.server.service import Service
 
@@ -57,11 +57,8 @@ class Endpoint(Generic[B, R]):
         try:
             return self.kind.model_validate_json(data)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
-            param = str(first["loc"][0]) if first["loc"] else None
-            message = f"{place}: {first['msg']}" if place else first["msg"]
-            raise HttpError(400, message, param=param, code=first["type"]) from None
+            message, place, code = problem_of(error)
+            raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
 
 
 GENERATING: dict[GeneratingPath, Endpoint[Any, Reply]] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 GeneratingPath = Literal["/v1/completions", "/v1/chat/completions"]
 
@@ -109,3 +109,10 @@ class Detokenize(Body):
     """`POST /detokenize`."""
 
     tokens: list[int] = Field(min_length=0)
+
+
+def problem_of(error: ValidationError) -> tuple[str, tuple[int | str, ...], str]:
+    """Return what is wrong with a body first: for people, the place of it, and the kind for programs."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"], first["loc"], first["type"]
