@@ -41,8 +41,9 @@ from graphdecode.kernels.model import (
     skip_steps,
 )
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
+from graphdecode.kernels.native import early_start
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import block_max, choose, follow_automata, logprobs, sample
+from graphdecode.kernels.sampling import follow_automata, logprobs, sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -100,12 +101,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     with (
         mock.patch.object(JITFunction, "run", compile_instead),
         mock.patch.object(extend_attention, "queries_at_once", queries_at_once),
-        mock.patch.object(rms_norm, "has_early_start", early),
-        mock.patch.object(act_mul, "has_early_start", early),
-        mock.patch.object(append_attention, "has_early_start", early),
-        mock.patch.object(block_max, "has_early_start", early),
-        mock.patch.object(embedding_norm, "has_early_start", early),
-        mock.patch.object(choose, "has_early_start", early),
+        mock.patch.object(early_start, "has_early_start", early),
     ):
         if arch >= 89:
             with (
