@@ -15,7 +15,7 @@ Activations are not quantised, and weights are not rounded: a group's products a
 activations, in float32, and scaled. A row's result depends neither on other rows nor on the number of threads.
 """
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,7 +94,8 @@ def joined_panels(parts: list[QuantisedPanels]) -> QuantisedPanels:
         return first
     by_panel = ("panels", "scales", "mins", "factors", "min_factors")
     held = [name for name in by_panel if getattr(first, name) is not None]
-    return first._replace(**{name: torch.cat([getattr(part, name) for part in parts]) for name in held})
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in held}
+    return first._replace(**joined)
 
 
 def _padded(by_row: Tensor) -> Tensor:
