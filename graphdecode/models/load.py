@@ -15,6 +15,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options
+from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions
 from graphdecode.models.config import DTYPES, ModelConfig
@@ -160,8 +161,12 @@ def load_model(
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
-    check(source.name, source.tensors, weight_map, unused)
+    unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    # quantisers give each layer a bias, of zeros where the model has none
+    named = {part.name for part in parts(weight_map)}
+    of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
+    unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
+    check(source.name, source.tensors, weight_map, frozenset(unused))
 
 
 def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
