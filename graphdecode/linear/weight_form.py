@@ -120,6 +120,7 @@ class WeightForm(ABC):
     Attributes:
         path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
+        is_of_source: it holds what a source has in few bits, and takes no plain weights.
         is_measured: among the forms that could be taken and are measured, the fastest is.
         shape: [out_features, in_features].
         bias: [out_features] or None.
@@ -128,6 +129,7 @@ class WeightForm(ABC):
 
     path: ClassVar[str]
     quantize: ClassVar[str | None] = None
+    is_of_source: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
     shape: tuple[int, ...]
     bias: Tensor | None
