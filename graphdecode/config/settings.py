@@ -162,6 +162,7 @@ class EngineKeywords(TypedDict, total=False):
     dtype: Any  # a name or a torch.dtype
     seed: int
     quantize: str | None
+    quantize_group_size: int | None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
     batch_invariant: bool
     prefix_cache: bool
@@ -222,7 +223,16 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in 8 bits, on a CPU: int8. Forms that are registered from outside go by their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the blocks "
+        "of a GGUF file. What a checkpoint has in few bits stays so by itself. Forms that are registered from outside go by "
+        "their own names.",
+    )
+    quantize_group_size: int | None = key(
+        "model",
+        None,
+        none_or(integer(16), "64"),
+        "Weights of a row that share a scale, with int4 or int8. Left out: for int4 the largest of 128, 64 and 32 that "
+        "divides all rows, for int8 the row.",
     )
     kv_cache_dtype: str = key(
         "model",

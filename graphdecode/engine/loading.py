@@ -87,6 +87,7 @@ def load_runner(
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=settings.buckets.ladder.sizes,
         quantize=settings.quantize,
+        quantize_group_size=settings.quantize_group_size,
         batch_invariant=settings.batch_invariant,
         model_impl=settings.model_impl,
         trust_remote_code=settings.trust_remote_code,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.groups import GROUP_TYPES, Groups, GroupSource, fused
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.transformers_backend import AdoptedConfig
@@ -106,6 +107,26 @@ class SplitSource:
             sizes = [_length(cut, part.shape) for cut in cuts]
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
+
+    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+        """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
+
+        Raises:
+            ArgumentError: the part begins or ends within a group.
+        """
+        part, source = self._whole[name], self._source
+        if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
+            return None
+        if part.split is None:
+            return source.read_groups(name)
+        found = [source.read_groups(name, cut) for cut in self._cuts(part, part.split)]
+        whole = [groups for groups in found if groups is not None]
+        if len(whole) == len(found) and (part.split == 0 or len(found) == 1):
+            return fused(whole)
+        raise ArgumentError(
+            f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, begins or ends "
+            f"within a group of {source.tensors[name].dtype}"
+        )
 
     def _cuts(self, part: Part, axis: int) -> Iterator[Shard]:
         """Yield what the rank has of each run."""

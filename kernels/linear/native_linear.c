@@ -11,20 +11,12 @@
 #include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
-#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
-#define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 
 struct product {
     const native_linear_args *a;
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
 };
-
-static inline uvec load_words(const void *at) {
-    uvec words;
-    memcpy(&words, at, sizeof words);
-    return words;
-}
 
 /* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
 INLINE void add_products(const int count, panel_sums *sums, const float *x, int64_t stride, const vec *weights) {

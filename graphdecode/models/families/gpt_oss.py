@@ -44,13 +44,6 @@ class GptOss(Sparse):
         "swiglu_limit": 7.0,
     }
 
-    def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; what is quantised to MXFP4 is read as what it stands for."""
-        method = settings.get("quantization_config")
-        if isinstance(method, dict) and method.get("quant_method") == "mxfp4":
-            settings = settings | {"quantization_config": None}
-        return super().config(settings)
-
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return whether the products of attention have a bias; the router and the experts have one."""
         return {name: bool(settings["attention_bias"]) for name in ("qkv_bias", "o_bias")}
