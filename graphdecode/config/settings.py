@@ -166,6 +166,9 @@ class EngineKeywords(TypedDict, total=False):
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
     batch_invariant: bool
     prefix_cache: bool
+    tensor_parallel_size: int
+    collectives: Literal["auto", "shared", "gloo", "nccl"]
+    rank_limit_seconds: float
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
@@ -246,6 +249,26 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    tensor_parallel_size: int = key(
+        "model",
+        1,
+        integer(1, 64),
+        "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+    )
+    collectives: str = key(
+        "model",
+        "auto",
+        one_of("auto", "shared", "gloo", "nccl"),
+        "How they exchange what they compute: memory that they share, on one machine's CPU, or torch.distributed by "
+        "gloo or NCCL. auto is NCCL between GPUs, and shared memory on a CPU with a C compiler.",
+    )
+    rank_limit_seconds: float = key(
+        "model",
+        30.0,
+        number(0.1),
+        "Seconds without a sign of life of one of them, or in wait for it, after which all end with an error that "
+        "names it.",
+    )
     model_impl: str = key(
         "model",
         "auto",
