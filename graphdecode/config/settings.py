@@ -28,6 +28,7 @@ from graphdecode.config.key import (
     number,
     one_of,
 )
+from graphdecode.config.replicas import REPLICAS, ReplicaConfig
 from graphdecode.config.server import SERVER, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.errors import ArgumentError, ConfigError
@@ -344,7 +345,7 @@ class EngineConfig:
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
-        sections = {name: values for name, values in document.values.items() if name != SERVER}
+        sections = {name: values for name, values in document.values.items() if name not in (SERVER, REPLICAS)}
         given = {name: value for values in sections.values() for name, value in values.items()}
         try:
             return cls().with_settings(**given)
@@ -418,6 +419,15 @@ def load_server_config(path: str | Path) -> ServerConfig:
     return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
 
 
+def load_replica_config(path: str | Path) -> ReplicaConfig:
+    """Read the section [replicas] of a configuration file; all of the file is checked.
+
+    Raises:
+        ConfigError: as `EngineConfig.load`.
+    """
+    return ReplicaConfig(**ConfigDocument.read(path, _keys()).values[REPLICAS])
+
+
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords with `speculation` as fields: it may be a dict of the section's keys, or None for "off"."""
     given = dict(keywords)
@@ -432,7 +442,7 @@ def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys() -> list[Key]:
-    return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig)]
+    return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
 
 
 def _check(config: BucketConfig | EngineConfig) -> None:
