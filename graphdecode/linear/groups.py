@@ -124,11 +124,12 @@ class Groups:
         if shard is None:
             return self
         rows, *columns = shard.slices(self.shape)
-        return self._columns(columns[0]) if columns else self._rows(rows)
+        return self._columns(columns[0]) if columns else self.rows(rows)
 
-    def _rows(self, rows: slice) -> Groups:
+    def rows(self, rows: slice) -> Groups:
+        """Return some rows, in memory that is shared."""
         if rows.start % self.rows_of_scale or (rows.stop % self.rows_of_scale and rows.stop != self.shape[0]):
-            return self.by_row()._rows(rows)
+            return self.by_row().rows(rows)
         blocks = slice(rows.start // self.rows_of_scale, -(-rows.stop // self.rows_of_scale))
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
@@ -159,7 +160,7 @@ class GroupSource(TensorSource, Protocol):
     def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
         """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is no groups.
 
-        Where this is None, `read` gives its values.
+        Where this is None, `read` gives its values. Tensors may be views of a mapped file: what is kept must be copied.
         """
 
 
