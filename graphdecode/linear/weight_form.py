@@ -25,17 +25,26 @@ class Shard:
         rank: which part, from 0.
         count: how many there are.
         axis: 0 deals out a weight's rows, 1 its columns.
+        begin: the first of those that are dealt out.
+        size: how many of them are; None: all from `begin` on.
+        within: the part, along another axis, that this is a part of; None: of the whole.
     """
 
     rank: int
     count: int
     axis: int
+    begin: int = 0
+    size: int | None = None
+    within: Shard | None = None
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return where the part lies in a tensor."""
-        size = shape[self.axis]
-        part = slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
-        return (*(slice(None) for _ in shape[: self.axis]), part)
+        size = shape[self.axis] - self.begin if self.size is None else self.size
+        bounds = [self.begin + size * rank // self.count for rank in (self.rank, self.rank + 1)]
+        found = [] if self.within is None else list(self.within.slices(shape))
+        found += [slice(None)] * (self.axis + 1 - len(found))
+        found[self.axis] = slice(*bounds)
+        return tuple(found)
 
 
 class Stored(NamedTuple):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
@@ -26,6 +27,7 @@ from graphdecode.models.implementation import adopted
 from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.sources import Source, open_source
+from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig
 from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
@@ -113,6 +115,7 @@ def load_model(
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     progress: bool = False,
+    shared: Collectives | None = None,
 ) -> Model:
     """Load a decoder.
 
@@ -130,6 +133,7 @@ def load_model(
         model_impl: who runs it; see `adopted`.
         trust_remote_code: run the Python code that comes with a checkpoint which transformers runs.
         progress: show a bar on standard error.
+        shared: what the ranks compute together, where this is to be the shard of one of them.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
@@ -152,6 +156,8 @@ def load_model(
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
+        if shared is not None:
+            check_split(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         if options.quantize != quantize:
             raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
@@ -173,7 +179,11 @@ def load_model(
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
-    return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), progress)
+    if shared is None:
+        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), progress)
+    shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+    weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
+    return _build(split_config(config, shared.count), weights, progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

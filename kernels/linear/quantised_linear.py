@@ -97,8 +97,8 @@ def joined_panels(parts: list[QuantisedPanels]) -> QuantisedPanels:
         return first
     by_panel = ("panels", "scales", "mins", "factors", "min_factors")
     held = [name for name in by_panel if getattr(first, name) is not None]
-    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in held}
-    return first._replace(**whole)
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in held}
+    return first._replace(**joined)
 
 
 def _padded(by_row: Tensor) -> Tensor:

@@ -25,6 +25,7 @@
 struct block_numbers {
     const void *at, *factors;
     int64_t groups, factor_groups, dtype;
+    uint32_t spans_of_group, groups_of_factor;
 };
 
 struct block_weight {
@@ -67,21 +68,14 @@ static inline vec load_number(const void *at, int64_t place, int64_t dtype) {
     return load_f16((const uint16_t *)at + place);
 }
 
-/* The numbers of a panel for some spans of input features, from `first` on: [spans][PANEL]. */
-static void undo_spans(float *out, const struct block_numbers *numbers, int64_t panel, int64_t first,
-                       const struct block_weight *weight, int64_t spans) {
-    int64_t features = weight->blocks * BLOCK, group = features / numbers->groups;
-    for (int64_t span = 0; span < spans; span++, out += PANEL) {
-        int64_t in_panel = (first + span * weight->span) / group;
-        int64_t place = (panel * numbers->groups + in_panel) * PANEL;
-        int64_t factor = (panel * numbers->factor_groups + in_panel * numbers->factor_groups / numbers->groups) * PANEL;
-        for (int64_t lane = 0; lane < PANEL; lane += LANES) {
-            vec number = numbers->factors ? load_i8((const int8_t *)numbers->at + place + lane) *
-                                                load_number(numbers->factors, factor + lane, numbers->dtype)
-                                          : load_number(numbers->at, place + lane, numbers->dtype);
-            store_f32(out + lane, number);
-        }
-    }
+/* A vector of a panel's numbers for a span of input features. */
+INLINE vec number_of(const struct block_numbers *numbers, int64_t panel, int64_t span, int64_t vector) {
+    int64_t group = (uint32_t)span / numbers->spans_of_group;
+    int64_t place = (panel * numbers->groups + group) * PANEL + vector * LANES;
+    if (!numbers->factors) return load_number(numbers->at, place, numbers->dtype);
+    int64_t factor = panel * numbers->factor_groups + (uint32_t)group / numbers->groups_of_factor;
+    return load_i8((const int8_t *)numbers->at + place) *
+           load_number(numbers->factors, factor * PANEL + vector * LANES, numbers->dtype);
 }
 
 static inline int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
@@ -155,11 +149,9 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
         }
 }
 
-/* The same of float8. */
-static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at) {
-    uint16_t eighths[ROW_WORDS]; /* without an exponent */
-    for (int i = 0; i < ROW_WORDS; i++) eighths[i] = bf16_of_float((float)(i % 8) * 0x1p-9f);
-    const __m512i small = _mm512_loadu_si512(eighths), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
+/* The same of float8; those without an exponent stand in the table. */
+static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
+    const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
     for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
         for (int half = 0; half < 2; half++) {
@@ -195,7 +187,7 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
 }
 
 static void pairs_undone(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
-    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at);
+    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at, weight->pairs);
     else if (weight->bits == 8) undo_byte_pairs(out, at);
     else FOR_BITS(undo_pairs, out, at, weight)
 }
@@ -208,8 +200,18 @@ static int64_t span_of(int64_t features, int64_t groups) {
     return span;
 }
 
-static void read_table(struct block_weight *weight, const int8_t *table) {
+/* Say which groups share what, and what codes mean. */
+static void read_weight(struct block_weight *weight, const int8_t *table) {
+    int64_t features = weight->blocks * BLOCK, groups = weight->scales.groups;
+    weight->span = span_of(features, groups);
+    struct block_numbers *numbers[] = {&weight->scales, &weight->mins};
+    for (int i = 0; i < 2; i++) {
+        numbers[i]->spans_of_group = groups > 1 ? (uint32_t)(features / groups / weight->span) : UINT32_MAX;
+        if (numbers[i]->factors) numbers[i]->groups_of_factor = (uint32_t)(groups / numbers[i]->factor_groups);
+    }
     weight->is_linear = weight->bits < 8;
+    for (int code = 0; weight->is_e4m3 && code < TABLE; code++)
+        weight->pairs[code] = bf16_of_float((float)(code % 8) * 0x1p-9f);
     if (weight->bits == 8) return;
     int codes = 1 << weight->bits;
     weight->zero = -table[0];
@@ -227,7 +229,6 @@ static void read_table(struct block_weight *weight, const int8_t *table) {
      .blocks = (a)->panels.size[1],                                                                                  \
      .bits = (int)((a)->panels.size[2] * 16 / BLOCK_SIZE),                                                           \
      .is_e4m3 = (a)->code == CODE_E4M3,                                                                              \
-     .span = span_of((a)->panels.size[1] * BLOCK, (a)->scales.size[1]),                                              \
      .scales = {(a)->scales.data, (a)->factors.data, (a)->scales.size[1], (a)->factors.size[1], (a)->scale_dtype},   \
      .mins = {(a)->mins.data, (a)->min_factors.data, (a)->mins.size[1], (a)->min_factors.size[1], (a)->scale_dtype}}
 #endif

@@ -79,10 +79,10 @@ class GptOss(Sparse):
         return {
             f"{at}router": (Part(f"{mlp}router.weight", (all_of, hidden)),),
             f"{at}router.bias": (Part(f"{mlp}router.bias", (all_of,)),),
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 0),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 0),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 0),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), 0),),
+            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
+            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
+            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
+            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), is_added=True),),
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:
