@@ -26,7 +26,7 @@ QuantizeOption = Annotated[
     str | None, typer.Option(help="int8: 8-bit weights; gguf: the blocks of a GGUF file. On a CPU.")
 ]
 KvCacheDtypeOption = Annotated[
-    str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
+    str | None, typer.Option(help="auto, or int8 or fp8: keys and values in 8 bits; left out: the configuration's.")
 ]
 SpeculateOption = Annotated[
     str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")

@@ -191,6 +191,7 @@ def make_runner(
         dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
         prefix_caching=settings.prefix_cache,
+        scales=decoder.cache_scales,
     )
     return Runner(
         decoder,

@@ -17,6 +17,7 @@ from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions
+from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
@@ -155,16 +156,19 @@ def load_model(
     _check_weights(source, config)
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
-    return _build(config, Weights(source, weight_map, options, positions, norm_offset), progress)
+    scales = read_cache_scales(source, config.num_hidden_layers)
+    return _build(config, Weights(source, weight_map, options, positions, norm_offset), scales, progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
+    scales = cache_scale_names(source.tensors, config.num_hidden_layers)
+    unused = frozenset(name for pair in scales if pair is not None for name in pair)
+    unused |= {"lm_head.weight"} if config.tie_word_embeddings else set()
     check(source.name, source.tensors, weight_map, unused)
 
 
-def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
+def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
@@ -173,7 +177,7 @@ def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
     ):
         layers.append(family.layer(config, weights, index))
         _return_free_memory()
-    decoder = Decoder(config, stem, layers, family.head(config, weights, stem))
+    decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     return decoder
