@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from graphdecode.kernels.attention import append_attention, attention_plan, extend_attention, split_decode
+from graphdecode.kernels.attention import attention_plan, extend_attention, split_append, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import (
@@ -107,7 +107,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
             with (
                 mock.patch.object(split_decode, "cache_bytes", native),
                 mock.patch.object(extend_attention, "cache_bytes", native),
-                mock.patch.object(append_attention, "cache_bytes", native),
+                mock.patch.object(split_append, "cache_bytes", native),
             ):
                 launch()
         else:
@@ -140,7 +140,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     def step(norms: tuple[int, int] | None, window_left: int = -1, soft_cap: float = 0.0, **given: Any) -> None:
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
-        append_attention.append_attention_triton(
+        split_append.append_attention_triton(
             q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
             1e-6, 33, head_dim**-0.5, window_left, soft_cap,
         )  # fmt: skip

@@ -317,7 +317,7 @@ def recorded_step(
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
             step(batch)
-    token_bytes = sum(2 * keys[0, 0].nbytes for keys, _ in cache.layers)
+    token_bytes = sum(layer.nbytes for layer in cache.layers) // (cache.total_num_pages + 1) // cache.page_size
     return RecordedStep(
         noting.launches,
         decoder,
