@@ -25,7 +25,7 @@ from graphdecode.cli.options import (
     print_error,
     settings_of,
 )
-from graphdecode.cli.service import check_extra, service_of
+from graphdecode.cli.service import check_extra, service_maker
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def batch(
     output = BatchOutput(answers, asked.custom_ids)
     try:
         if len(output.answered) < len(asked.custom_ids):
-            _run(service_of(model, tokenizer, settings, limits), settings, asked, output)
+            _run(service_maker(model, tokenizer, settings, limits)(), settings, asked, output)
     finally:
         output.close()
         typer.echo(f"{len(output.answered)} of {len(asked.custom_ids)} requests have their answer in {answers}")
