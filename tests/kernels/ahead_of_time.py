@@ -322,17 +322,17 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     for dtype in (torch.bfloat16, torch.float32):
         rows_of_tiles = DOT_TILES[dtype.itemsize]
         found = {
-            replace(config, splits=1, pdl=arch >= 90): rows
+            replace(config, splits=1, pdl=arch >= 90): None
             for rows in (1, *rows_of_tiles)
             for config in candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, rows, 132)
         }
-        for config, rows in found.items():
+        for config in found:
             for epilogue, is_normed, splits in (
                 ("store", True, 1),
                 ("add", False, 1),
                 ("silu", True, 2),
             ):
-                count = GEMV_ROWS if config.kind == "gemv" else rows
+                count = GEMV_ROWS if config.kind == "gemv" else config.block_m
                 name = f"{config.kind}-{config.block_n}x{config.block_k}-{config.num_warps}w-{str(dtype)[6:]}"
                 name += f"-rows{count}-{epilogue}{'-norm' * is_normed}{'-split' * (splits > 1)}"
                 cases[name] = linear_case(replace(config, splits=splits), dtype, count, epilogue, is_normed)
