@@ -163,9 +163,13 @@ class EngineKeywords(TypedDict, total=False):
     dtype: Any  # a name or a torch.dtype
     seed: int
     quantize: str | None
+    quantize_group_size: int | None
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
     batch_invariant: bool
     prefix_cache: bool
+    tensor_parallel_size: int
+    collectives: Literal["auto", "shared", "gloo", "nccl"]
+    rank_limit_seconds: float
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
@@ -220,7 +224,16 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in 8 bits, on a CPU: int8. Forms that are registered from outside go by their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the blocks "
+        "of a GGUF file. What a checkpoint has in few bits stays so by itself. Forms that are registered from outside go by "
+        "their own names.",
+    )
+    quantize_group_size: int | None = key(
+        "model",
+        None,
+        none_or(integer(16), "64"),
+        "Weights of a row that share a scale, with int4 or int8. Left out: for int4 the largest of 128, 64 and 32 that "
+        "divides all rows, for int8 the row.",
     )
     kv_cache_dtype: str = key(
         "model",
@@ -237,6 +250,26 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    tensor_parallel_size: int = key(
+        "model",
+        1,
+        integer(1, 64),
+        "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+    )
+    collectives: str = key(
+        "model",
+        "auto",
+        one_of("auto", "shared", "gloo", "nccl"),
+        "How they exchange what they compute: memory that they share, on one machine's CPU, or torch.distributed by "
+        "gloo or NCCL. auto is NCCL between GPUs, and shared memory on a CPU with a C compiler.",
+    )
+    rank_limit_seconds: float = key(
+        "model",
+        30.0,
+        number(0.1),
+        "Seconds without a sign of life of one of them, or in wait for it, after which all end with an error that "
+        "names it.",
+    )
     model_impl: str = key(
         "model",
         "auto",

@@ -62,6 +62,7 @@ class Prefill:
         follow: is given the tokens of each pass behind it, as the model's `prefill` was; None: nobody.
 
     Attributes:
+        buffers: every tensor that a pass reads or writes.
         graphs: of passes, once they are captured; None where there are none.
     """
 
@@ -73,7 +74,7 @@ class Prefill:
         self._trash_page = setting.trash_page
         self._page_size = setting.page_size
         self._rows = min(setting.config.max_batch_size, max_tokens)
-        self._buffers = StepBuffers(
+        self.buffers = StepBuffers(
             [
                 Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
                 Slot("rows", ("batch",), torch.int32, staged=_CHUNKS),
@@ -101,7 +102,7 @@ class Prefill:
             at_once = -(-rows // _ALIGNED_ROWS) * _ALIGNED_ROWS if self._model.device.type == "cuda" else max_tokens
             self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
         else:
-            adopt_model(self._buffers, self._model, self._caches)
+            adopt_model(self.buffers, self._model, self._caches)
 
     def _make_graphs(self) -> GraphManager:
         config = self._setting.config
@@ -109,12 +110,13 @@ class Prefill:
         largest = min(_GRAPH_TOKENS[self._model.device.type][-1], self.max_tokens)
         return GraphManager(
             self._whole_pass,
-            self._buffers,
+            self.buffers,
             BucketLadder(sizes, largest),
             constants=self._model.constants,
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=config.capture_when,
+            around=lambda tokens, _queries: self._setting.around(f"the pass of {tokens} prompt tokens"),
         )
 
     def _whole_pass(self, batch: Batch) -> None:
@@ -147,7 +149,7 @@ class Prefill:
 
     def warm_up(self) -> None:
         """Run passes of 1, 2, 4, ... tokens up to the largest, into the trash page: what they compile is ready then."""
-        longest = self._buffers.page_table.shape[1] * self._page_size
+        longest = self.buffers.page_table.shape[1] * self._page_size
         most = min(self.max_tokens, longest * self._rows)
         for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
             lengths = [min(longest, tokens - begin) for begin in range(0, tokens, longest)]
@@ -155,7 +157,12 @@ class Prefill:
 
     def run(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
-        tokens, where = self._stage(chunks)
+        self.stage(chunks)
+        return self.compute(chunks)
+
+    def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Do the same for chunks that were staged; of these it looks at the lengths and at what is scored."""
+        tokens, where = self._staged(chunks)
         found: list[StepLogprobs | None] = [None] * len(chunks)
         end, is_scored = sum(len(chunk.token_ids) for chunk in chunks), any(chunk.scored for chunk in chunks)
         if self.graphs is not None and end <= self.graphs.buckets[-1] and not is_scored:
@@ -168,14 +175,14 @@ class Prefill:
         return found
 
     def follow(self, chunks: Sequence[PromptChunk]) -> None:
-        """Let `follow` alone have a pass over some chunks, whose keys and values the model has."""
+        """Let `follow` alone have a pass over some staged chunks, whose keys and values the model has."""
         if self._follow is not None:
-            tokens, where = self._stage(chunks)
+            tokens, where = self._staged(chunks)
             self._follow(*tokens, *where)
 
-    def _stage(self, chunks: Sequence[PromptChunk]) -> tuple[_Tokens, _Rows]:
-        """Tell the device of some chunks; return the tokens' tensors, and the rows', as `Model.prefill` takes them."""
-        staged = self._buffers.staging(_CHUNKS)
+    def stage(self, chunks: Sequence[PromptChunk]) -> None:
+        """Tell the device of some chunks."""
+        staged = self.buffers.staging(_CHUNKS)
         end = 0
         for row, chunk in enumerate(chunks):
             length = len(chunk.token_ids)
@@ -189,8 +196,11 @@ class Prefill:
             fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
-        self._buffers.upload(_CHUNKS, end)
-        buffers, rows = self._buffers, len(chunks)
+        self.buffers.upload(_CHUNKS, end)
+
+    def _staged(self, chunks: Sequence[PromptChunk]) -> tuple[_Tokens, _Rows]:
+        """Return the tensors of staged tokens, and of their rows, as `Model.prefill` takes them."""
+        end, buffers, rows = sum(len(chunk.token_ids) for chunk in chunks), self.buffers, len(chunks)
         tokens = (buffers.tokens[:end], buffers.rows[:end], buffers.positions[:end], buffers.live_rows)
         where = (buffers.cu_seqlens_q[: rows + 1], buffers.cu_seqlens_kv[: rows + 1], buffers.page_table[:rows])
         return tokens, where

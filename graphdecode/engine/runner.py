@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -20,6 +21,7 @@ from graphdecode.engine.steps import (
     Drafting,
     HeldStep,
     RowInputs,
+    SpeculativeStep,
     Step,
     StepLogprobs,
     StepSetting,
@@ -82,6 +84,7 @@ class Runner:
         prefill_budget: tokens of a prefill at most.
         batch_invariant: give a token the same bits in any batch, in a prompt as in a step.
         step: makes the kind of step that is captured.
+        around: is entered around each capture, with what is captured.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Runner:
         prefill_budget: int,
         batch_invariant: bool = False,
         step: Callable[[StepSetting], Step] = DecodeStep,
+        around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
         self.cache = cache
@@ -101,7 +105,8 @@ class Runner:
         self.prefill_budget = prefill_budget
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
-        setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
+        pages = (cache.page_size, cache.max_pages_per_row)
+        setting = StepSetting(model, cache.layers, *pages, config, batch_invariant, around)
         self.sampling_capacity = setting.sampling_capacity
         self.step = step(setting)
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
@@ -119,6 +124,7 @@ class Runner:
             loop=self.step.loop,
             halves=self._held_step.halves if self.holds_forms else None,
             wider=None if drafting is None else drafting.wider,
+            around=lambda bucket, queries: around(f"bucket {bucket}" + f" x {queries}" * (queries > 1)),
         )
 
     @property
@@ -130,6 +136,11 @@ class Runner:
     def guided_rows(self) -> Collection[int]:
         """The staged rows that hold to their forms by themselves, without masks of the host's."""
         return self._held_step.guided_rows if self.holds_forms else ()
+
+    @property
+    def prompt_buffers(self) -> StepBuffers:
+        """Every tensor that a pass of prompts reads or writes."""
+        return self._prefill.buffers
 
     @property
     def _held_step(self) -> HeldStep:
@@ -147,11 +158,23 @@ class Runner:
         Returns:
             For each chunk the log-probabilities of the tokens that it has scored, or None.
         """
-        return self._prefill.run(chunks)
+        self._prefill.stage(chunks)
+        return self.compute(chunks)
+
+    @_on_its_device
+    def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Do what `prefill` does once the chunks are staged."""
+        return self._prefill.compute(chunks)
 
     @_on_its_device
     def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
         """Let the source of drafts see tokens that plain steps fed, all chunks in one pass."""
+        self._prefill.stage(chunks)
+        self.follow_staged(chunks)
+
+    @_on_its_device
+    def follow_staged(self, chunks: Sequence[PromptChunk]) -> None:
+        """Do what `catch_up` does once the chunks are staged."""
         self._prefill.follow(chunks)
 
     @_on_its_device
@@ -172,6 +195,12 @@ class Runner:
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell the device everything about its rows; for when the membership changed."""
         self.step.stage(rows)
+
+    @_on_its_device
+    def begin(self, num_rows: int) -> None:
+        """Do what `stage` has the device do with rows, once they are staged."""
+        if isinstance(self.step, SpeculativeStep):
+            self.step.begin(num_rows)
 
     @_on_its_device
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:

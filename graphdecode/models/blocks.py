@@ -284,12 +284,7 @@ class Attention(Block):
         qkv = stream.empty(self.qkv.out_features)
         stream.feed(self.qkv, qkv)
         attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        turn = HeadTurn(
-            self.cos_sin,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            0.0 if self.q_norm is None else self.q_norm.eps,
-        )
+        turn = self.turn(qkv)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
         if stream.append_and_attend is not None:
             stream.append_and_attend(attended, qkv, cache, turn, options)
@@ -299,6 +294,15 @@ class Attention(Block):
             stream.operators.rope_append(q, *cache, qkv, *where, *turn)
             stream.attend(attended, q, *cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
+
+    def turn(self, qkv: Tensor) -> HeadTurn:
+        """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
+        return HeadTurn(
+            self.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            0.0 if self.q_norm is None else self.q_norm.eps,
+        )
 
 
 class FeedForward(Block):

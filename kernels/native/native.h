@@ -145,6 +145,12 @@ static inline vec load_f32(const float *at) {
 
 static inline void store_f32(float *at, vec v) { memcpy(at, &v, sizeof v); }
 
+static inline uvec load_words(const void *at) {
+    uvec words;
+    memcpy(&words, at, sizeof words);
+    return words;
+}
+
 static inline vec load_bf16(const uint16_t *at) {
     hvec narrow;
     memcpy(&narrow, at, sizeof narrow);

@@ -108,6 +108,10 @@ class Parameter:
         """Return the source of its fields, given the function's argument."""
         return f"*({self.name} or ({'None, ' * len(self.fields)}))" if self.group else self.name
 
+    def value_of(self, field: Field) -> str:
+        """Return the source of one of its fields, given the function's argument."""
+        return f"{self.name}.{field.name}" if self.group else field.name
+
     @property
     def gathered(self) -> str:
         """Return the source of the function's argument, given its fields."""
@@ -171,9 +175,10 @@ class Signature:
     def face(self, registered: Callable[..., None]) -> Callable[..., None]:
         """Return the function that callers see: it takes what the function takes and calls the operator."""
         body = "".join(
-            f"    if {field.name} not in choices_{field.name}: raise unknown({field.name!r}, {field.name}, "
-            f"choices_{field.name})\n"
-            for field in self.fields
+            f"    if {parameter.value_of(field)} not in choices_{field.name}: "
+            f"raise unknown({field.name!r}, {parameter.value_of(field)}, choices_{field.name})\n"
+            for parameter in self.parameters
+            for field in parameter.fields
             if field.choices
         )
         parameters = ", ".join(

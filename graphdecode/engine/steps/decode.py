@@ -194,7 +194,7 @@ class DecodeStep:
         vocab_size = self._model.config.vocab_size
         counts = np.bincount(np.asarray(generated, dtype=np.int64), minlength=vocab_size).astype(np.int32)
         counts[inputs.token_ids[: inputs.prompt_length]] |= PROMPT_BIT
-        self.buffers.token_counts[row].copy_(torch.from_numpy(counts))
+        self.buffers.write("token_counts", row, counts[None])
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the page table."""
@@ -208,7 +208,7 @@ class DecodeStep:
         staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
         for row, mask in masks.items():
             staged[row] = mask
-        self.buffers.upload_rows("token_mask", masks)
+        self.buffers.upload_rows("token_mask", list(masks))
 
     def rewind(self, step_index: int) -> None:
         """Go on counting steps from here."""

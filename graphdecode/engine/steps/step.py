@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,6 +30,7 @@ class StepSetting:
         max_pages_per_row: width of the page table.
         config: rows, steps a launch, warm-up.
         batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
+        around: is entered around each capture, with what is captured.
     """
 
     model: Model
@@ -37,6 +39,7 @@ class StepSetting:
     max_pages_per_row: int
     config: BucketConfig
     batch_invariant: bool = False
+    around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @property
     def trash_page(self) -> int:
