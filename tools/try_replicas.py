@@ -99,12 +99,7 @@ def served(model: str, *options: str, settings: str = "") -> Iterator[Server]:
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-            time.sleep(2)  # Ray's own processes see that it is gone
-            left = of_environment(folder)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            if left:
-                raise RuntimeError(f"{len(left)} processes were left")
+            until_none_is_left(folder)
 
 
 def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
@@ -161,6 +156,18 @@ def of_environment(folder: str) -> list[int]:
             except OSError:  # it has ended, or is another's
                 continue
     return found
+
+
+def until_none_is_left(folder: str) -> None:
+    """Wait until Ray's own processes have seen that who began it is gone; end those that do not."""
+    end = time.monotonic() + END_SECONDS
+    while left := of_environment(folder):
+        if time.monotonic() > end:
+            told = [command_of(pid)[:80] for pid in left]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes were left: {told}")
+        time.sleep(0.2)
 
 
 def command_of(pid: int) -> str:
@@ -308,9 +315,7 @@ def batch(model: str, lines: int) -> dict[str, Any]:
             else:
                 os.kill(draw.choice(Server(model, "", folder).replica_pids()), signal.SIGKILL)
             code = process.wait(START_SECONDS * 2)
-            time.sleep(3)  # Ray's own processes see that it is gone
-            if left := of_environment(folder):
-                raise RuntimeError(f"processes were left: {[command_of(pid) for pid in left]}")
+            until_none_is_left(folder)
         told = [json.loads(line) for line in answers.read_text().splitlines()]
     return {
         "lines": lines,

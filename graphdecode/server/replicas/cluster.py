@@ -112,7 +112,7 @@ class Cluster:
 
     def _resources(self) -> dict[str, float]:
         """Return what one replica takes: its devices, all on one machine."""
-        devices = 1
+        devices = self._config.tensor_parallel_size
         needs: dict[str, float] = {"CPU": devices * self._replicas.cpus_per_device}
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         if self._config.device == "cuda" or (self._config.device == "auto" and has_gpus):
