@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple, Self
 
@@ -17,9 +17,11 @@ from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.native.early_start import has_early_start
 from graphdecode.linear.blocks import stored_blocks
 from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import KEPT_GROUPS, fused_groups
+from graphdecode.linear.groups import GroupSource
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import ROWS_AT_ONCE, Plain
-from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_blocks
+from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_blocks, tiles_of_groups
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
@@ -163,6 +165,44 @@ class BlockTiles(Tiles):
         shape = fused_shape(source, names.weights, shard)
         parts = list(_by_type(stored))
         return cls._of_parts(shape, read_bias(source, names, shard, options), parts, options)
+
+
+@dataclass(frozen=True)
+class GroupTiles(Tiles):
+    """A weight in the groups of few bits in which its source has it."""
+
+    is_of_source = True
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: as they stand
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a weight that has no groups as a plain one."""
+        return _plain(options).of(weight, bias, options)
+
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
+        found = {source.tensors[name].dtype for name in names.weights}
+        return isinstance(source, GroupSource) and found <= KEPT_GROUPS
+
+    @classmethod
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+        """Read a layer's groups, or a part of them; what cannot be fused, cut or put in tiles so is plain."""
+        groups = fused_groups(source, names, shard)
+        tiles = None if groups is None else tiles_of_groups(groups)
+        if groups is None or tiles is None:
+            return _plain(options).load(source, names, shard, options)
+        shape = fused_shape(source, names.weights, shard)
+        form = cls._of_parts(shape, read_bias(source, names, shard, options), [tiles], options)
+        return form if groups.order is None else replace(form, order=groups.order.to(options.device))
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        super().apply(out, x if self.order is None else torch.index_select(x, 1, self.order))
+
+    def fused(self, rows: int) -> TiledProduct | None:
+        """Return the product itself, unless columns are to be put in order first."""
+        return super().fused(rows) if self.order is None else None
 
 
 def _plain(options: FormOptions) -> type[WeightForm]:

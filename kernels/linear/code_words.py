@@ -125,7 +125,7 @@ class _Format(NamedTuple):
     def of(self, value: float) -> int:
         """Return the bits of a float, twice: a register holds two."""
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
-        bits = torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF
+        bits = int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
         return bits << 16 | bits
 
 

@@ -86,6 +86,7 @@ def finish(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     RANGE: tl.constexpr,
     IS_NORMED: tl.constexpr,
@@ -97,9 +98,8 @@ def finish(
         plane = tl.cast(rows, tl.int64) * across
         m_rows = m * across
         place = m_rows[None, :] + (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-        there = (m < rows)[None, :]
         own = partial + tl.program_id(2) * plane
-        tl.store(own + place, acc, mask=there, cache_modifier=".cg")
+        tl.store(own + place, acc, mask=(m < rows)[None, :], cache_modifier=".cg")
         if IS_NORMED:
             tl.store(own + m_rows + blocks * BLOCK_N + block, squares, mask=m < rows, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
@@ -109,12 +109,15 @@ def finish(
                 held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
-            for split in range(splits):
-                part = partial + split * plane
-                total += tl.load(part + place, mask=there, other=0.0, cache_modifier=".cg")
-                if IS_NORMED:
-                    at = part + m_rows + blocks * BLOCK_N + block
-                    total_squares += tl.load(at, mask=m < rows, other=0.0, cache_modifier=".cg")
+            for first in range(0, splits, AT_ONCE):
+                for near in tl.static_range(AT_ONCE):  # all are on their way before the first is added
+                    split = first + near
+                    there = m < tl.where(split < splits, rows, 0)
+                    part = partial + split * plane
+                    total += tl.load(part + place, mask=there[None, :], other=0.0, cache_modifier=".cg")
+                    if IS_NORMED:
+                        at = part + m_rows + blocks * BLOCK_N + block
+                        total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
             total = _sums(total, total_squares, offsets, depth, eps, RANGE, IS_NORMED, HAS_BIAS)
             _write(out, total, held, m, rows, block, width, out_stride, factor, BLOCK_N, BLOCK_M, EPILOGUE)
             tl.store(counter, 0)  # ready for the next product
@@ -172,6 +175,7 @@ def dot_linear_kernel(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     RANGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -209,7 +213,8 @@ def dot_linear_kernel(
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        width, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, EPILOGUE, RANGE, gain is not None, bias is not None,
+        width, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
+        bias is not None,
     )  # fmt: skip
 
 
@@ -238,6 +243,7 @@ def gemv_linear_kernel(
     STAGES: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     PDL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -291,5 +297,5 @@ def gemv_linear_kernel(
         squares = tl.where(m == 0, squares, tl.sum(squares_1, axis=0))
     finish(
         out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, width, depth,
-        splits, eps, factor, ROWS, BLOCK_N, SPLIT, EPILOGUE, 1.0, gain is not None, bias is not None,
+        splits, eps, factor, ROWS, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, 1.0, gain is not None, bias is not None,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from ..native.registration import operator
 from ..native.signature import AnyElement, Float32, OneOf, Written
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
-from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES
+from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, parts_at_once
 from .small_linear_config import SmallLinearConfig
 from .tiled_linear_kernels import tiled_linear_kernel
 from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
@@ -91,6 +91,7 @@ def tiled_linear_triton(
         AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
         EVEN_K=depth == columns,
         SPLIT=splits > 1,
+        AT_ONCE=parts_at_once(block_n * block_m, num_warps),
         EPILOGUE=epilogue,
         RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
         PDL=pdl,

@@ -34,11 +34,11 @@ def _words(at, COUNT: tl.constexpr):
     elif COUNT == 2:
         found = (tl.load(at), tl.load(at + 1))
     elif COUNT == 3:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
     elif COUNT == 4:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
     else:
-        found = (
+        found = (  # type: ignore[assignment]
             tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
             tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
         )  # fmt: skip
@@ -149,6 +149,7 @@ def tiled_linear_kernel(
     AHEAD: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     RANGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -223,6 +224,6 @@ def tiled_linear_kernel(
         acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, EPILOGUE, RANGE, gain is not None,
+        out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
         bias is not None,
     )  # fmt: skip

@@ -188,7 +188,7 @@ def columns_of(tiles: WeightTiles) -> int:
 def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
     """Return the same weight on a device."""
     held = [None if part is None else part.to(device) for part in tiles[:4]]
-    return WeightTiles(*held, tiles.layout)  # type: ignore[arg-type]
+    return WeightTiles(*held, tiles.layout)  # type: ignore[call-arg, arg-type]
 
 
 def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:

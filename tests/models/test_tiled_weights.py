@@ -15,10 +15,14 @@ from test_gguf_blocks import quantised_file, values
 from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.kernels.linear.int8_linear import quantise_int8
+from graphdecode.kernels.linear.weight_tiles import dequantised
 from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.groups import Groups, packed
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.tiles import BlockTiles, Int8Tiles, Tiles
+from graphdecode.linear.tile_sources import tiles_of_groups
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.gguf.source import Gguf
@@ -32,7 +36,7 @@ SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_
 @pytest.fixture
 def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
-    for form in (Blocks, Int8, Int8Panels):
+    for form in (Blocks, GroupPanels, Int8, Int8Panels):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
     monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=132))
@@ -83,6 +87,57 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         for one, other in zip(fused_products(form, x, gain), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert isinstance(model.head.lm_head, BlockTiles | Plain)
+
+
+@pytest.mark.parametrize("size", [32, 128, 300])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8", "int8 zeros", "e4m3", "e4m3 blocks", "e2m1"])
+def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
+    """Columns that groups do not divide, and one group for all."""
+    draw = torch.Generator().manual_seed(size)
+    code = kind.split()[0]
+    bits, rows, columns = (8 if code in ("int8", "e4m3") else 4), 70, 300
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw, dtype=torch.uint8)
+    rows_of_scale, groups = 64 if "blocks" in kind else 1, -(-columns // size)
+    scales = torch.rand(-(-rows // rows_of_scale), groups, generator=draw).half()
+    zeros = torch.randint(0, 1 << bits, (rows, groups), generator=draw, dtype=torch.uint8) if "zeros" in kind else None
+    held = codes if bits == 8 else packed(codes)
+    if code == "e4m3":
+        held = codes.clamp(max=120).view(torch.float8_e4m3fn)
+    if code == "e2m1":
+        scales = torch.exp2((scales.float() * 8).round()).to(torch.float8_e8m0fnu)
+    meaning = code if code.startswith("e") else "integer"
+    given = Groups(meaning, bits, held, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
+    tiles = tiles_of_groups(given)
+    assert tiles is not None
+    torch.testing.assert_close(dequantised(tiles)[:, :columns], given.dequantised(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8", "q8_0"])
+def test_weights_that_are_rounded_while_they_are_read_are_tiles(
+    quantize: str, checkpoint: Callable[[str], Path], forms_of_a_gpu: None
+) -> None:
+    plain = load_model(checkpoint("qwen3"), device="cpu", dtype="float32")
+    model = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize=quantize)
+    assert isinstance(model, Decoder)
+    assert isinstance(plain, Decoder)
+    for place, form in model.layers[0].linears.items():
+        assert isinstance(form, GroupTiles | BlockTiles), (place, form)
+        weight = product(plain.layers[0].linears[place])
+        step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
+        assert (product(form) - weight).abs().max() <= step
+
+
+def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
+    draw = torch.Generator().manual_seed(8)
+    codes = torch.randint(0, 16, (6, 64), generator=draw, dtype=torch.uint8)
+    order = torch.randperm(64, generator=draw).int()
+    groups = Groups("integer", 4, packed(codes), torch.rand(6, 2, generator=draw), None, 32, order=order)
+    tiles = tiles_of_groups(groups)
+    assert tiles is not None
+    counters = torch.zeros(8, dtype=torch.int32)
+    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, order)
+    torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
+    assert form.fused(1) is None
 
 
 def test_int8_weights_are_those_of_the_rounded_ones(checkpoint: Callable[[str], Path], forms_of_a_gpu: None) -> None:
