@@ -33,7 +33,7 @@ from graphdecode.profiling.environment import describe_environment
 STREAMS = 200
 SILENT_SECONDS = 90.0  # without a byte
 START_SECONDS = 180.0
-END_SECONDS = 60.0
+END_SECONDS = 120.0
 ROWS = 32
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
 GENERATED = "vllm:generation_tokens_total"
