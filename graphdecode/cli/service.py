@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,25 +16,31 @@ from graphdecode.errors import ArgumentError
 if TYPE_CHECKING:
     from graphdecode.server.service import Service
 
-_NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+_NEEDED = {
+    "serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"),
+    "ray": ("ray", "aiohttp"),
+}
 
 
-def check_extra(doing: str) -> None:
-    """Refuse to go on without the packages of `graphdecode[serve]`.
+def check_extra(doing: str, extra: str = "serve") -> None:
+    """Refuse to go on without the packages of an extra.
 
     Args:
         doing: what needs them, for the message.
+        extra: of this package.
 
     Raises:
         ArgumentError: one is missing.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDED[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
+        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[{extra}]'")
 
 
-def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig) -> Service:
-    """Return the service of a model, which is yet to be started.
+def service_maker(
+    model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
+) -> Callable[[], Service]:
+    """Return what makes the service of a model, which is yet to be started; another process can be sent it.
 
     Args:
         model: as it was asked for.
@@ -48,7 +56,8 @@ def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits
     from graphdecode.server.service import Service
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
-    return Service(
+    return partial(
+        Service,
         checkpoint.path,
         limits.served_model_name or (Path(model).name if Path(model).exists() else model),
         checkpoint.tokenizer,

@@ -11,6 +11,7 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
@@ -23,6 +24,7 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
     Int8,
     Fixed,
     Blocks,
+    GroupPanels,
     Panels,
     Packed,
     Plain,

@@ -11,7 +11,7 @@ DOT_TILES: dict[int, dict[int, tuple[tuple[int, int, int, int], ...]]] = {
     2: {
         16: ((64, 64, 4, 6), (128, 64, 4, 4)),
         32: ((64, 64, 4, 5), (128, 64, 4, 4)),
-        64: ((128, 64, 8, 3),),
+        64: ((128, 64, 8, 3), (64, 64, 8, 4)),
     },
     4: {16: ((32, 32, 4, 4), (64, 32, 8, 3))},
 }
@@ -74,15 +74,17 @@ def candidates(out_features: int, in_features: int, itemsize: int, rows: int, un
         rows: of the activations.
         units: multiprocessors of the GPU.
     """
-    block_m = next((most for most in DOT_TILES[itemsize] if rows <= most), None)
-    if block_m is None:
+    of_rows = DOT_TILES[itemsize]
+    if rows > max(of_rows):
         return []
-    tiles = [("dot", *tile) for tile in DOT_TILES[itemsize][block_m]]
+    # a narrower tile than the rows need reads the weight more than once, from the L2 cache, and makes more programs
+    widest = next(most for most in of_rows if rows <= most)
+    tiles = [("dot", most, *tile) for most in sorted(of_rows, reverse=True) if most <= widest for tile in of_rows[most]]
     if rows <= GEMV_ROWS:
-        tiles += [("gemv", *tile) for tile in GEMV_TILES[itemsize]]
+        tiles += [("gemv", TILE_ROWS, *tile) for tile in GEMV_TILES[itemsize]]
     found: dict[SmallLinearConfig, None] = {}
-    for kind, block_n, block_k, num_warps, num_stages in tiles:
-        blocks = -(-out_features // block_n)
+    for kind, block_m, block_n, block_k, num_warps, num_stages in tiles:
+        blocks = -(-out_features // block_n) * -(-rows // block_m)
         for splits in (1, *(_split(in_features, block_k, blocks, waves * units) for waves in _WAVES)):
             found[SmallLinearConfig(kind, block_n, block_k, splits, num_warps, num_stages, block_m=block_m)] = None
     return list(found)
