@@ -11,18 +11,24 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
+    Int8Tiles,
     Int8,
     Fixed,
+    BlockTiles,
     Blocks,
+    GroupTiles,
+    GroupPanels,
     Panels,
     Packed,
     Plain,

@@ -31,6 +31,7 @@ struct block_weight {
     const uint16_t *panels;
     int64_t blocks; /* of a panel */
     int bits;
+    int is_e4m3;   /* codes of 8 bits are float8 */
     int is_linear; /* a code means what it is, less `zero` */
     int zero;
     int64_t span; /* input features that are summed up before they are scaled */
@@ -91,8 +92,17 @@ INLINE uvec codes_at(const int bits, const uint16_t *at, const int k, const int 
     return codes;
 }
 
+/* float8 with four bits of exponent: those of a float's, moved; without one the fraction's eighths of 2^-6. */
+static inline vec e4m3(uvec codes) {
+    uvec normal = ((codes & 127) << 20) + ((uint32_t)(127 - 7) << 23);
+    uvec small = (uvec)(__builtin_convertvector((ivec)(codes & 7), vec) * 0x1p-9f);
+    uvec has_exponent = (uvec)((codes & 120) != 0);
+    return (vec)((normal & has_exponent) | (small & ~has_exponent) | (codes & 128) << 24);
+}
+
 INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) {
     vec found;
+    if (bits == 8 && weight->is_e4m3) return e4m3(codes & 255);
     if (bits == 8) return __builtin_convertvector((ivec)(codes << 24) >> 24, vec);
     if (weight->is_linear) return __builtin_convertvector((ivec)codes - weight->zero, vec);
     for (int lane = 0; lane < LANES; lane++) found[lane] = weight->floats[codes[lane]];
@@ -138,6 +148,20 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
         }
 }
 
+/* The same of float8; those without an exponent stand in the table. */
+static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
+    const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
+    const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
+    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+        for (int half = 0; half < 2; half++) {
+            __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
+            __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
+            found = _mm512_mask_permutexvar_epi16(found, _mm512_testn_epi16_mask(codes, exponent), codes, small);
+            found = _mm512_or_si512(found, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
+            _mm512_storeu_si512(out + half * PANEL, found);
+        }
+}
+
 INLINE __m512i shifted(__m512i words, const int left) {
     return left > 0 ? _mm512_slli_epi16(words, left) : left < 0 ? _mm512_srli_epi16(words, -left) : words;
 }
@@ -162,7 +186,8 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
 }
 
 static void pairs_undone(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
-    if (weight->bits == 8) undo_byte_pairs(out, at);
+    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at, weight->pairs);
+    else if (weight->bits == 8) undo_byte_pairs(out, at);
     else FOR_BITS(undo_pairs, out, at, weight)
 }
 #endif
@@ -184,6 +209,8 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
         if (numbers[i]->factors) numbers[i]->groups_of_factor = (uint32_t)(groups / numbers[i]->factor_groups);
     }
     weight->is_linear = weight->bits < 8;
+    for (int code = 0; weight->is_e4m3 && code < TABLE; code++)
+        weight->pairs[code] = bf16_of_float((float)(code % 8) * 0x1p-9f);
     if (weight->bits == 8) return;
     int codes = 1 << weight->bits;
     weight->zero = -table[0];
@@ -200,6 +227,7 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
     {.panels = (a)->panels.data,                                                                                     \
      .blocks = (a)->panels.size[1],                                                                                  \
      .bits = (int)((a)->panels.size[2] * 16 / BLOCK_SIZE),                                                           \
+     .is_e4m3 = (a)->code == CODE_E4M3,                                                                              \
      .scales = {(a)->scales.data, (a)->factors.data, (a)->scales.size[1], (a)->factors.size[1], (a)->scale_dtype},   \
      .mins = {(a)->mins.data, (a)->min_factors.data, (a)->mins.size[1], (a)->min_factors.size[1], (a)->scale_dtype}}
 #endif
