@@ -33,7 +33,7 @@ from graphdecode.profiling.environment import describe_environment
 STREAMS = 200
 SILENT_SECONDS = 90.0  # without a byte
 START_SECONDS = 180.0
-END_SECONDS = 60.0
+END_SECONDS = 120.0
 ROWS = 32
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
 GENERATED = "vllm:generation_tokens_total"
@@ -99,12 +99,7 @@ def served(model: str, *options: str, settings: str = "") -> Iterator[Server]:
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-            time.sleep(2)  # Ray's own processes see that it is gone
-            left = of_environment(folder)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            if left:
-                raise RuntimeError(f"{len(left)} processes were left")
+            until_none_is_left(folder)
 
 
 def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
@@ -161,6 +156,18 @@ def of_environment(folder: str) -> list[int]:
             except OSError:  # it has ended, or is another's
                 continue
     return found
+
+
+def until_none_is_left(folder: str) -> None:
+    """Wait until Ray's own processes have seen that who began it is gone; end those that do not."""
+    end = time.monotonic() + END_SECONDS
+    while left := of_environment(folder):
+        if time.monotonic() > end:
+            told = [command_of(pid)[:80] for pid in left]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes were left: {told}")
+        time.sleep(0.2)
 
 
 def command_of(pid: int) -> str:
@@ -287,6 +294,61 @@ def prefixes(model: str, groups: int, asked: int, rounds: int) -> dict[str, Any]
     return found
 
 
+def batch(model: str, lines: int) -> dict[str, Any]:
+    """Kill a batch three times at random, and a replica of the run that ends it: every line is answered once."""
+    draw = random.Random(7)
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
+        asked, answers = Path(folder) / "requests.jsonl", Path(folder) / "answers.jsonl"
+        asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(lines)))
+        command = [sys.executable, "-m", "graphdecode", "batch", str(asked), str(answers), "--model", model]
+        command += ["--device", "cpu", "--max-batch-size", str(ROWS), "--ray", "--replicas", "2"]
+        environment = os.environ | {"RAY_TMPDIR": folder}
+        moments, began = [], time.monotonic()
+        for run in range(4):
+            done = line_count(answers)
+            moments.append(min(done + draw.randrange(lines // 4), lines - 100))
+            with (Path(folder) / "log").open("ab") as log:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, stdout=log, env=environment)
+            until_lines(answers, moments[-1], process, Path(folder) / "log")
+            if run < 3:
+                process.kill()
+            else:
+                os.kill(draw.choice(Server(model, "", folder).replica_pids()), signal.SIGKILL)
+            code = process.wait(START_SECONDS * 2)
+            until_none_is_left(folder)
+        told = [json.loads(line) for line in answers.read_text().splitlines()]
+    return {
+        "lines": lines,
+        "killed_at_lines": moments[:3],
+        "replica_killed_at_line": moments[3],
+        "exit_code": code,
+        "answers": len(told),
+        "answered_once": len({line["custom_id"] for line in told}) == len(told) == lines,
+        "statuses": dict(Counter(line["response"]["status_code"] for line in told)),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def lines_of(count: int) -> Iterator[dict[str, Any]]:
+    """Yield requests of a batch; one of a hundred cannot be served, and its line says why."""
+    for number, body in enumerate(requests_of(count, 8, 6)):
+        wrong = {"max_tokens": "many"} if number % 100 == 99 else {}
+        yield {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body | wrong}
+
+
+def line_count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a file has so many lines."""
+    end = time.monotonic() + START_SECONDS * 2
+    while line_count(file) <= count:
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(log.read_text()[-2000:])
+        time.sleep(0.02)
+
+
 def speed(model: str, tokens: int, *options: str) -> dict[str, float]:
     """Ask 32 streams at once: how many tokens come per second, and how long does the first one take?"""
     with served(model, "--replicas", "2", *options) as server:
@@ -312,6 +374,7 @@ def main(
         "kill_direct": lambda: kill_under_load(model, tokens, "--direct"),
         "scale": lambda: scale(model, tokens),
         "prefixes": lambda: prefixes(model, 24, 6, 1),
+        "batch": lambda: batch(model, 5000),
         "speed": lambda: speed(model, tokens),
         "speed_direct": lambda: speed(model, tokens, "--direct"),
     }

@@ -129,12 +129,12 @@ def _run(
     from graphdecode.server.replicas.cluster import Cluster
 
     if several.direct:
-        cluster = Cluster(make_service, settings, limits, several)
+        cluster = Cluster(make_service, settings, limits, several, "direct")
         asyncio.run(run(cluster, cluster.app, bound, on_ready))
         return
     port = bound.getsockname()[1]
     bound.close()  # Ray's proxy listens there
-    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several)
+    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several, "proxy")
     asyncio.run(cluster.run(on_ready))
 
 

@@ -164,7 +164,7 @@ class EngineKeywords(TypedDict, total=False):
     seed: int
     quantize: str | None
     quantize_group_size: int | None
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"]
     batch_invariant: bool
     prefix_cache: bool
     tensor_parallel_size: int
@@ -238,9 +238,10 @@ class EngineConfig:
     kv_cache_dtype: str = key(
         "model",
         "auto",
-        one_of("auto", "fp8", "fp8_e4m3"),
-        "Of cached keys and values; auto is the model's. fp8, which is fp8_e4m3, holds twice as many tokens as 16 bits "
-        "in the same memory, three bits of each number's fraction, and nothing beyond 448; on a CPU it is slow.",
+        one_of("auto", "fp8", "fp8_e4m3", "int8"),
+        "Of cached keys and values; auto is the model's. Those of 8 bits hold twice as many tokens as 16 bits in the "
+        "same memory. int8 has a scale for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none, "
+        "three bits of each number's fraction, and nothing beyond 448 times the scale.",
     )
     batch_invariant: bool = key(
         "model",

@@ -265,6 +265,7 @@ def make_runner(
         dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
         prefix_caching=settings.prefix_cache,
+        scales=decoder.cache_scales,
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(

@@ -17,13 +17,17 @@ from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
+    Int8Tiles,
     Int8,
     Fixed,
+    BlockTiles,
     Blocks,
+    GroupTiles,
     GroupPanels,
     Panels,
     Packed,

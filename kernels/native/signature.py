@@ -29,12 +29,14 @@ Written = Annotated[T, "written"]  # the operation writes into it
 Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]
 Float32 = Annotated[Tensor, torch.float32]
+Bfloat16 = Annotated[Tensor, torch.bfloat16]
 AnyElement = Annotated[Tensor, "any"]  # a tensor whose dtype need not be that of the other unmarked ones
 
 _DIMENSIONS = 4  # of the tensors that compiled kernels take
-_NO_TENSOR = (0,) * (1 + 2 * _DIMENSIONS)
+_NO_TENSOR = (0,) * (2 + 2 * _DIMENSIONS)
 _MISSING = tuple((0,) * (_DIMENSIONS - given) for given in range(_DIMENSIONS + 1))
-_C_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float"}
+_C_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float", torch.bfloat16: "uint16_t"}
+CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # types of 8 bits that C tells apart; the others are 0
 
 
 class Field(NamedTuple):
@@ -215,7 +217,7 @@ class Signature:
                 if rank > _DIMENSIONS:
                     return None
                 missing = _MISSING[rank]
-                members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing)
+                members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing, CODES.get(value.dtype, 0))
             elif kind is not str:
                 members.append(value)
             elif choices is not None:

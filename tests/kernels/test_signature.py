@@ -90,6 +90,6 @@ def test_what_c_would_misread_is_not_packed(signature):
     given = [torch.zeros(2, 3, dtype=torch.bfloat16), left, right, None, None, "odd", 0.5, True]
     packed, element = signature.packed(given)
     assert element == torch.bfloat16
-    assert len(packed) == 8 * (5 * 9 + 3)
+    assert len(packed) == 8 * (5 * 10 + 3)
     for place, wrong in ((1, left.long()), (2, right.double()), (4, right), (0, torch.zeros(1, 1, 1, 1, 1))):
         assert signature.packed([*given[:place], wrong, *given[place + 1 :]]) is None
