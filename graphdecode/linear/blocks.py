@@ -64,6 +64,11 @@ class Blocks(WeightForm):
         shape = fused_shape(source, names.weights, shard)
         return cls(shape, read_bias(source, names, shard, options), tuple(parts), tuple(sizes))
 
+    @property
+    def row_panels(self) -> QuantisedPanels | None:
+        """The weight where it is in one part."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)

@@ -81,6 +81,11 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
     return _with(form.of(weight, bias, options), choices)
 
 
+def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
+    """Whether the preferred form holds a layer's tensors as the source has them."""
+    return check_options(options)[0].keeps(source, names)
+
+
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
     """Return the product with a plain weight that was read before; read again for a form that keeps what is stored."""
     if keeping(source, names, options) is not None:
