@@ -1,7 +1,6 @@
 """Products with weights of few bits on a GPU, against float64 of what others make of the same bytes."""
 
 import math
-from dataclasses import replace
 
 import gguf
 import numpy as np
