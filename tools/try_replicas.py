@@ -33,10 +33,13 @@ from graphdecode.profiling.environment import describe_environment
 STREAMS = 200
 SILENT_SECONDS = 90.0  # without a byte
 START_SECONDS = 180.0
-END_SECONDS = 60.0
+END_SECONDS = 120.0
 ROWS = 32
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 GENERATED = "vllm:generation_tokens_total"
+LARGE_CACHE = "[capacity]\ntotal_num_pages = 1500\nmax_sequence_length = 512\n"
+SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # all beginnings together need more
 REPLICA = "ray::ServeReplica:graphdecode:replica"
 
 
@@ -81,14 +84,14 @@ async def ask(http: httpx.AsyncClient, model: str, body: dict[str, Any]) -> Stre
 
 
 @contextmanager
-def served(model: str, *options: str, settings: str = "") -> Iterator[Server]:
+def served(model: str, *options: str, settings: str = LARGE_CACHE) -> Iterator[Server]:
     """Serve a model on a Ray of its own, and leave no process of it."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         config, log = Path(folder) / "server.toml", Path(folder) / "log"
         config.write_text(settings)
         command = [sys.executable, "-m", "graphdecode", "serve", "--model", model, "--port", "0", "--device", "cpu"]
         command += ["--max-batch-size", str(ROWS), "--config", str(config), *options]
-        environment = os.environ | {"RAY_TMPDIR": folder}
+        environment = os.environ | PATIENCE | {"RAY_TMPDIR": folder}
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file, stdout=file, env=environment)
         try:
@@ -236,7 +239,7 @@ async def all_of(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
 
 def scale(model: str, tokens: int) -> dict[str, Any]:
     """Go from one replica to two and back while requests come, and lose none."""
-    settings = "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
+    settings = LARGE_CACHE + "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
     streams: list[Stream] = []
 
     async def load(server: Server) -> dict[str, float]:
@@ -279,7 +282,9 @@ def prefixes(model: str, groups: int, asked: int, rounds: int) -> dict[str, Any]
     for routing in ("random", "prefix"):
         rates, first_tokens = [], []
         for turn in range(rounds):
-            with served(model, "--replicas", "2", settings=f'[replicas]\nrouting = "{routing}"\n') as server:
+            with served(
+                model, "--replicas", "2", settings=SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
+            ) as server:
                 server.until_replicas(2, 60)
                 random.Random(turn).shuffle(bodies)
                 began = time.monotonic()
@@ -302,7 +307,7 @@ def batch(model: str, lines: int) -> dict[str, Any]:
         asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(lines)))
         command = [sys.executable, "-m", "graphdecode", "batch", str(asked), str(answers), "--model", model]
         command += ["--device", "cpu", "--max-batch-size", str(ROWS), "--ray", "--replicas", "2"]
-        environment = os.environ | {"RAY_TMPDIR": folder}
+        environment = os.environ | PATIENCE | {"RAY_TMPDIR": folder}
         moments, began = [], time.monotonic()
         for run in range(4):
             done = line_count(answers)

@@ -26,7 +26,7 @@ from graphdecode.cli.options import (
     print_error,
     settings_of,
 )
-from graphdecode.cli.service import check_extra, service_maker
+from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def batch(
     scale = {"count": replicas, "ray_address": ray_address}
     several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
     if ray:
-        check_extra("a batch with --ray", "ray")
+        prepare_ray("a batch with --ray", several)
+        settings = sharing(settings, several)
     elif replicas is not None or ray_address is not None:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
     asked = BatchInput(requests, limits.max_body_bytes)

@@ -24,7 +24,7 @@ from graphdecode.cli.options import (
     TrustRemoteCodeOption,
     settings_of,
 )
-from graphdecode.cli.service import check_extra, service_maker
+from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def serve(
     scale = {"count": replicas, "autoscale": autoscale, "ray_address": ray_address, "direct": direct or None}
     several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
     if several.wanted:
-        check_extra("replicas", "ray")
+        prepare_ray("replicas", several)
+        settings = sharing(settings, several)
     elif several.ray_address is not None or several.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
     _run(service_maker(model, tokenizer, settings, limits), settings, limits, several)

@@ -74,6 +74,8 @@ def _obey(message: Message, runner: Runner, ranks: Follower) -> None:
         runner.follow_staged(_chunks(payload))
     elif kind == Command.LAUNCH:
         runner.launch(*numbers)
+    elif kind == Command.LAUNCH_ALONG:
+        runner.launch(numbers[0], along=_chunks(payload))
     elif kind == Command.LAUNCH_HALVES:
         runner.launch(*numbers, meanwhile=lambda: _obey_until_handed(runner, ranks))
 

@@ -27,8 +27,9 @@ class Command(IntEnum):
     LAUNCH = 5  # rows, steps, queries
     LAUNCH_HALVES = 6  # the same; what the host does meanwhile follows, up to HANDED
     HANDED = 7
-    UNLOAD = 8
-    END = 9
+    LAUNCH_ALONG = 8  # rows; the chunks that go along, as in PASS
+    UNLOAD = 9
+    END = 10
 
 
 class LeadingRunner(Runner):
@@ -92,14 +93,23 @@ class LeadingRunner(Runner):
             self.ranks.tell(Command.CATCH_UP, (len(chunks), 0, 0), _sizes(chunks))
 
     def launch(
-        self, num_rows: int, num_steps: int = 1, queries: int = 1, *, meanwhile: Callable[[], None] | None = None
+        self,
+        num_rows: int,
+        num_steps: int = 1,
+        queries: int = 1,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        along: Sequence[PromptChunk] = (),
     ) -> Launch:
         """Start steps on all ranks; see `Runner.launch`."""
         with self._together():
-            kind = Command.LAUNCH if meanwhile is None else Command.LAUNCH_HALVES
-            self.ranks.tell(kind, (num_rows, num_steps, queries))
+            if along:
+                self.ranks.tell(Command.LAUNCH_ALONG, (num_rows, 0, 0), _sizes(along))
+            else:
+                kind = Command.LAUNCH if meanwhile is None else Command.LAUNCH_HALVES
+                self.ranks.tell(kind, (num_rows, num_steps, queries))
             both = None if meanwhile is None else lambda: self._handing(meanwhile)
-            return super().launch(num_rows, num_steps, queries, meanwhile=both)
+            return super().launch(num_rows, num_steps, queries, meanwhile=both, along=along)
 
     def _handing(self, meanwhile: Callable[[], None]) -> None:
         try:

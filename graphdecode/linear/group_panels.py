@@ -29,7 +29,7 @@ from graphdecode.linear.weight_form import (
     read_bias,
 )
 
-_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4"})  # whose codes mean integers, or float8
+KEPT_GROUPS = frozenset({"INT4", "INT8", "FP8", "MXFP4"})  # whose codes mean integers, or float8
 _ROWS_AT_ONCE = 2048  # are put in order together: what that needs beside the result is a few MB
 
 
@@ -55,7 +55,7 @@ class GroupPanels(WeightForm):
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
         """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
-        return isinstance(source, GroupSource) and {source.tensors[name].dtype for name in names.weights} <= _TYPES
+        return isinstance(source, GroupSource) and {source.tensors[name].dtype for name in names.weights} <= KEPT_GROUPS
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:

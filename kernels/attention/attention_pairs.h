@@ -31,6 +31,23 @@ static void locate(int64_t *places, const struct paged *row, int64_t first, int6
     }
 }
 
+/* What is asked for of the block that is next: entries of some heads, in the order in which they stand, which the
+ * processor takes for a stream and runs ahead of. It is asked for a few lines at a time, between what is done with the
+ * block that is here: a core waits where it has asked for more lines than it can. */
+struct coming {
+    const char *heads; /* the first one's entries */
+    const int64_t *places;
+    int64_t count, bytes, size; /* tokens; of all heads' entries of one, and of a value */
+    int64_t token, byte;        /* asked for so far */
+};
+
+INLINE void ask_for(struct coming *next, int64_t bytes) {
+    for (; bytes > 0 && next->token < next->count; bytes -= 64) {
+        __builtin_prefetch(next->heads + next->places[next->token] * next->size + next->byte, 0, 2);
+        if ((next->byte += 64) >= next->bytes) next->byte = 0, next->token++;
+    }
+}
+
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */
 static void read_scales(float *to, const uint16_t *scales, const struct paged *row, int64_t heads, int64_t head,
@@ -156,12 +173,14 @@ static void gather_keys(int64_t code, const struct pair_room *room, const void *
 /* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
  * 8 neighbours, so that two instructions make pairs: see `in_order`. */
 INLINE void gather_values_of(const int64_t code, const struct pair_room *room, const void *values,
-                             const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
+                             const int64_t *places, struct coming *next, int64_t begin, int64_t count,
+                             int64_t dim) {
     int64_t whole = (count + PANEL - 1) / PANEL * PANEL;
     for (int64_t j = 0; j < whole; j += 2) {
         const void *even = j >= begin && j < count ? values : room->zeros;
         const void *odd = j + 1 >= begin && j + 1 < count ? values : room->zeros;
         int64_t even_at = even == values ? places[j] : 0, odd_at = odd == values ? places[j + 1] : 0;
+        ask_for(next, 2 * dim * next->size);
         for (int64_t i = 0; i < dim; i += PANEL) {
             __m512i low = panel_of(code, even, even_at + i), high = panel_of(code, odd, odd_at + i);
             uint16_t *to = room->values + i * KEYS + j * PANEL;
@@ -172,11 +191,11 @@ INLINE void gather_values_of(const int64_t code, const struct pair_room *room, c
 }
 
 static void gather_values(int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
-                          int64_t begin, int64_t count, int64_t dim) {
+                          struct coming *next, int64_t begin, int64_t count, int64_t dim) {
     switch (code) {
-        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, begin, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, begin, count, dim); break;
-        default: gather_values_of(0, room, values, places, begin, count, dim);
+        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, next, begin, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, next, begin, count, dim); break;
+        default: gather_values_of(0, room, values, places, next, begin, count, dim);
     }
 }
 
@@ -286,7 +305,8 @@ static void attend_panels(const struct pair_queries *queries, const struct pair_
 /* Logits of TILE_ROWS queries, which stand as a tile takes them, [feature / 2][query][2], with keys as they are in their
  * pages: few queries are not worth a panel of keys. */
 INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, const void *keys,
-                          const struct paged *row, const int64_t *places, int64_t first, int64_t count, int64_t dim) {
+                          const struct paged *row, const int64_t *places, struct coming *next, int64_t first,
+                          int64_t count, int64_t dim) {
     float turned[2 * TILE_ROWS * LANES];
     for (int64_t j = 0; j < count; j += 2 * TILE_ROWS) {
         uint16_t copied[2][TILE_ROWS * MOST_DIM];
@@ -294,6 +314,7 @@ INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, 
         int64_t stride[2];
         for (int64_t half = 0; half < 2; half++) {
             int64_t from = j + half * TILE_ROWS;
+            ask_for(next, TILE_ROWS * dim * next->size);
             if (from >= count) {
                 at[half] = at[0], stride[half] = stride[0];
             } else if (!code && (first + from) % row->size + TILE_ROWS <= row->size) {
@@ -325,11 +346,11 @@ INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, 
 }
 
 static void key_logits(int64_t code, float *logits, const uint16_t *q, const void *keys, const struct paged *row,
-                       const int64_t *places, int64_t first, int64_t count, int64_t dim) {
+                       const int64_t *places, struct coming *next, int64_t first, int64_t count, int64_t dim) {
     switch (code) {
-        case CODE_INT8: key_logits_of(CODE_INT8, logits, q, keys, row, places, first, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: key_logits_of(CODE_FLOAT8_E4M3FN, logits, q, keys, row, places, first, count, dim); break;
-        default: key_logits_of(0, logits, q, keys, row, places, first, count, dim);
+        case CODE_INT8: key_logits_of(CODE_INT8, logits, q, keys, row, places, next, first, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: key_logits_of(CODE_FLOAT8_E4M3FN, logits, q, keys, row, places, next, first, count, dim); break;
+        default: key_logits_of(0, logits, q, keys, row, places, next, first, count, dim);
     }
 }
 

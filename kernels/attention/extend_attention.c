@@ -166,6 +166,7 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
     int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], group = heads / kv_heads;
     int64_t code = a->k_cache.code, size = code ? 1 : sizeof(uint16_t);
+    struct coming nothing = {0}; /* to be asked for: many queries share a block */
     int64_t queries = (end - begin) * group, padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
     float *at = scratch(padded * (dim / 2 + dim + 2) + pair_room_floats(dim) + 4 * LANES);
@@ -196,7 +197,8 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
             read_scales(room.value_scales, a->v_scales.data, &entries, kv_heads, head, first, begins - first, count);
         }
         gather_keys(code, &room, (const char *)a->k_cache.data + head * dim * size, places, begins - first, count, dim);
-        gather_values(code, &room, (const char *)a->v_cache.data + head * dim * size, places, begins - first, count, dim);
+        gather_values(code, &room, (const char *)a->v_cache.data + head * dim * size, places, &nothing, begins - first, count,
+                      dim);
         attend_panels(&given, &room, first, count);
     }
     for (int64_t r = 0; r < queries; r++) {

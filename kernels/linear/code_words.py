@@ -125,7 +125,7 @@ class _Format(NamedTuple):
     def of(self, value: float) -> int:
         """Return the bits of a float, twice: a register holds two."""
         dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
-        bits = torch.tensor(value, dtype=dtype).view(torch.int16).item() & 0xFFFF
+        bits = int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
         return bits << 16 | bits
 
 
@@ -229,7 +229,7 @@ def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
 
 
 def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -> None:
-    """Put exponent and mantissa where they belong, and mend the bias, by which numbers below the normal are right too."""
+    """Put exponent and mantissa where they belong, and mend the bias: so numbers below the normal are right too."""
     mantissa, bias = (3, 7) if bits == 8 else (1, 1)
     begin = bits * span  # of the code in the word
     place = form.mantissa - mantissa

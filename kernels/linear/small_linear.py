@@ -36,6 +36,11 @@ _PART_REGISTERS = 32  # of a thread
 FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them could leave the range of fp16
 
 
+def parts_at_once(sums: int, num_warps: int) -> int:
+    """Return how many parts of a program's sums are asked for at a time where columns are split."""
+    return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
+
+
 def small_linear_triton(
     out: Tensor,
     x: Tensor,
@@ -63,8 +68,7 @@ def small_linear_triton(
     splits = triton.cdiv(depth, part)  # none is empty
     is_even = depth % block_k == 0
     sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": is_even, "SPLIT": splits > 1}
-    sums = block_n * (block_m if kind == "dot" else rows)
-    sizes["AT_ONCE"] = min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
+    sizes["AT_ONCE"] = parts_at_once(block_n * (block_m if kind == "dot" else rows), num_warps)
     options: dict[str, Any] = {"PDL": pdl, "PREFETCH": pdl and is_even, "EPILOGUE": epilogue, "num_warps": num_warps}
     if pdl:
         options["launch_pdl"] = True

@@ -28,8 +28,9 @@ def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 @triton.jit
 def _write(
-    out, acc, held, m, rows, block, width, factor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EPILOGUE: tl.constexpr
-):
+    out, acc, held, m, rows, block, width, out_stride, factor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):  # fmt: skip
     """Write a block's sums [BLOCK_N, BLOCK_M] as the layer's result."""
     if EPILOGUE == "store" or EPILOGUE == "add":
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -41,15 +42,15 @@ def _write(
         acc = activated(gate, EPILOGUE) * up
         n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     kept = (n < width)[:, None] & (m < rows)[None, :]
-    place = m[None, :] * width + n[:, None]
+    place = m[None, :] * out_stride + n[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def held_sums(out, m, rows, block, width, BLOCK_N: tl.constexpr):
+def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
     """Return what a block's result is added to."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = m[None, :] * width + n[:, None]
+    place = m[None, :] * out_stride + n[:, None]
     return tl.load(out + place, mask=(n < width)[:, None] & (m < rows)[None, :], other=0.0).to(tl.float32)
 
 
@@ -77,6 +78,7 @@ def finish(
     block,
     blocks,
     width,
+    out_stride,
     depth,
     splits,
     eps,
@@ -104,7 +106,7 @@ def finish(
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             if EPILOGUE == "add":
-                held = held_sums(out, m, rows, block, width, BLOCK_N)
+                held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
             for first in range(0, splits, AT_ONCE):
@@ -117,11 +119,11 @@ def finish(
                         at = part + m_rows + blocks * BLOCK_N + block
                         total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
             total = _sums(total, total_squares, offsets, depth, eps, RANGE, IS_NORMED, HAS_BIAS)
-            _write(out, total, held, m, rows, block, width, factor, BLOCK_N, BLOCK_M, EPILOGUE)
+            _write(out, total, held, m, rows, block, width, out_stride, factor, BLOCK_N, BLOCK_M, EPILOGUE)
             tl.store(counter, 0)  # ready for the next product
     else:
         acc = _sums(acc, squares, offsets, depth, eps, RANGE, IS_NORMED, HAS_BIAS)
-        _write(out, acc, held, m, rows, block, width, factor, BLOCK_N, BLOCK_M, EPILOGUE)
+        _write(out, acc, held, m, rows, block, width, out_stride, factor, BLOCK_N, BLOCK_M, EPILOGUE)
 
 
 @triton.jit
@@ -200,7 +202,7 @@ def dot_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
-        held = held_sums(out, m, rows, block, width, BLOCK_N)
+        held = held_sums(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
         if EVEN_K:
@@ -211,7 +213,7 @@ def dot_linear_kernel(
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
+        width, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
         bias is not None,
     )  # fmt: skip
 
@@ -263,7 +265,7 @@ def gemv_linear_kernel(
     m = tl.arange(0, ROWS)
     held = tl.zeros([BLOCK_N, ROWS], tl.float32)
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
-        held = held_sums(out, m, ROWS, block, width, BLOCK_N)
+        held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums_1 = sums_0
@@ -294,6 +296,6 @@ def gemv_linear_kernel(
         acc = tl.where((m == 0)[None, :], acc, tl.sum(sums_1, axis=1)[:, None])
         squares = tl.where(m == 0, squares, tl.sum(squares_1, axis=0))
     finish(
-        out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, depth, splits,
-        eps, factor, ROWS, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, 1.0, gain is not None, bias is not None,
+        out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, width, depth,
+        splits, eps, factor, ROWS, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, 1.0, gain is not None, bias is not None,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Linear layers with a weight of few bits on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
 
 What stands in memory is what is read: no weight is undone there, and none is rounded. One kernel
-(`tiled_linear_kernels.py`) serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns, norms,
-gates, adds and begins early as `small_linear` does.
+(`tiled_linear_kernels.py`) serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns,
+norms, gates, adds and begins early as `small_linear` does.
 
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
 """
@@ -18,7 +18,7 @@ from ..native.registration import operator
 from ..native.signature import AnyElement, Float32, OneOf, Written
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
-from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES
+from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, parts_at_once
 from .small_linear_config import SmallLinearConfig
 from .tiled_linear_kernels import tiled_linear_kernel
 from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
@@ -74,7 +74,7 @@ def tiled_linear_triton(
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, words, high, in_words, more, bias, gain, partial, counters, rows, out.shape[1], weight_rows, depth,
-        columns, x.stride(0), splits, part, eps, scale,
+        columns, x.stride(0), out.stride(0), splits, part, eps, scale,
         ASSEMBLY=listings,
         PER_WORD=kind.per_word,
         PER_HIGH=kind.spans_of_high,
@@ -91,6 +91,7 @@ def tiled_linear_triton(
         AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
         EVEN_K=depth == columns,
         SPLIT=splits > 1,
+        AT_ONCE=parts_at_once(block_n * block_m, num_warps),
         EPILOGUE=epilogue,
         RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
         PDL=pdl,
@@ -157,7 +158,7 @@ def tiled_linear(
     """Write `x @ weight.T + bias` into `out`, or do more with it; sums are fp32, and weights what their codes mean.
 
     Args:
-        out: [rows, out_features], contiguous; half as many columns for a gate.
+        out: [rows, out_features], rows may be strided; half as many columns for a gate.
         x: [rows, in_features], fp32, fp16 or bf16; rows may be strided.
         tiles: the weight; no kernel that still runs may write it.
         bias: [out_features] or None, of x's dtype.

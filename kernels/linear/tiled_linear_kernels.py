@@ -1,4 +1,4 @@
-"""The Triton kernel of `tiled_linear`: as that of `small_linear`, with a weight of few bits that is undone in registers.
+"""The Triton kernel of `tiled_linear`: that of `small_linear` with a weight of few bits, which is undone in registers.
 
 Codes are multiplied with the activations on the tensor cores as they are, integers or floats of few bits; each group's
 sums are then scaled in fp32. What a group's weights have in common beside the scale, a least value or the code of 0,
@@ -34,11 +34,11 @@ def _words(at, COUNT: tl.constexpr):
     elif COUNT == 2:
         found = (tl.load(at), tl.load(at + 1))
     elif COUNT == 3:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
     elif COUNT == 4:
-        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
     else:
-        found = (
+        found = (  # type: ignore[assignment]
             tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
             tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
         )  # fmt: skip
@@ -51,10 +51,9 @@ def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
     if KIND == "float32":
         found = words[PLACE].to(tl.float32, bitcast=True)
     elif KIND == "float16":
+        half = words[PLACE // (words[0].dtype.primitive_bitwidth // 16)]
         if words[0].dtype == tl.int32:
-            half = (words[PLACE // 2] >> 16 * (PLACE % 2)).to(tl.int16)
-        else:
-            half = words[PLACE]
+            half = (half >> 16 * (PLACE % 2)).to(tl.int16)
         found = half.to(tl.float16, bitcast=True).to(tl.float32)
     elif KIND == "bfloat16":
         if words[0].dtype == tl.int32:
@@ -129,6 +128,7 @@ def tiled_linear_kernel(
     depth,
     columns,
     x_stride,
+    out_stride,
     splits,
     part,
     eps,
@@ -149,6 +149,7 @@ def tiled_linear_kernel(
     AHEAD: tl.constexpr,
     EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EPILOGUE: tl.constexpr,
     RANGE: tl.constexpr,
     PDL: tl.constexpr,
@@ -180,17 +181,16 @@ def tiled_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
-        held = held_sums(out, m, rows, block, width, BLOCK_N)
+        held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
     squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
     for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
         x_step = x_rows + at
         if GROUP > 0:
             unit = at // UNIT * weight_rows + row
             s = _words(scales + unit * SCALE_WORDS, SCALE_WORDS)
+            t = s
             if SECONDS != "none":
                 t = _words(seconds + unit * SECOND_WORDS, SECOND_WORDS)
-            else:
-                t = s  # there are none
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         total = product
         for tile in tl.static_range(BLOCK_K // TILE):
@@ -224,5 +224,6 @@ def tiled_linear_kernel(
         acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, EPILOGUE, RANGE, gain is not None, bias is not None,
+        out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
+        bias is not None,
     )  # fmt: skip

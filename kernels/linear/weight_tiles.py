@@ -121,7 +121,9 @@ def tiled(
         filled[:, : given.shape[1]] = given
         return filled.view(rows, units, count).transpose(0, 1).contiguous()
 
-    held = [None if given is None else by_unit(given, count) for given, count in zip((scales, seconds), counts)]
+    held = [
+        None if given is None else by_unit(given, count) for given, count in zip((scales, seconds), counts, strict=True)
+    ]
     assert held[0] is not None
     return WeightTiles(*to_words(codes, code, layout.span), held[0], held[1], layout)
 
@@ -176,3 +178,27 @@ def dequantised(tiles: WeightTiles) -> Tensor:
     if offsets is not None:
         weight += spread(offsets)
     return weight
+
+
+def columns_of(tiles: WeightTiles) -> int:
+    """Return the columns of a weight in tiles, those that fill it up as well."""
+    return tiles.words.shape[0] * CODES[tiles.layout.code].per_word * tiles.layout.span
+
+
+def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
+    """Return the same weight on a device."""
+    held = [None if part is None else part.to(device) for part in tiles[:4]]
+    return WeightTiles(*held, tiles.layout)  # type: ignore[call-arg, arg-type]
+
+
+def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
+    """Return the rows of some weights, one below another, as one; their layouts are the same."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = [
+        None if each[0] is None else torch.cat(each, dim=1) for each in zip(*(part[:4] for part in parts), strict=True)
+    ]
+    words, high, scales, seconds = whole
+    assert words is not None
+    assert scales is not None
+    return WeightTiles(words, high, scales, seconds, parts[0].layout)

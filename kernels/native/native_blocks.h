@@ -10,11 +10,10 @@
 #if defined(__F16C__) || LANES == 16
 #include <immintrin.h>
 #endif
-#define BLOCK QUANTISED_BLOCK
 #define HALF_PANEL 16 /* output features whose words stand together */
-#define BLOCK_SIZE (BLOCK * PANEL)
+#define BLOCK_SIZE (QUANTISED_BLOCK * PANEL)
 #define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
-#define CHUNK (CHUNK_BLOCKS * BLOCK)
+#define CHUNK (CHUNK_BLOCKS * QUANTISED_BLOCK)
 #define LEAST_GROUP 16
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
@@ -113,7 +112,7 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
 /* The codes of a block as the floats that they mean, [in][PANEL]. */
 INLINE void undo_floats(const int bits, float *out, const uint16_t *at, const struct block_weight *weight) {
 #pragma GCC unroll 32
-    for (int k = 0; k < BLOCK; k++) { /* a pair of input features, and half of the panel */
+    for (int k = 0; k < QUANTISED_BLOCK; k++) { /* a pair of input features, and half of the panel */
         float *to = out + k / 2 * 2 * PANEL + k % 2 * HALF_PANEL;
         for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
             store_f32(to + lane, meant(bits, weight, codes_at(bits, at, k, lane, 0)));
@@ -139,7 +138,7 @@ static void floats_undone(float *out, const uint16_t *at, const struct block_wei
 #ifdef WITH_PAIRS
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
-    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
         for (int half = 0; half < 2; half++) {
             uvec both = load_words(at);
             vec even = __builtin_convertvector((ivec)(both << (24 - 8 * half)) >> 24, vec);
@@ -174,7 +173,7 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
     const __m512i first = _mm512_loadu_si512(weight->pairs), second = _mm512_loadu_si512(weight->pairs + TABLE / 2);
     const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
 #pragma GCC unroll 32
-    for (int k = 0; k < BLOCK; k++) {
+    for (int k = 0; k < QUANTISED_BLOCK; k++) {
         __m512i codes = shifted(_mm512_loadu_si512(at + k * low / 16 * ROW_WORDS), -(k * low % 16));
         if (high > 0) {
             const uint16_t *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
@@ -202,7 +201,7 @@ static int64_t span_of(int64_t features, int64_t groups) {
 
 /* Say which groups share what, and what codes mean. */
 static void read_weight(struct block_weight *weight, const int8_t *table) {
-    int64_t features = weight->blocks * BLOCK, groups = weight->scales.groups;
+    int64_t features = weight->blocks * QUANTISED_BLOCK, groups = weight->scales.groups;
     weight->span = span_of(features, groups);
     struct block_numbers *numbers[] = {&weight->scales, &weight->mins};
     for (int i = 0; i < 2; i++) {

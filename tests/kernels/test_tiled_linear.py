@@ -10,12 +10,12 @@ from test_fused_linear import exact as fused_exact
 from test_fused_linear import gain_of, residual_of
 from test_small_linear import EPS, TOLERANCE
 
-from graphdecode.kernels.linear.block_tiles import TILED_BLOCKS, tiles_of_blocks
 from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, values_of
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import tiled
 from graphdecode.kernels.native.registration import versions
+from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks
 
 pytest.importorskip("triton")
 tiled_linear_torch = versions("tiled_linear").torch
@@ -31,7 +31,7 @@ GROUPED = {  # code, group, kind of the second number, dtype of the scales
     "int4 by 512": ("s4", 512, "none", torch.float32),
     "fp8": ("e4m3", 0, "none", torch.float32),
     "fp8 by 128": ("e4m3", 128, "none", torch.float32),
-    "MXFP4": ("e2m1", 32, "none", torch.uint8),
+    "fp4": ("e2m1", 32, "none", torch.uint8),
 }
 FORMATS = [*GROUPED, *sorted(TILED_BLOCKS)]
 
@@ -46,6 +46,9 @@ def stored_blocks(name, rows, columns):
     rng = np.random.default_rng([rows, columns])
     stored = rng.integers(0, 256, (rows, -(-columns // values), nbytes), dtype=np.uint8)
     numbers = 2 if name.endswith(("_1", "_K")) and name != "Q6_K" else 1
+    if name == "MXFP4":
+        stored[..., 0] = rng.integers(110, 122, stored.shape[:2])
+        return stored.reshape(rows, -1)
     place = 208 if name == "Q6_K" else 0
     size = 0.02 / (64 if name.endswith("_K") else 1)
     scales = rng.normal(0, size, (*stored.shape[:2], numbers)).astype(np.float16)

@@ -291,6 +291,7 @@ def recorded_step(
     max_sequence_length: int = 4352,
     batch_invariant: bool = False,
     dtype: str = "bfloat16",
+    quantize: str | None = None,
 ) -> RecordedStep:
     """Return the launches of one step of so many rows.
 
@@ -303,6 +304,7 @@ def recorded_step(
         max_sequence_length: tokens of a row at most.
         batch_invariant: as the engine's option.
         dtype: of weights, activations and cache.
+        quantize: as the engine's option.
     """
     config = BucketConfig(
         max_batch_size=max(max_batch_size, rows),
@@ -318,6 +320,7 @@ def recorded_step(
             max_sequence_length=max_sequence_length,
             batch_sizes=config.ladder.sizes,
             batch_invariant=batch_invariant,
+            quantize=quantize,
             model_impl="native",
         )
         assert isinstance(decoder, Decoder)

@@ -35,7 +35,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SlotSpec,
     sampling_slots,
 )
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
@@ -109,6 +109,10 @@ class DecodeStep:
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
         self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
+
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        """Run one decode step of a bucket's rows, and compute chunks of prompts, in one pass of a `MixingModel`."""
+        self._take_plain(batch, self._model.mix(batch, chunks, self._caches, self._attention))  # type: ignore[attr-defined]
 
     def _compute(self, batch: Batch) -> None:
         """The first half of a step that is one launch: up to the logits."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
@@ -24,7 +24,6 @@ from graphdecode.server.service import Service
 
 Way = Literal["proxy", "direct", "calls"]
 
-_LOCAL = "127.0.0.1"
 _STORE_BYTES = 200 << 20  # of Ray's object store: nothing large goes through it
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _CARE: dict[str, Any] = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "logging_config": _LOGGING}
@@ -89,10 +88,8 @@ class Cluster:
         resources = self._resources()
         if self._replicas.ray_address is None:
             check_room(resources, self._replicas.bounds[0])
-        location = "HeadOnly" if self._replicas.ray_address is None else "EveryNode"
         address = {"host": self.limits.host, "port": self.limits.port}
-        location = location if self._way == "proxy" else "Disabled"
-        serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
+        location = "Disabled" if self._way != "proxy" else "EveryNode" if self._replicas.ray_address else "HeadOnly"
         replica = self._deployment(resources).bind(self._make_service, self._way == "direct")
         ingress = serve.deployment(
             name="front",
@@ -103,11 +100,12 @@ class Cluster:
             **_CARE,
         )(serve.ingress()(Ingress))
         try:
+            serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
             if self._way == "proxy":
                 serve.run(ingress.bind(replica, self.limits), name=self._application)
             else:
                 serve.run(replica, name=self._application, route_prefix=None)
-        except RuntimeError as error:  # which holds what the replicas said
+        except (RayError, RuntimeError) as error:  # which holds what the replicas said
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
 
     def _resources(self) -> dict[str, float]:
@@ -193,14 +191,13 @@ def join_ray(replicas: ReplicaConfig) -> None:
     Raises:
         ArgumentError: there is no such cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     if replicas.ray_address is not None:
         try:
             ray.init(address=replicas.ray_address, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ArgumentError(f"ray_address {replicas.ray_address!r} cannot be joined: {error}") from error
         return
-    ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, log_to_driver=False, _node_ip_address=_LOCAL)
+    ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, log_to_driver=False)
 
 
 def check_room(resources: dict[str, float], count: int) -> None:
