@@ -8,10 +8,10 @@ device memory, so that any number of slots travel in one `.copy_()`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +88,20 @@ class Batch:
         raise AttributeError(f"no slot {name!r}; declared are {declared}")
 
 
+class Change(NamedTuple):
+    """What the host changed on the device, for buffers of the same slots in another process.
+
+    Attributes:
+        name: of a staging block that was uploaded whole, or of a slot.
+        numbers: the live rows of the block; the rows of a staged slot; the first row of another one, and the columns.
+        data: what was copied.
+    """
+
+    name: str
+    numbers: list[int]
+    data: bytes
+
+
 class StagingBlock:
     """A host block and the device block that it is copied to, with one view a slot into each."""
 
@@ -130,7 +144,7 @@ class StagingBlock:
         if self._copied is not None:
             self._copied.record(torch.cuda.current_stream(self.device.device))  # that of the copy
 
-    def upload_rows(self, name: str, rows: Iterable[int]) -> None:
+    def upload_rows(self, name: str, rows: Sequence[int]) -> None:
         """Copy some rows of a slot to the device, neighbours in one copy; see `upload`."""
         source, target = self.host_views[name], self.device_views[name]
         first = end = -1
@@ -182,6 +196,7 @@ class StepBuffers:
         self._tensors: dict[str, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live_rows = 0
+        self.relay: Callable[[Change], None] | None = None  # is told of all that the host changes
         self._allocate()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
 
@@ -296,8 +311,10 @@ class StepBuffers:
             arrays[LIVE_ROWS][0] = live_rows
             self._live_rows = live_rows
         self._blocks[block].upload()
+        if self.relay is not None:
+            self.relay(Change(block, [live_rows], self._blocks[block].host.numpy().tobytes()))
 
-    def upload_rows(self, name: str, rows: Iterable[int]) -> None:
+    def upload_rows(self, name: str, rows: Sequence[int]) -> None:
         """Move some rows of one staged slot to the device, neighbours in one copy; all else is left as it is there.
 
         Args:
@@ -306,6 +323,39 @@ class StepBuffers:
         """
         block = self._blocks[self.slots[name].staged or ""]
         block.upload_rows(name, rows)
+        if self.relay is not None:
+            self.relay(Change(name, list(rows), block.arrays[name][rows].tobytes()))
+
+    def write(self, name: str, first: int, values: np.ndarray) -> None:
+        """Move some rows of a slot that is not staged to the device.
+
+        Args:
+            name: of the slot.
+            first: row that is written.
+            values: of each row from there on, or of its first columns.
+        """
+        columns = values.shape[1] if values.ndim > 1 else 1
+        rows = self._tensors[name][first : first + len(values)]
+        (rows[:, :columns] if values.ndim > 1 else rows).copy_(torch.from_numpy(values))
+        if self.relay is not None:
+            self.relay(Change(name, [first, columns], values.tobytes()))
+
+    def take(self, change: Change) -> None:
+        """Change the device as the host of other buffers, of the same slots, has changed its own."""
+        name, numbers, data = change
+        if name in self._blocks:
+            self.staging(name)
+            self._blocks[name].host.numpy()[:] = np.frombuffer(data, np.uint8)
+            self.upload(name, numbers[0])
+        elif self.slots[name].staged is not None:
+            staged = self.staging(self.slots[name].staged or "")[name]
+            staged[numbers] = np.frombuffer(data, staged.dtype).reshape(len(numbers), *staged.shape[1:])
+            self.upload_rows(name, numbers)
+        else:
+            dtype = torch.empty(0, dtype=self.slots[name].dtype).numpy().dtype
+            values = np.frombuffer(data, dtype).copy()
+            columns = len(self.slots[name].shape) > 1
+            self.write(name, numbers[0], values.reshape(-1, numbers[1]) if columns else values)
 
     def set_live_rows(self, live_rows: int) -> None:
         """Make the first `live_rows` rows live and fill the tails of all others with their pads.

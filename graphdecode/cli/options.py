@@ -23,10 +23,11 @@ DtypeOption = Annotated[
     str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
 ]
 QuantizeOption = Annotated[
-    str | None, typer.Option(help="int8: 8-bit weights; gguf: the blocks of a GGUF file. On a CPU.")
+    str | None,
+    typer.Option(help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k; gguf keeps the blocks of a GGUF file."),
 ]
 KvCacheDtypeOption = Annotated[
-    str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
+    str | None, typer.Option(help="auto, or int8 or fp8: keys and values in 8 bits; left out: the configuration's.")
 ]
 SpeculateOption = Annotated[
     str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")

@@ -23,10 +23,14 @@ from graphdecode.cli.options import (
     TrustRemoteCodeOption,
     settings_of,
 )
-from graphdecode.cli.service import check_extra, service_of
+from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
+from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from graphdecode.config import EngineConfig, ServerConfig
+    from collections.abc import Callable
+
+    from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
+    from graphdecode.server.service import Service
 
 
 def serve(
@@ -56,11 +60,21 @@ def serve(
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="A name that clients may call the server by; may be repeated.")
     ] = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="Engines behind one address, on Ray; left out: the configuration's.")
+    ] = None,
+    autoscale: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="So many engines as the load needs, on Ray.")
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="A cluster of Ray to join; left out: a Ray on this machine alone.")
+    ] = None,
+    direct: Annotated[bool, typer.Option("--direct", help="Take answers from the engines past Ray's proxy.")] = False,
     log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
     check_extra("serving")
-    from graphdecode.config import ServerConfig, load_server_config
+    from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 
     settings = settings_of(
         config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
@@ -78,20 +92,31 @@ def serve(
     }
     limits = load_server_config(config) if config is not None else ServerConfig()
     limits = limits.with_settings(**{name: value for name, value in options.items() if value is not None})
-    _run(model, tokenizer, settings, limits)
+    several = load_replica_config(config) if config is not None else ReplicaConfig()
+    scale = {"count": replicas, "autoscale": autoscale, "ray_address": ray_address, "direct": direct or None}
+    several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
+    if several.wanted:
+        prepare_ray("replicas", several)
+        settings = sharing(settings, several)
+    elif several.ray_address is not None or several.direct:
+        raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
+    _run(service_maker(model, tokenizer, settings, limits), settings, limits, several)
 
 
-def _run(model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig) -> None:
+def _run(
+    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
+) -> None:
     import asyncio
     import logging
 
+    from graphdecode.server.app import make_app
     from graphdecode.server.run import bind, run
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
     bound = bind(limits.host, limits.port)
-    service = service_of(model, tokenizer, settings, limits)
     address = f"http://{limits.host}:{bound.getsockname()[1]}"
+    service = make_service()
 
     def on_ready() -> None:
         STDERR.print(f"serving {service.model_name} on {address}", highlight=False, soft_wrap=True)
@@ -99,7 +124,19 @@ def _run(model: str, tokenizer: str | None, settings: EngineConfig, limits: Serv
         for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
             STDERR.print(line, highlight=False, soft_wrap=True, markup=False)
 
-    asyncio.run(run(service, bound, on_ready))
+    if not several.wanted:
+        asyncio.run(run(service, lambda: make_app(service), bound, on_ready))
+        return
+    from graphdecode.server.replicas.cluster import Cluster
+
+    if several.direct:
+        cluster = Cluster(make_service, settings, limits, several, "direct")
+        asyncio.run(run(cluster, cluster.app, bound, on_ready))
+        return
+    port = bound.getsockname()[1]
+    bound.close()  # Ray's proxy listens there
+    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several, "proxy")
+    asyncio.run(cluster.run(on_ready))
 
 
 def _how_to_try(address: str, *, has_template: bool, guarded: bool) -> list[str]:

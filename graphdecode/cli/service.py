@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import STDERR
-from graphdecode.config import EngineConfig, ServerConfig
+from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.server.service import Service
 
-_NEEDED = ("pydantic", "starlette", "uvicorn", "prometheus_client")
+_NEEDED = {
+    "serve": ("pydantic", "starlette", "uvicorn", "prometheus_client"),
+    "ray": ("ray", "aiohttp"),
+}
 
 
-def check_extra(doing: str) -> None:
-    """Refuse to go on without the packages of `graphdecode[serve]`.
+def check_extra(doing: str, extra: str = "serve") -> None:
+    """Refuse to go on without the packages of an extra.
 
     Args:
         doing: what needs them, for the message.
+        extra: of this package.
 
     Raises:
         ArgumentError: one is missing.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _NEEDED[extra] if importlib.util.find_spec(name) is None]
     if missing:
-        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[serve]'")
+        raise ArgumentError(f"{doing} needs {', '.join(missing)}: pip install 'graphdecode[{extra}]'")
 
 
-def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig) -> Service:
-    """Return the service of a model, which is yet to be started.
+def service_maker(
+    model: str, tokenizer: str | None, settings: EngineConfig, limits: ServerConfig
+) -> Callable[[], Service]:
+    """Return what makes the service of a model, which is yet to be started; another process can be sent it.
 
     Args:
         model: as it was asked for.
@@ -48,7 +58,8 @@ def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits
     from graphdecode.server.service import Service
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
-    return Service(
+    return partial(
+        Service,
         checkpoint.path,
         limits.served_model_name or (Path(model).name if Path(model).exists() else model),
         checkpoint.tokenizer,
@@ -58,3 +69,35 @@ def service_of(model: str, tokenizer: str | None, settings: EngineConfig, limits
         version=__version__,
         progress=STDERR.is_terminal,
     )
+
+
+def prepare_ray(doing: str, several: ReplicaConfig) -> None:
+    """See that Ray is there, and set what it looks at while it is imported.
+
+    Args:
+        doing: what needs it, for the message.
+        several: the replicas; without an address they are on a Ray of this machine, which nobody else shall reach.
+
+    Raises:
+        ArgumentError: it is missing.
+    """
+    check_extra(doing, "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    if several.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
+
+
+def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
+    """Return the settings of each of several engines on one machine: on a CPU they share its memory.
+
+    Args:
+        settings: of one engine that has the machine for itself.
+        several: how many there are at most, and whether all are on this machine.
+    """
+    import torch
+
+    on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if on_gpus or several.ray_address is not None:
+        return settings
+    fraction = settings.buckets.memory_fraction / several.bounds[1]
+    return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))

@@ -1,7 +1,23 @@
 """Configurations of a runtime, in Python and in TOML."""
 
+from graphdecode.config.replicas import ReplicaConfig
 from graphdecode.config.server import ServerConfig
-from graphdecode.config.settings import BucketConfig, EngineConfig, EngineKeywords, load_server_config
+from graphdecode.config.settings import (
+    BucketConfig,
+    EngineConfig,
+    EngineKeywords,
+    load_replica_config,
+    load_server_config,
+)
 from graphdecode.errors import ConfigError
 
-__all__ = ["BucketConfig", "ConfigError", "EngineConfig", "EngineKeywords", "ServerConfig", "load_server_config"]
+__all__ = [
+    "BucketConfig",
+    "ConfigError",
+    "EngineConfig",
+    "EngineKeywords",
+    "ReplicaConfig",
+    "ServerConfig",
+    "load_replica_config",
+    "load_server_config",
+]

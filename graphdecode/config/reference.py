@@ -6,6 +6,7 @@ import textwrap
 from itertools import groupby
 
 from graphdecode.config.key import Key, keys_of
+from graphdecode.config.replicas import ReplicaConfig
 from graphdecode.config.server import ServerConfig
 from graphdecode.config.settings import BucketConfig, EngineConfig
 from graphdecode.config.toml_file import toml_value
@@ -20,7 +21,7 @@ One file in TOML holds all settings of a runtime. `LLM(model, config=...)` takes
 `BucketConfig`; so does `--config` of the commands (a path). Every section and key may be left out, and keeps its
 default then. What is given to `LLM` as a keyword, or to a command as an option, overrides the file. Keys of
 `EngineConfig` have the same names as `LLM`'s keywords. `BucketConfig.load` takes the first four sections of the same
-file. [server] is for `graphdecode serve` alone.
+file. [server] is for `graphdecode serve` alone, and [replicas] for it and for `graphdecode batch --ray`.
 
 An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
 and what it takes. `buckets.toml` at the root of the repository is a file to start from: it holds all keys at their
@@ -53,7 +54,7 @@ def default_file() -> str:
 
 
 def _sections() -> list[tuple[str, list[Key]]]:
-    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig)]
+    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
     return [(section, list(group)) for section, group in groupby(keys, lambda key: key.section)]
 
 

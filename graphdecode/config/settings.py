@@ -28,6 +28,7 @@ from graphdecode.config.key import (
     number,
     one_of,
 )
+from graphdecode.config.replicas import REPLICAS, ReplicaConfig
 from graphdecode.config.server import SERVER, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
 from graphdecode.errors import ArgumentError, ConfigError
@@ -162,9 +163,13 @@ class EngineKeywords(TypedDict, total=False):
     dtype: Any  # a name or a torch.dtype
     seed: int
     quantize: str | None
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
+    quantize_group_size: int | None
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"]
     batch_invariant: bool
     prefix_cache: bool
+    tensor_parallel_size: int
+    collectives: Literal["auto", "shared", "gloo", "nccl"]
+    rank_limit_seconds: float
     model_impl: Literal["auto", "native", "transformers"]
     trust_remote_code: bool
     skip_tokenizer_init: bool
@@ -219,14 +224,24 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in 8 bits, on a CPU: int8. Forms that are registered from outside go by their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the "
+        "blocks of a GGUF file. What a checkpoint has in few bits stays so unasked. Forms that are registered from "
+        "outside go by their own names.",
+    )
+    quantize_group_size: int | None = key(
+        "model",
+        None,
+        none_or(integer(16), "64"),
+        "Weights of a row that share a scale, with int4 or int8. Left out: for int4 the largest of 128, 64 and 32 that "
+        "divides all rows, for int8 the row.",
     )
     kv_cache_dtype: str = key(
         "model",
         "auto",
-        one_of("auto", "fp8", "fp8_e4m3"),
-        "Of cached keys and values; auto is the model's. fp8, which is fp8_e4m3, holds twice as many tokens as 16 bits "
-        "in the same memory, three bits of each number's fraction, and nothing beyond 448; on a CPU it is slow.",
+        one_of("auto", "fp8", "fp8_e4m3", "int8"),
+        "Of cached keys and values; auto is the model's. Those of 8 bits hold twice as many tokens as 16 bits in the "
+        "same memory. int8 has a scale for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none, "
+        "three bits of each number's fraction, and nothing beyond 448 times the scale.",
     )
     batch_invariant: bool = key(
         "model",
@@ -236,6 +251,26 @@ class EngineConfig:
         "its prompt is cut, shared or recomputed. Prefill is slower; a CPU needs a C compiler.",
     )
     prefix_cache: bool = key("model", True, boolean(), "Reuse the pages of prompts that begin alike.")
+    tensor_parallel_size: int = key(
+        "model",
+        1,
+        integer(1, 64),
+        "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+    )
+    collectives: str = key(
+        "model",
+        "auto",
+        one_of("auto", "shared", "gloo", "nccl"),
+        "How they exchange what they compute: memory that they share, on one machine's CPU, or torch.distributed by "
+        "gloo or NCCL. auto is NCCL between GPUs, and shared memory on a CPU with a C compiler.",
+    )
+    rank_limit_seconds: float = key(
+        "model",
+        30.0,
+        number(0.1),
+        "Seconds without a sign of life of one of them, or in wait for it, after which all end with an error that "
+        "names it.",
+    )
     model_impl: str = key(
         "model",
         "auto",
@@ -311,7 +346,7 @@ class EngineConfig:
 
     @classmethod
     def _from(cls, document: ConfigDocument) -> EngineConfig:
-        sections = {name: values for name, values in document.values.items() if name != SERVER}
+        sections = {name: values for name, values in document.values.items() if name not in (SERVER, REPLICAS)}
         given = {name: value for values in sections.values() for name, value in values.items()}
         try:
             return cls().with_settings(**given)
@@ -385,6 +420,15 @@ def load_server_config(path: str | Path) -> ServerConfig:
     return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
 
 
+def load_replica_config(path: str | Path) -> ReplicaConfig:
+    """Read the section [replicas] of a configuration file; all of the file is checked.
+
+    Raises:
+        ConfigError: as `EngineConfig.load`.
+    """
+    return ReplicaConfig(**ConfigDocument.read(path, _keys()).values[REPLICAS])
+
+
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords with `speculation` as fields: it may be a dict of the section's keys, or None for "off"."""
     given = dict(keywords)
@@ -399,7 +443,7 @@ def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys() -> list[Key]:
-    return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig)]
+    return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
 
 
 def _check(config: BucketConfig | EngineConfig) -> None:

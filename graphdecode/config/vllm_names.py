@@ -27,9 +27,7 @@ class Unsupported(NamedTuple):
     neutral: tuple[Any, ...] = (None,)
 
 
-_ONE_DEVICE = Unsupported(
-    "a model runs on one device: use a form that fits it (quantize), or a smaller model", (None, 1)
-)
+_ONE_DEVICE = Unsupported("devices share a model by tensor_parallel_size: each has a part of every layer", (None, 1))
 _NO_LORA = Unsupported("adapters are not read: merge the adapter into the checkpoint", (None, False))
 _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
@@ -92,12 +90,13 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "limit_mm_per_prompt": _NO_MEDIA,
     "mm_processor_kwargs": _NO_MEDIA,
     "disable_mm_preprocessor_cache": _NO_MEDIA,
-    "tensor_parallel_size": _ONE_DEVICE,
     "pipeline_parallel_size": _ONE_DEVICE,
     "data_parallel_size": Unsupported("start one process for each device", (None, 1)),
     "enable_expert_parallel": _ONE_DEVICE._replace(neutral=(None, False)),
     "distributed_executor_backend": _ONE_DEVICE,
-    "disable_custom_all_reduce": Unsupported("a model runs on one device", (None, False, True)),
+    "disable_custom_all_reduce": Unsupported(
+        "collectives says how devices exchange what they compute", (None, False, True)
+    ),
     "revision": _FOLDER,
     "code_revision": _FOLDER,
     "tokenizer_revision": _FOLDER,

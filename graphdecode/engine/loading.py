@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -12,8 +14,11 @@ import torch
 from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
+from graphdecode.distributed import Leader, Ranks
+from graphdecode.distributed.ranks import start_ranks
 from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
+from graphdecode.engine.leading import Command, LeadingRunner
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
@@ -22,6 +27,7 @@ from graphdecode.engine.steps.draft_sources import DraftSource, NgramDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
+from graphdecode.models.split import check_split, split_config
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -55,6 +61,7 @@ def load_runner(
     config: EngineConfig | BucketConfig | str | Path | None = None,
     *,
     progress: bool = False,
+    ranks: Ranks | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
@@ -63,14 +70,15 @@ def load_runner(
         model: a checkpoint folder, a repository id, `"demo"`, or a shape such as `"shape:llama-3.1-8b"`.
         config: all settings, those of the buckets alone, or the path of a file.
         progress: show a bar on standard error while loading.
+        ranks: that share the model; all of them load it.
         keywords: settings that override those of `config`; see `EngineConfig`.
 
     Raises:
         ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
-    device = resolve_device(settings.device)
-    shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    device = resolve_device(settings.device) if ranks is None else ranks.device
+    shape = describe_shard(model, settings)
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device), device)
     decoder = load_model(
         model,
@@ -79,10 +87,12 @@ def load_runner(
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=settings.buckets.ladder.sizes,
         quantize=settings.quantize,
+        quantize_group_size=settings.quantize_group_size,
         batch_invariant=settings.batch_invariant,
         model_impl=settings.model_impl,
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
+        shared=None if ranks is None else ranks.collectives,
     )
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
@@ -95,7 +105,22 @@ def load_runner(
             trust_remote_code=settings.trust_remote_code,
             progress=progress,
         )
-    return make_runner(decoder, settings, draft=draft)
+    return make_runner(decoder, settings, draft=draft, ranks=ranks)
+
+
+def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
+    """Return what the part of a model looks like that one rank has; with one rank, the model.
+
+    Raises:
+        ArgumentError: the model cannot be had, or cannot be split as the settings ask for.
+    """
+    shape = describe_model(model, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code)
+    count = settings.tensor_parallel_size
+    if count == 1:
+        return shape
+    if settings.speculation == "model":
+        raise ArgumentError(f"tensor_parallel_size={count} goes with the speculation method ngram, not with model")
+    return split_config(check_split(shape, count, settings.quantize), count)
 
 
 def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
@@ -110,28 +135,69 @@ def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, dev
     return capacity
 
 
-def load_engine(model: str | Path, config: EngineConfig, *, progress: bool = False) -> Engine:
+def load_engine(
+    model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Leader | None = None
+) -> Engine:
     """Load a model, compile what prompts need, and capture the graphs.
 
     Args:
         model: as for `load_runner`.
         config: all settings.
         progress: show bars on standard error.
+        ranks: processes to share the model with, which go on when the engine is closed; None: they are started where
+            the settings ask for some, and end with the engine.
 
     Raises:
         ArgumentError: something cannot be used; the message says what and why.
+        RankError: another rank failed.
     """
-    engine = Engine(load_runner(model, config, progress=progress), seed=config.seed)
-    if engine.runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
-        engine.runner.warm_up()
+    if config.tensor_parallel_size == 1:
+        return Engine(captured_runner(model, config, progress=progress), seed=config.seed)
+    describe_shard(model, config)  # what cannot be split is said before any process is started
+    own = start_ranks_of(config) if ranks is None else None
+    leader = ranks or own
+    assert leader is not None
     try:
-        engine.graphs.capture(progress=progress)
-        engine.runner.capture_prompts(progress=progress)
+        leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
+        runner = captured_runner(model, config, progress=progress, ranks=leader)
+        assert isinstance(runner, LeadingRunner)
+        runner.ends_ranks = own is not None
+        runner.lead()
+    except BaseException as error:
+        try:
+            leader.explain(error)
+        finally:
+            leader.close()
+        raise
+    return Engine(runner, seed=config.seed)
+
+
+def start_ranks_of(config: EngineConfig) -> Leader:
+    """Start the processes that some settings ask for."""
+    return start_ranks(
+        config.tensor_parallel_size,
+        device=resolve_device(config.device).type,
+        how=config.collectives,
+        limit_seconds=config.rank_limit_seconds,
+        module="graphdecode.engine.following",
+    )
+
+
+def captured_runner(
+    model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None
+) -> Runner:
+    """Return a runner whose graphs are captured; see `load_engine`. All ranks call it."""
+    runner = load_runner(model, config, progress=progress, ranks=ranks)
+    if runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
+        runner.warm_up()
+    try:
+        runner.graphs.capture(progress=progress)
+        runner.capture_prompts(progress=progress)
     except CaptureError as error:
         error.add_note("the model can be run without graphs all the same: backend='eager'")
         raise
-    engine.runner.buffers.freeze()
-    return engine
+    runner.buffers.freeze()
+    return runner
 
 
 def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
@@ -162,6 +228,7 @@ def make_runner(
     *,
     step: Callable[[StepSetting], Step] | None = None,
     draft: Model | None = None,
+    ranks: Ranks | None = None,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Size a loaded model's cache and lay out its buffers.
@@ -171,6 +238,7 @@ def make_runner(
         config: all settings, or those of the buckets alone.
         step: makes the kind of step that is captured; None: the one that the settings ask for.
         draft: the small model that guesses, where the settings ask for one; its cache has as many pages.
+        ranks: that share the model, and agree on how many pages there are.
         keywords: settings that override those of `config`.
     """
     settings = EngineConfig.of(config, **keywords)
@@ -180,6 +248,12 @@ def make_runner(
         target, small = (_cache_channels(each) for each in (decoder, draft))
         buckets = buckets.with_limits(memory_fraction=buckets.memory_fraction * target / (target + small))
         settings = settings.with_settings(memory_fraction=buckets.memory_fraction)
+    if ranks is not None:
+        if device.type == "cpu":  # they share its memory
+            settings = settings.with_settings(memory_fraction=buckets.memory_fraction / ranks.count)
+        mine = plan_room(settings, decoder.config, decoder.dtype, device).total_num_pages
+        settings = settings.with_settings(total_num_pages=ranks.least(mine))
+        buckets = settings.buckets
     capacity = plan_room(settings, decoder.config, decoder.dtype, device)
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
@@ -191,8 +265,10 @@ def make_runner(
         dtype=resolve_cache_dtype(settings.kv_cache_dtype, decoder.dtype),
         device=device,
         prefix_caching=settings.prefix_cache,
+        scales=decoder.cache_scales,
     )
-    return Runner(
+    kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
+    return kind(
         decoder,
         cache,
         buckets,
@@ -200,6 +276,7 @@ def make_runner(
         prefill_budget=settings.prefill_tokens(device.type),
         batch_invariant=settings.batch_invariant,
         step=step or step_of(settings, draft),
+        around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
     )
 
 

@@ -199,6 +199,8 @@ class EngineLoop:
             meanwhile = self._masks_on_the_way(queries)
         along = self._taken_along() if queries == 1 and meanwhile is None else []
         self._prefill()  # what does not go along
+        if along:
+            self.runner.stage_chunks(along)
         num_steps = 1 if along else min(num_steps, room // queries)
         launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile, along=along)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)

@@ -99,6 +99,7 @@ class MixedSteps:
             backend=config.backend,
             warmup_steps=1 if model.device.type == "cpu" else config.warmup_steps,  # the step itself was looked at
             choices=lambda _rows: model.linear_choices(tokens),
+            around=lambda rows, _queries: self._setting.around(f"the step of {rows} rows in {tokens} tokens"),
         )
 
     def _room(self, tokens: int, rows: int) -> int:
@@ -126,8 +127,8 @@ class MixedSteps:
         return bool(self.graphs) and num_tokens > max(self.graphs)
 
     def run(self, num_rows: int, chunks: Sequence[PromptChunk]) -> int:
-        """Run one step of the staged rows with some chunks; return the bucket of rows that ran."""
-        staged = self._prefill.stage(chunks)
+        """Run one step of the staged rows with some staged chunks; return the bucket of rows that ran."""
+        staged = self._prefill.staged(chunks)
         graphs = self._graph_for(num_rows, staged.token_ids.shape[0])
         if graphs is not None:
             return graphs.replay(num_rows)

@@ -60,7 +60,7 @@ class Prefill:
         follow: is given the tokens of each pass behind it, as the model's `prefill` was; None: nobody.
 
     Attributes:
-        buffers: what the host tells of chunks.
+        buffers: every tensor that a pass reads or writes.
         graphs: of passes, once they are captured; None where there are none.
     """
 
@@ -114,6 +114,7 @@ class Prefill:
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=capture_when,
+            around=lambda tokens, _queries: self._setting.around(f"the pass of {tokens} prompt tokens"),
         )
 
     def _whole_pass(self, batch: Batch) -> None:
@@ -171,7 +172,12 @@ class Prefill:
 
     def run(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute the keys and values of some chunks in one pass; return the log-probabilities that each wants."""
-        staged = self.stage(chunks)
+        self.stage(chunks)
+        return self.compute(chunks)
+
+    def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Do the same for chunks that were staged; of these it looks at the lengths and at what is scored."""
+        staged = self.staged(chunks)
         found: list[StepLogprobs | None] = [None] * len(chunks)
         end, is_scored = sum(len(chunk.token_ids) for chunk in chunks), any(chunk.scored for chunk in chunks)
         if self.graphs is not None and end <= self.graphs.buckets[-1] and not is_scored:
@@ -184,12 +190,12 @@ class Prefill:
         return found
 
     def follow(self, chunks: Sequence[PromptChunk]) -> None:
-        """Let `follow` alone have a pass over some chunks, whose keys and values the model has."""
+        """Let `follow` alone have a pass over some staged chunks, whose keys and values the model has."""
         if self._follow is not None:
-            self._follow(*self.stage(chunks))
+            self._follow(*self.staged(chunks))
 
-    def stage(self, chunks: Sequence[PromptChunk]) -> Chunks:
-        """Tell the device of some chunks; return them as it knows them, without padding."""
+    def stage(self, chunks: Sequence[PromptChunk]) -> None:
+        """Tell the device of some chunks."""
         staged = self.buffers.staging(_CHUNKS)
         end = 0
         for row, chunk in enumerate(chunks):
@@ -205,7 +211,10 @@ class Prefill:
         staged["cu_seqlens_q"][len(chunks) + 1 :] = end
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self.buffers.upload(_CHUNKS, end)
-        return self.chunks(end, len(chunks))
+
+    def staged(self, chunks: Sequence[PromptChunk]) -> Chunks:
+        """Return some staged chunks as the device knows them, without padding; of these it looks at the lengths."""
+        return self.chunks(sum(len(chunk.token_ids) for chunk in chunks), len(chunks))
 
     def _scored(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
         found: list[StepLogprobs | None] = []

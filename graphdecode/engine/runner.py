@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -21,6 +22,7 @@ from graphdecode.engine.steps import (
     Drafting,
     HeldStep,
     RowInputs,
+    SpeculativeStep,
     Step,
     StepLogprobs,
     StepSetting,
@@ -83,6 +85,7 @@ class Runner:
         prefill_budget: tokens of a prefill at most.
         batch_invariant: give a token the same bits in any batch, in a prompt as in a step.
         step: makes the kind of step that is captured.
+        around: is entered around each capture, with what is captured.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Runner:
         prefill_budget: int,
         batch_invariant: bool = False,
         step: Callable[[StepSetting], Step] = DecodeStep,
+        around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
         self.cache = cache
@@ -102,7 +106,8 @@ class Runner:
         self.prefill_budget = prefill_budget
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
-        setting = StepSetting(model, cache.layers, cache.page_size, cache.max_pages_per_row, config, batch_invariant)
+        pages = (cache.page_size, cache.max_pages_per_row)
+        setting = StepSetting(model, cache.layers, *pages, config, batch_invariant, around)
         self.sampling_capacity = setting.sampling_capacity
         self.step = step(setting)
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
@@ -121,6 +126,7 @@ class Runner:
             loop=self.step.loop,
             halves=self._held_step.halves if self.holds_forms else None,
             wider=None if drafting is None else drafting.wider,
+            around=lambda bucket, queries: around(f"bucket {bucket}" + f" x {queries}" * (queries > 1)),
         )
 
     @property
@@ -132,6 +138,11 @@ class Runner:
     def guided_rows(self) -> Collection[int]:
         """The staged rows that hold to their forms by themselves, without masks of the host's."""
         return self._held_step.guided_rows if self.holds_forms else ()
+
+    @property
+    def prompt_buffers(self) -> StepBuffers:
+        """Every tensor that a pass of prompts reads or writes."""
+        return self._prefill.buffers
 
     @property
     def _held_step(self) -> HeldStep:
@@ -149,11 +160,28 @@ class Runner:
         Returns:
             For each chunk the log-probabilities of the tokens that it has scored, or None.
         """
-        return self._prefill.run(chunks)
+        self.stage_chunks(chunks)
+        return self.compute(chunks)
+
+    @_on_its_device
+    def stage_chunks(self, chunks: Sequence[PromptChunk]) -> None:
+        """Tell the device of chunks that go along with the next launch."""
+        self._prefill.stage(chunks)
+
+    @_on_its_device
+    def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
+        """Do what `prefill` does once the chunks are staged."""
+        return self._prefill.compute(chunks)
 
     @_on_its_device
     def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
         """Let the source of drafts see tokens that plain steps fed, all chunks in one pass."""
+        self.stage_chunks(chunks)
+        self.follow_staged(chunks)
+
+    @_on_its_device
+    def follow_staged(self, chunks: Sequence[PromptChunk]) -> None:
+        """Do what `catch_up` does once the chunks are staged."""
         self._prefill.follow(chunks)
 
     @_on_its_device
@@ -191,6 +219,12 @@ class Runner:
         self.step.stage(rows)
 
     @_on_its_device
+    def begin(self, num_rows: int) -> None:
+        """Do what `stage` has the device do with rows, once they are staged."""
+        if isinstance(self.step, SpeculativeStep):
+            self.step.begin(num_rows)
+
+    @_on_its_device
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Tell the device the rows' pages; for when the rows are the same but own more pages."""
         self.step.stage_pages(pages)
@@ -221,7 +255,7 @@ class Runner:
             num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
             queries: of a row; one of the step's.
             meanwhile: what the host does while one step of one query is computed, up to its logits; it stages masks.
-            along: chunks of prompts whose keys and values one step of one query computes in the same pass.
+            along: staged chunks of prompts whose keys and values one step of one query computes in the same pass.
         """
         first, started = self.steps_launched, time.perf_counter()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,6 +46,11 @@ class Halves:
     graphs: tuple[StepGraph, ...] = ()
 
 
+def unaccompanied(_bucket: int, _queries: int) -> AbstractContextManager[None]:
+    """Return what does nothing around a capture."""
+    return nullcontext()
+
+
 class Generation:
     """The graphs that are captured over one set of buffers and retired together, those that failed among them.
 
@@ -55,6 +61,7 @@ class Generation:
         backend: "cuda", "recorded" or "eager".
         warmup_steps: eager steps before a capture; recordings after the first do with one.
         control: the loop's slots; None where there is no loop.
+        around: given a bucket and the queries of a row, returns what is entered around their capture.
     """
 
     def __init__(
@@ -66,6 +73,7 @@ class Generation:
         backend: str,
         warmup_steps: int,
         control: LoopControl | None,
+        around: Callable[[int, int], AbstractContextManager[None]],
     ) -> None:
         self._steps = steps
         self._buffers = buffers
@@ -73,6 +81,7 @@ class Generation:
         self._backend = backend
         self._warmup_steps = warmup_steps
         self._control = control
+        self._around = around
         self._cuda_loops: CudaLoops | None = None
         if control is not None and backend == "cuda":
             self._cuda_loops = CudaLoops(control, buffers.device)
@@ -107,7 +116,7 @@ class Generation:
         Raises:
             CaptureError: the step, or the loop's epilogue, does what no graph can replay.
         """
-        with on_device(self._buffers.device):
+        with on_device(self._buffers.device), self._around(bucket, queries):
             return self._captured(self._steps[queries], self._buffers.narrow(bucket))
 
     def capture_halves(self, bucket: int, halves: tuple[Step, Step]) -> Halves:
@@ -116,7 +125,7 @@ class Generation:
         Raises:
             CaptureError: one of them does what no graph can replay.
         """
-        with on_device(self._buffers.device):
+        with on_device(self._buffers.device), self._around(bucket, 1):
             batch = self._buffers.narrow(bucket)
             first, second = (self._graph(half, batch) for half in halves)
         return Halves(first.replay, second.replay, (first, second))

@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import Any
 
@@ -21,7 +22,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.graphs.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.capture import Step, no_row_live, run
 from graphdecode.graphs.errors import CaptureError
-from graphdecode.graphs.generation import Generation, Runnable
+from graphdecode.graphs.generation import Generation, Runnable, unaccompanied
 from graphdecode.graphs.halves import HalvedStep
 from graphdecode.graphs.loop import Loop, LoopControl
 from graphdecode.graphs.owners import Owners
@@ -51,6 +52,7 @@ class GraphManager:
         loop: lets `launch` run several steps at once.
         halves: the same step in two, for `replay_halves`; their graphs are captured after the first step that runs so.
         wider: steps of more queries a row than one, by their number; each is captured after its first use.
+        around: given a bucket and the queries of a row, returns what is entered around their capture.
 
     Raises:
         ValueError: an argument is unknown or does not fit the buffers or their device; the ladder exceeds their
@@ -72,13 +74,13 @@ class GraphManager:
         loop: Loop | None = None,
         halves: tuple[Step, Step] | None = None,
         wider: Mapping[int, Step] | None = None,
+        around: Callable[[int, int], AbstractContextManager[None]] = unaccompanied,
     ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
         if ladder.max_batch_size > buffers.max_batch_size:
-            raise ArgumentError(
-                f"the ladder goes up to {ladder.max_batch_size} rows, the buffers hold {buffers.max_batch_size}"
-            )
+            held = f"the buffers hold {buffers.max_batch_size}"
+            raise ArgumentError(f"the ladder goes up to {ladder.max_batch_size} rows, {held}")
         if warmup_steps < 1:
             raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
         if capture_when not in CAPTURE_TIMES:
@@ -90,6 +92,7 @@ class GraphManager:
         self.ladder = ladder
         self._steps = {1: step, **(wider or {})}
         self._warmup_steps = warmup_steps
+        self._around = around
         self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
         self._strict = strict
         self._choices = choices
@@ -157,12 +160,9 @@ class GraphManager:
         self._drop_graphs()
         largest_first = [] if self._captures_lazily else list(reversed(self.buckets))
         try:
-            with (
-                no_row_live(self.buffers),
-                tqdm(
-                    largest_first, desc="capturing", unit="graph", disable=None if progress else True, leave=False
-                ) as bar,
-            ):
+            hidden = None if progress else True
+            bar = tqdm(largest_first, desc="capturing", unit="graph", disable=hidden, leave=False)
+            with no_row_live(self.buffers), bar:
                 for bucket in bar:
                     self._capture(bucket, 1)
         except BaseException:
@@ -369,10 +369,8 @@ class GraphManager:
         return GraphReport(self.backend, [self._report_of(*key) for key in sorted(self._reports)])
 
     def _report_of(self, bucket: int, queries: int) -> BucketReport:
-        report, runnable = (
-            dataclasses.replace(self._reports[bucket, queries]),
-            self._runnables.get((bucket, queries)),
-        )
+        report = dataclasses.replace(self._reports[bucket, queries])
+        runnable = self._runnables.get((bucket, queries))
         report.choices = self._choices(bucket * queries)
         if runnable is not None and runnable.loop is not None:
             steps, rows = runnable.loop.counted()
@@ -427,6 +425,7 @@ class GraphManager:
             backend=self.backend,
             warmup_steps=self._warmup_steps,
             control=self._control,
+            around=self._around,
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import BLOCK_TYPES, quantised_linear, quantised_panels
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, quantised_linear
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, block_values, gguf_panels
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import (
     BlockSource,
@@ -23,13 +25,15 @@ from graphdecode.linear.weight_form import (
 
 @dataclass(frozen=True)
 class Blocks(WeightForm):
-    """A weight in panels of blocks, whose values are the source's own, not rounded; others are put in plain panels."""
+    """A weight in panels of blocks, whose values are the source's own, not rounded; others are put in plain panels.
+
+    Tensors that are fused and differ in type are parts, each with a product of its own.
+    """
 
     path = "blocks"
     quantize = "gguf"
-    panels: Tensor  # int16, as `quantised_panels` has them, as are
-    scales: Tensor  # float16
-    mins: Tensor | None  # likewise
+    parts: tuple[QuantisedPanels, ...]
+    sizes: tuple[int, ...]  # output features of the parts
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -43,28 +47,51 @@ class Blocks(WeightForm):
 
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are blocks of one type that can be multiplied as it is."""
-        return _common_block_type(source, names) is not None
+        """Whether all of a layer's tensors are blocks that can be multiplied as they are."""
+        return {source.tensors[name].dtype for name in names.weights} <= GGUF_BLOCKS
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's blocks; a part of a layer, and one whose tensors differ in type, is put in plain panels."""
-        block_type = _common_block_type(source, names)
-        if shard is not None or block_type is None or not isinstance(source, BlockSource):
+        """Read a layer's blocks, or a part of them; a part whose columns are no whole blocks is put in plain panels."""
+        stored = stored_blocks(source, names, shard) if cls.keeps(source, names) else None
+        if stored is None:
             return Panels.load(source, names, shard, options)
-        stored = [blocks for name in names.weights if (blocks := source.read_blocks(name)) is not None]
-        if len(stored) < len(names.weights):
-            return Panels.load(source, names, shard, options)
-        shape = fused_shape(source, names.weights, None)
-        held = quantised_panels(torch.cat(stored) if len(stored) > 1 else stored[0], block_type)
-        return cls(shape, read_bias(source, names, None, options), *held)
+        parts, sizes = [], []
+        for block_type, of_type in groupby(stored, lambda each: each[0]):
+            rows = [blocks for _, blocks in of_type]
+            parts.append(gguf_panels(torch.cat(rows) if len(rows) > 1 else rows[0], block_type))
+            sizes.append(sum(map(len, rows)))
+        shape = fused_shape(source, names.weights, shard)
+        return cls(shape, read_bias(source, names, shard, options), tuple(parts), tuple(sizes))
+
+    @property
+    def row_panels(self) -> QuantisedPanels | None:
+        """The weight where it is in one part."""
+        return self.parts[0] if len(self.parts) == 1 else None
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        quantised_linear(out, x, self.panels, self.scales, self.mins, self.bias)
+        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        for part, bias, columns in zip(self.parts, biases, out.split(self.sizes, dim=1), strict=True):
+            quantised_linear(columns, x, part, bias)
 
 
-def _common_block_type(source: TensorSource, names: LinearNames) -> str | None:
-    """Return the type of block that a layer's tensors all have, if it can be multiplied as it is; None otherwise."""
-    types = {source.tensors[name].dtype for name in names.weights}
-    return types.pop() if len(types) == 1 and types <= BLOCK_TYPES else None
+def stored_blocks(source: TensorSource, names: LinearNames, shard: Shard | None) -> list[tuple[str, Tensor]] | None:
+    """Return types and blocks of a layer's tensors, or of a part; None where one has none, or is cut in a block."""
+    if not isinstance(source, BlockSource):
+        return None
+    found = []
+    for name in names.weights:
+        (rows, columns), block_type = source.tensors[name].shape, source.tensors[name].dtype
+        blocks = source.read_blocks(name)
+        if blocks is None:
+            return None
+        if shard is not None:
+            kept_rows, *kept_columns = shard.slices((rows, columns))
+            cuts = [cut for kept in kept_columns for cut in (kept.start, kept.stop)]
+            if any(cut % block_values(block_type) for cut in cuts):
+                return None
+            within = [slice(*(cut * blocks.shape[1] // columns for cut in cuts))] if cuts else []
+            blocks = blocks[(kept_rows, *within)].contiguous()
+        found.append((block_type, blocks))
+    return found

@@ -11,18 +11,24 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
+    Int8Tiles,
     Int8,
     Fixed,
+    BlockTiles,
     Blocks,
+    GroupTiles,
+    GroupPanels,
     Panels,
     Packed,
     Plain,
@@ -34,15 +40,20 @@ def register_form(form: type[WeightForm]) -> None:
     FORMS.insert(0, form)
 
 
-def check_options(options: FormOptions) -> list[type[WeightForm]]:
+def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[type[WeightForm]]:
     """Return the forms that can be taken, the preferred one first.
+
+    Args:
+        options: of the forms.
+        others: what `quantize` may be beside the names of forms, where it is none of these.
 
     Raises:
         ValueError: `quantize` is not known, or cannot be had here.
     """
     asked = [form for form in FORMS if form.quantize == options.quantize]
     if not asked:
-        known = " or ".join(["None", *(repr(name) for name in dict.fromkeys(form.quantize for form in FORMS) if name)])
+        names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
+        known = " or ".join(["None", *(repr(name) for name in names if name)])
         raise ArgumentError(f"quantize must be {known}, got {options.quantize!r}")
     able = [form for form in asked if not form.why_not(options)]
     if not able:
@@ -50,8 +61,16 @@ def check_options(options: FormOptions) -> list[type[WeightForm]]:
     return able
 
 
+def has_form(options: FormOptions) -> bool:
+    """Whether a form is asked for by the name that `quantize` has, and can be taken."""
+    return any(form.quantize == options.quantize and not form.why_not(options) for form in FORMS)
+
+
 def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
+    kept = keeping(source, names, options)
+    if kept is not None:
+        return kept.load(source, names, shard, options)
     form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
     return _with(form.load(source, names, shard, options), choices)
 
@@ -62,16 +81,26 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
     return _with(form.of(weight, bias, options), choices)
 
 
+def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
+    """Whether the preferred form holds a layer's tensors as the source has them."""
+    return check_options(options)[0].keeps(source, names)
+
+
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:
     """Return the product with a plain weight that was read before; read again for a form that keeps what is stored."""
-    if check_options(options)[0].keeps(source, names):
+    if keeping(source, names, options) is not None:
         return load_linear(source, names, None, options)
     return linear_of(weight, None, options)
 
 
+def keeping(source: TensorSource, names: LinearNames, options: FormOptions) -> type[WeightForm] | None:
+    """Return the form that holds a layer's tensors as the source has them; None: they are to be read as plain ones."""
+    return next((form for form in check_options(options) if form.keeps(source, names)), None)
+
+
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
     """Return the preferred form; where that is a measured one, the fastest of those, and what was measured."""
-    able = check_options(options)
+    able = [form for form in check_options(options) if not form.is_of_source]
     rivals = {form.path: form for form in able if form.is_measured}
     if not able[0].is_measured or len(rivals) == 1:
         return able[0], {}

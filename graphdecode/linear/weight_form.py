@@ -7,13 +7,14 @@ one class in one file; `forms.py` lists them, and chooses.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 
 
@@ -25,17 +26,26 @@ class Shard:
         rank: which part, from 0.
         count: how many there are.
         axis: 0 deals out a weight's rows, 1 its columns.
+        begin: the first of those that are dealt out.
+        size: how many of them are; None: all from `begin` on.
+        within: the part, along another axis, that this is a part of; None: of the whole.
     """
 
     rank: int
     count: int
     axis: int
+    begin: int = 0
+    size: int | None = None
+    within: Shard | None = None
 
     def slices(self, shape: tuple[int, ...]) -> tuple[slice, ...]:
         """Return where the part lies in a tensor."""
-        size = shape[self.axis]
-        part = slice(size * self.rank // self.count, size * (self.rank + 1) // self.count)
-        return (*(slice(None) for _ in shape[: self.axis]), part)
+        size = shape[self.axis] - self.begin if self.size is None else self.size
+        bounds = [self.begin + size * rank // self.count for rank in (self.rank, self.rank + 1)]
+        found = [] if self.within is None else list(self.within.slices(shape))
+        found += [slice(None)] * (self.axis + 1 - len(found))
+        found[self.axis] = slice(*bounds)
+        return tuple(found)
 
 
 class Stored(NamedTuple):
@@ -120,6 +130,7 @@ class WeightForm(ABC):
     Attributes:
         path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
+        is_of_source: it holds what a source has in few bits, and takes no plain weights.
         is_measured: among the forms that could be taken and are measured, the fastest is.
         shape: [out_features, in_features].
         bias: [out_features] or None.
@@ -128,6 +139,7 @@ class WeightForm(ABC):
 
     path: ClassVar[str]
     quantize: ClassVar[str | None] = None
+    is_of_source: ClassVar[bool] = False
     is_measured: ClassVar[bool] = False
     shape: tuple[int, ...]
     bias: Tensor | None
@@ -167,6 +179,11 @@ class WeightForm(ABC):
         return None
 
     @property
+    def row_panels(self) -> QuantisedPanels | None:
+        """The weight in blocks whose rows can be gathered, for an embedding is a weight, too; None: it is in none."""
+        return None
+
+    @property
     def out_features(self) -> int:
         """Rows of the weight."""
         return self.shape[0]
@@ -179,9 +196,9 @@ class WeightForm(ABC):
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the product only reads, to be declared as constants of a recorded step."""
-        held: list[Any] = [getattr(self, entry.name) for entry in fields(self)]
         workspace = {id(tensor) for tensor in self.workspace}
-        return [tensor for tensor in held if isinstance(tensor, Tensor) and id(tensor) not in workspace]
+        held = (tensor for entry in fields(self) for tensor in _tensors_in(getattr(self, entry.name)))
+        return [tensor for tensor in held if id(tensor) not in workspace]
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -204,6 +221,15 @@ class WeightForm(ABC):
             change: takes what a number of rows has, and returns what it is to have; None is the plain product.
         """
         return self
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or those of tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:

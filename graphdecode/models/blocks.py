@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import AttentionOptions, HeadTurn
+from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
@@ -24,8 +25,7 @@ from graphdecode.kernels.model.embedding_norm import embedding_norm
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
-LayerCache = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
+Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
@@ -308,21 +308,28 @@ class Attention(Block):
         qkv = stream.empty(self.qkv.out_features)
         stream.feed(self.qkv, qkv)
         attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
-        turn = HeadTurn(
-            self.cos_sin,
-            None if self.q_norm is None else self.q_norm.weight,
-            None if self.k_norm is None else self.k_norm.weight,
-            0.0 if self.q_norm is None else self.q_norm.eps,
-        )
+        turn = self.turn(qkv)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
         if stream.append_and_attend is not None:
             stream.append_and_attend(attended, qkv, cache, turn, options)
         else:
             tokens, q = stream.tokens, torch.empty_like(attended)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
-            stream.operators.rope_append(q, *cache, qkv, *where, *turn)
-            stream.attend(attended, q, *cache, options)
+            key, value, pages = cache.scales
+            stream.operators.rope_append(
+                q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages
+            )
+            stream.attend(attended, q, cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
+
+    def turn(self, qkv: Tensor) -> HeadTurn:
+        """Return how queries and keys are normed and turned; an attention that norms them itself does it here."""
+        return HeadTurn(
+            self.cos_sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            0.0 if self.q_norm is None else self.q_norm.eps,
+        )
 
 
 class FeedForward(Block):

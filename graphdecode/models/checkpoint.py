@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
+from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
 from graphdecode.models.family import config_of
-from graphdecode.models.mxfp4 import joined, read_joined
+from graphdecode.models.quantised.methods import CONFIGURATIONS, method_of
+from graphdecode.models.quantised.packed_tensor import Method, PackedTensor
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import refuse_pointer, require_file, resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -39,6 +42,7 @@ class Checkpoint:
         self.folder = resolve_model_path(model)
         self.name = str(self.folder)
         self._file_of: dict[str, Path] = {}
+        self._packed: dict[str, PackedTensor] = {}
 
     @classmethod
     def opens(cls, model: str | Path) -> bool:
@@ -57,7 +61,8 @@ class Checkpoint:
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
         try:
-            config = config_of(settings)
+            method_of(settings)
+            config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
         except (UnsupportedModelError, UnsupportedRopeError) as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
         if not generation.exists():
@@ -72,10 +77,11 @@ class Checkpoint:
 
     @cached_property
     def tensors(self) -> Mapping[str, Stored]:
-        """All that the files hold.
+        """All that the files hold; what is quantised, by the names and shapes that it had before.
 
         Raises:
             CheckpointError: there are no safetensors, or a file is missing or damaged.
+            UnsupportedModelError: weights are quantised in a way that is not known.
             ModelSourceError: a file is a pointer of Git LFS.
         """
         found: dict[str, Stored] = {}
@@ -89,7 +95,13 @@ class Checkpoint:
                         self._file_of[name] = file
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
-        return joined(found)
+        method = self._method
+        if method is None:
+            return found
+        self._packed = dict(method.find(found, self._part))
+        used = {name for packed in self._packed.values() for name in packed.tensors}
+        plain = {name: stored for name, stored in found.items() if name not in used and not name.endswith(method.spare)}
+        return plain | {name: packed.stored for name, packed in self._packed.items()}
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`.
@@ -97,15 +109,28 @@ class Checkpoint:
         What safetensors gives on a CPU is a view of the mapped file: kept, it would change with the file.
         """
         shape = self.tensors[name].shape
-        if name not in self._file_of:
-            read_joined(partial(self._part, str(out.device)), name, shape, out, shard)
+        if name in self._packed:
+            self._packed[name].write(self._part, out, shard)
             return
         with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
 
-    def _part(self, device: str, name: str, part: tuple[slice, ...]) -> Tensor:
-        with safe_open(self._file_of[name], framework="pt", device=device) as reader:
-            return reader.get_slice(name)[part]
+    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+        """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
+        packed = self._packed.get(name) if name in self.tensors else None
+        groups = None if packed is None else packed.groups(self._part)
+        with suppress(ValueError):
+            return None if groups is None else groups.part(shard)
+        return None
+
+    def _part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        with safe_open(self._file_of[name], framework="pt") as reader:
+            return reader.get_slice(name)[part] if part else reader.get_tensor(name)
+
+    @cached_property
+    def _method(self) -> Method | None:
+        file = self.folder / "config.json"
+        return method_of(read_json(file)) if file.exists() else None
 
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())

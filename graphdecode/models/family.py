@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 import torch
 
 from graphdecode.errors import shown
+from graphdecode.linear.across_ranks import Gathered
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Head, Layer, Stem
+from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
@@ -51,16 +54,26 @@ class Family(ABC):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Return what comes before the layers."""
-        table = weights.tensor("embedding")
         # rounded as the rows are: models were trained so
-        return Stem(table, float(torch.tensor(config.embedding_scale, dtype=table.dtype)))
+        scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
+        panels = weights.embedding_panels()
+        if panels is not None:
+            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype)
+            return BlocksStem(no_rows, scale, table=panels, vocab_size=config.vocab_size)
+        table = weights.tensor("embedding")
+        if shared is None:
+            return Stem(table, scale)
+        return SplitStem(table, scale, begin=config.vocab_size * shared.rank // shared.count, collectives=shared)
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
         """Return what comes after them; the output layer is the embedding where the map has no place for it."""
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
         if config.logits_scale != 1.0:
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
-        return Head(final_norm, weights.linear("lm_head", tied=stem.embedding), config.logits_soft_cap)
+        lm_head, shared = weights.linear("lm_head", tied=stem.embedding), weights.shared
+        if shared is not None:
+            lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, shared, "lm_head")
+        return Head(final_norm, lm_head, config.logits_soft_cap)
 
 
 FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are imported, and then read

@@ -6,23 +6,29 @@ import ctypes
 import math
 import platform
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
-from graphdecode.linear.forms import check_options
+from graphdecode.linear.forms import check_options, has_form, keeping
+from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.weight_form import FormOptions
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
+from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
 from graphdecode.models.implementation import adopted
 from graphdecode.models.model import Model, ModelShape
+from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.sources import Source, open_source
+from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig
 from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
@@ -105,10 +111,12 @@ def load_model(
     max_sequence_length: int | None = None,
     batch_sizes: tuple[int, ...] = (1, 8),
     quantize: str | None = None,
+    quantize_group_size: int | None = None,
     batch_invariant: bool = False,
     model_impl: str = "auto",
     trust_remote_code: bool = False,
     progress: bool = False,
+    shared: Collectives | None = None,
 ) -> Model:
     """Load a decoder.
 
@@ -119,11 +127,14 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        quantize: None, or, on a CPU, `"int8"` for 8-bit weights, or `"gguf"` to keep the blocks of a GGUF file.
+        quantize: None, or `"int8"`, `"int4"`, `"fp8"`, `"q8_0"` or `"q4_k"` to round plain weights while they are read;
+            `"gguf"` keeps the blocks of a GGUF file. What a checkpoint has in few bits stays so without being asked.
+        quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
         model_impl: who runs it; see `adopted`.
         trust_remote_code: run the Python code that comes with a checkpoint which transformers runs.
         progress: show a bar on standard error.
+        shared: what the ranks compute together, where this is to be the shard of one of them.
 
     Raises:
         ValueError: the model, its configuration, its tensors or the options cannot be used; nothing stays loaded.
@@ -137,14 +148,20 @@ def load_model(
         chosen = resolve_dtype(dtype, config.dtype, device)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
         options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
-        check_options(options)
+        if quantize in FORMS_OF and (quantize_group_size is not None or not has_form(options)):
+            options = replace(options, quantize=FORMS_OF[quantize])
+        check_options(options, tuple(FORMS_OF))
         if batch_invariant:
             _check_invariance(config, chosen, device)
         return options
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
     if by_transformers is not None:
+        if shared is not None:
+            check_split(by_transformers.config, shared.count)
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
+        if options.quantize != quantize:
+            raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
         by_transformers.check_files(source)
         module = by_transformers.load(options, progress=progress)
         _return_free_memory()
@@ -153,18 +170,50 @@ def load_model(
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
+    weights_from: TensorSource = source
+    if options.quantize != quantize and quantize is not None:
+        weights_from = quantised_on_load(source, weight_map, quantize, quantize_group_size)
+        _check_form(weights_from, options, quantize)
+    elif quantize_group_size is not None:
+        raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
+    elif quantize is not None and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
+        raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
-    return _build(config, Weights(source, weight_map, options, positions, norm_offset), progress)
+    scales = read_cache_scales(source, config.num_hidden_layers)
+    if shared is None:
+        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), scales, progress)
+    shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
+    weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
+    return _build(split_config(config, shared.count), weights, scales, progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    unused = frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
-    check(source.name, source.tensors, weight_map, unused)
+    unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    scales = cache_scale_names(source.tensors, config.num_hidden_layers)
+    unused |= {name for pair in scales if pair is not None for name in pair}
+    # quantisers give each layer a bias, of zeros where the model has none
+    named = {part.name for part in parts(weight_map)}
+    of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
+    unused |= {name.removesuffix("weight") + "bias" for name in of_groups} - named
+    check(source.name, source.tensors, weight_map, frozenset(unused))
 
 
-def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
+def _check_form(source: TensorSource, options: FormOptions, quantize: str) -> None:
+    """Refuse to round weights that would be read as plain ones again.
+
+    Raises:
+        ArgumentError: no form keeps them on the device.
+    """
+    kinds = {stored.dtype: name for name, stored in source.tensors.items() if stored.dtype not in PLAIN}
+    for kind, name in kinds.items():
+        if keeping(source, LinearNames((name,)), options) is None:
+            where = options.device.type
+            raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
+
+
+def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
@@ -173,7 +222,7 @@ def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
     ):
         layers.append(family.layer(config, weights, index))
         _return_free_memory()
-    decoder = Decoder(config, stem, layers, family.head(config, weights, stem))
+    decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     return decoder

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch
-
-LayerCache = tuple[Tensor, Tensor]
+from graphdecode.cache import LayerCache
 
 
 class Chunks(NamedTuple):
@@ -85,10 +84,12 @@ class Model(Protocol):
     Attributes:
         dtype: of weights, activations and cache.
         device: where it runs.
+        cache_scales: what an fp8 cache divides keys and values of each layer by, as the checkpoint says.
     """
 
     dtype: torch.dtype
     device: torch.device
+    cache_scales: list[tuple[float, float]]
 
     @property
     def config(self) -> ModelShape:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.gguf.block_types import BLOCK_TYPE_NAMES
 
@@ -18,6 +19,18 @@ class CheckpointError(GraphdecodeError, ValueError):
     """A checkpoint that is not the model that its configuration describes; the message names every tensor."""
 
 
+class Run(NamedTuple):
+    """Neighbouring rows or columns of a tensor, which shards share evenly.
+
+    Attributes:
+        size: how many they are.
+        heads: of keys or values that they are; where there are fewer than shards, several have the same. 0: no heads.
+    """
+
+    size: int
+    heads: int = 0
+
+
 class Part(NamedTuple):
     """A tensor of a source, as a family expects it.
 
@@ -25,34 +38,42 @@ class Part(NamedTuple):
         name: in the source.
         shape: in the source.
         split: the axis along which shards share it; None: each has it whole.
+        runs: along that axis, each shared by itself; none: all of it is one.
+        is_added: whether it is added to what shards give in parts, so that the first alone has it, the others zeros.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None = None
+    runs: tuple[Run, ...] = ()
+    is_added: bool = False
 
 
 WeightMap = dict[str, tuple[Part, ...]]  # place in the model -> the tensors that are fused there along their rows
 
 
 def product(
-    place: str, names: Mapping[str, int], in_features: int, *, split: int | None, bias: bool = False
+    place: str, names: Mapping[str, int | tuple[Run, ...]], in_features: int, *, split: int | None, bias: bool = False
 ) -> WeightMap:
     """Return the places of a product, and of its bias where it has one: `place` and `place.bias`.
 
     Args:
         place: in the model.
-        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each.
+        names: of its parts in the source, without `.weight` and `.bias` -> the rows of each, or the runs of them.
         in_features: columns of the weight.
         split: 0: shards share its rows, 1: its columns, None: each has it whole.
         bias: whether it has one.
     """
+    runs = {name: () if isinstance(rows, int) else rows for name, rows in names.items()}
+    sizes = {name: rows if isinstance(rows, int) else sum(run.size for run in rows) for name, rows in names.items()}
     places: WeightMap = {
-        place: tuple(Part(f"{name}.weight", (rows, in_features), split) for name, rows in names.items())
+        place: tuple(Part(f"{name}.weight", (sizes[name], in_features), split, runs[name]) for name in names)
     }
     if bias:
         shared = 0 if split == 0 else None
-        places[f"{place}.bias"] = tuple(Part(f"{name}.bias", (rows,), shared) for name, rows in names.items())
+        places[f"{place}.bias"] = tuple(
+            Part(f"{name}.bias", (sizes[name],), shared, runs[name], is_added=split == 1) for name in names
+        )
     return places
 
 
@@ -91,7 +112,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
         "of an unsupported type": _by_layers(
             (name, f"is {found.dtype} and should be one of {', '.join(_FLOATS)}")
             for name, found in there.items()
-            if found.dtype not in _FLOATS and found.dtype not in BLOCK_TYPE_NAMES
+            if found.dtype not in {*_FLOATS, *BLOCK_TYPE_NAMES, *GROUP_TYPES}
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.forms import load_linear, tied_linear
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
+from graphdecode.linear.across_ranks import Summed
+from graphdecode.linear.forms import keeps, load_linear, tied_linear
+from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
@@ -24,6 +29,7 @@ class Weights:
         options: of the forms that products take.
         positions: to make rotary angles for.
         norm_offset: is added to the weights of all norms: 1 where a source has their distance from 1.
+        shared: what the ranks compute together, where the source is the shard of one; None: there is one rank.
     """
 
     def __init__(
@@ -33,18 +39,31 @@ class Weights:
         options: FormOptions,
         positions: int,
         norm_offset: float = 0.0,
+        shared: Collectives | None = None,
     ) -> None:
+        self.shared = shared
         self._source = source
         self._map = weight_map
         self._options = options
         self._positions = positions
         self._norm_offset = norm_offset
+        self._embedding: WeightForm | None = None  # in blocks
         self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return what is at a place, in memory of its own; None: of the model's dtype."""
         dtype = self._options.dtype if dtype is None else dtype
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
+
+    def embedding_panels(self) -> QuantisedPanels | None:
+        """Return the embedding in blocks, if the source has it so and products keep it; a tied output layer shares it."""
+        names = LinearNames(self._names("embedding"))
+        if self.shared is not None or not keeps(self._source, names, self._options):
+            return None
+        form = load_linear(self._source, names, None, self._options)
+        if form.row_panels is not None:
+            self._embedding = form
+        return form.row_panels
 
     def experts(self, place: str, count: int) -> Iterator[Tensor]:
         """Yield what is at a place of experts, one expert after another, each in memory of its own.
@@ -71,6 +90,11 @@ class Weights:
                 yield read_fused(self._source, own, None, dtype, device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._options.dtype
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a row's bits may not depend on the other rows."""
         return self._options.batch_invariant
@@ -83,17 +107,27 @@ class Weights:
         """Return the norm at a place; None where the map has no such place."""
         return self.norm(place, eps) if place in self._map else None
 
-    def linear(self, place: str, tied: Tensor | None = None) -> WeightForm:
+    def linear(self, place: str, tied: Tensor | None = None, *, is_partial: bool = False) -> WeightForm:
         """Return the product at a place, in the form that a decode step reads fastest.
 
         Args:
             place: in the model.
-            tied: the plain embedding, which serves where the map has no such place.
+            tied: the plain embedding, which serves where the map has no such place, unless it is in blocks.
+            is_partial: leave what a rank has of a sum as it is: something later sums it.
         """
+        if place not in self._map and self._embedding is not None:
+            return self._embedding
         if place not in self._map and tied is not None:
             return tied_linear(tied, self._source, LinearNames(self._names("embedding")), self._options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
-        return load_linear(self._source, names, None, self._options)
+        split = self._map[place][0].split
+        if self.shared is not None and split is None:
+            # each rank computes it for itself: measured choices may differ between them, and so would the bits
+            return replace(Plain.load(self._source, names, None, self._options), choices={})
+        form = load_linear(self._source, names, None, self._options)
+        if self.shared is None or split == 0 or is_partial:
+            return form
+        return Summed(form.shape, None, form, self.shared, place)
 
     def cos_sin(self, rope: RopeConfig | None, head_dim: int) -> Tensor:
         """Return cosines and sines by position, float32 [positions, 2, pairs that turn]; layers share a table.

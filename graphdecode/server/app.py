@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from graphdecode.errors import GraphdecodeError
+from graphdecode.server.body import read_body
 from graphdecode.server.endpoint import GENERATING, B, Endpoint
 from graphdecode.server.guards import HostGuard, KeyGuard, own_names
-from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.http_errors import SAYING, HttpError
 from graphdecode.server.live import live
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
@@ -63,12 +61,7 @@ def make_app(service: Service) -> Starlette:
     return Starlette(
         routes=routes,
         middleware=middleware,
-        exception_handlers={
-            HttpError: _say,
-            GraphdecodeError: _say_ours,
-            HTTPException: _say_starlettes,
-            Exception: _say_bug,
-        },
+        exception_handlers=SAYING,
     )
 
 
@@ -90,25 +83,10 @@ class Endpoints:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != "application/json":  # a page of another origin may send the others unasked
                 raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
-            data = await self._read(request)
+            data = await read_body(request, self._service.limits)
             return await endpoint.respond(self._service, data, request.headers.get("authorization", ""))
 
         return taken
-
-    async def _read(self, request: Request) -> bytes:
-        limits = self._service.limits
-        data = bytearray()
-        try:
-            async with asyncio.timeout(limits.idle_timeout_s or None):
-                async for piece in request.stream():
-                    data += piece
-                    if len(data) > limits.max_body_bytes:
-                        raise HttpError(413, f"the body is larger than {limits.max_body_bytes} bytes")
-        except TimeoutError:
-            raise HttpError(408, "the body did not come in time", headers={"Connection": "close"}) from None
-        except ClientDisconnect:
-            raise HttpError(499, "the client went away") from None
-        return bytes(data)
 
     def _card(self) -> dict[str, object]:
         service = self._service
@@ -158,22 +136,3 @@ class Endpoints:
     async def metrics(self, _: Request) -> Response:
         """`GET /metrics`, for Prometheus."""
         return Response(self._service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _say(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return JSONResponse(error.body, error.status, error.headers)
-
-
-async def _say_ours(request: Request, error: Exception) -> Response:
-    assert isinstance(error, GraphdecodeError)
-    return await _say(request, as_http_error(error, frozenset()))
-
-
-async def _say_starlettes(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return await _say(request, HttpError(error.status_code, error.detail, headers=dict(error.headers or {})))
-
-
-async def _say_bug(request: Request, error: Exception) -> Response:
-    return await _say(request, HttpError(500, "an internal error; the server's log says more"))

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 
+_ENGINE_AWAY = re.compile("is being started again|process ended")
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 
 
@@ -58,6 +64,33 @@ def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
         param = found[1] if found and found[1] in fields else None
         too_long = "tokens; with one token to generate" in str(error)
         return HttpError(400, str(error), param=param, code="context_length_exceeded" if too_long else None)
-    if isinstance(error, AnswerError) and "started again" in str(error):
-        return HttpError(503, str(error), headers={"Retry-After": "5"})
+    if isinstance(error, AnswerError) and _ENGINE_AWAY.search(str(error)):
+        return HttpError(503, str(error), code="restarting", headers={"Retry-After": "5"})
     return HttpError(500, str(error))
+
+
+async def _say(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HttpError)
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _say_ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, GraphdecodeError)
+    return await _say(request, as_http_error(error, frozenset()))
+
+
+async def _say_starlettes(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return await _say(request, HttpError(error.status_code, error.detail, headers=dict(error.headers or {})))
+
+
+async def _say_bug(request: Request, error: Exception) -> Response:
+    return await _say(request, HttpError(500, "an internal error; the server's log says more"))
+
+
+SAYING: Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    HttpError: _say,
+    GraphdecodeError: _say_ours,
+    HTTPException: _say_starlettes,
+    Exception: _say_bug,
+}  # how an application answers what its endpoints raise

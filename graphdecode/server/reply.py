@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.server import sse
+from graphdecode.server.body import disconnected
 from graphdecode.server.cursor import Cursor, Delta, cursors_of
 from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.protocol import Generation
@@ -84,7 +85,7 @@ class Reply(Response, ABC):
         work = asyncio.ensure_future(
             self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         )
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = asyncio.ensure_future(disconnected(receive))
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -179,8 +180,3 @@ class Reply(Response, ABC):
 
 async def _send_more(send: Send, data: bytes) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -8,13 +8,14 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
+from typing import Protocol
 
 import uvicorn
+from starlette.types import ASGIApp
 
+from graphdecode.config import ServerConfig
 from graphdecode.errors import ArgumentError
-from graphdecode.server.app import make_app
 from graphdecode.server.http_protocol import protocol_with
-from graphdecode.server.service import Service
 
 _LOOK_EVERY_SECONDS = 0.05  # whether all is drained
 _BACKLOG = 2048
@@ -39,26 +40,52 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-async def run(service: Service, bound: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Start the engine, serve until told to end, let running work finish, and end.
+class Served(Protocol):
+    """What a server stands before: an engine, or several.
+
+    Attributes:
+        limits: of the server.
+        draining: nothing new is taken on.
+    """
+
+    limits: ServerConfig
+    draining: bool
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        ...
+
+    async def start(self) -> None:
+        """Load, and come back when requests can be served."""
+        ...
+
+    def close(self, *, at_once: bool = False) -> None:
+        """End it."""
+        ...
+
+
+async def run(
+    served: Served, make_app: Callable[[], ASGIApp], bound: socket.socket, on_ready: Callable[[], None]
+) -> None:
+    """Start what is served, serve it until told to end, let running work finish, and end.
 
     SIGTERM and Ctrl-C drain: new work is answered with 503, and running work may finish for `drain_timeout_s`. A second
     one ends at once.
 
     Args:
-        service: what is served.
+        served: what is served.
+        make_app: returns the application over it, once it was started.
         bound: where; see `bind`.
         on_ready: is called when clients can come.
 
     Raises:
         ArgumentError: the model or a setting cannot be used.
     """
-    life = _Life(service)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, life.told_to_end)
+    life = _Life(served)
+    on_signals(life.told_to_end)
     try:
-        loading = asyncio.ensure_future(service.start())
+        loading = asyncio.ensure_future(served.start())
         life.on_second = loading.cancel
         await asyncio.wait((loading, asyncio.ensure_future(life.asked.wait())), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -67,20 +94,8 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
                 await loading
             return
         loading.result()
-        logging.getLogger("uvicorn.error").addFilter(_is_news)
-        config = uvicorn.Config(
-            make_app(service),
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            http=protocol_with(service.limits),
-            ws="none",
-            timeout_keep_alive=int(service.limits.idle_timeout_s) or 5,
-            timeout_graceful_shutdown=1,
-        )
-        server = _Server(config)
+        on_signals(life.told_to_end)  # what was loaded may have taken them: Ray does
+        server = make_server(make_app(), served.limits)
         life.on_second = server.end_now
         serving = asyncio.ensure_future(server.serve(sockets=[bound]))
         while not server.started and not serving.done():
@@ -91,8 +106,34 @@ async def run(service: Service, bound: socket.socket, on_ready: Callable[[], Non
         server.should_exit = True
         await serving
     finally:
-        service.close(at_once=life.at_once.is_set())
+        served.close(at_once=life.at_once.is_set())
         bound.close()
+
+
+def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
+    """Return what serves an application over HTTP.
+
+    Args:
+        app: as ASGI has it.
+        limits: of the server.
+    """
+    logger = logging.getLogger("uvicorn.error")
+    if _is_news not in logger.filters:
+        logger.addFilter(_is_news)
+    config = uvicorn.Config(
+        app,
+        interface="asgi3",  # it cannot be told of a method that Ray has wrapped
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        http=protocol_with(limits),
+        ws="none",
+        timeout_keep_alive=int(limits.idle_timeout_s) or 5,
+        timeout_graceful_shutdown=1,
+    )
+    return _Server(config)
 
 
 class _Server(uvicorn.Server):
@@ -107,11 +148,17 @@ class _Server(uvicorn.Server):
         self.should_exit = self.force_exit = True
 
 
+def on_signals(call: Callable[[], object]) -> None:
+    """Have SIGTERM and Ctrl-C call something in the loop that runs."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, call)
+
+
 class _Life:
     """What signals ask for.
 
     Args:
-        service: that is to drain.
+        served: that is to drain.
 
     Attributes:
         asked: the end was asked for.
@@ -119,8 +166,8 @@ class _Life:
         on_second: is called when it is asked for again.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(self, served: Served) -> None:
+        self._served = served
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         self.on_second: Callable[[], object] = _nothing
@@ -130,18 +177,18 @@ class _Life:
         if self.asked.is_set():
             self.at_once.set()
             self.on_second()
-        self._service.draining = True
+        self._served.draining = True
         self.asked.set()
 
     async def drained(self) -> None:
         """Come back when the end was asked for and nothing runs any more, or time is up."""
         await self.asked.wait()
-        running = self._service.client.num_open
+        running = self._served.num_open
         if running:
             log.warning("finishing %d requests; ask again to end at once", running)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._service.limits.drain_timeout_s):
-                while self._service.client.num_open and not self.at_once.is_set():
+            async with asyncio.timeout(self._served.limits.drain_timeout_s):
+                while self._served.num_open and not self.at_once.is_set():
                     await asyncio.sleep(_LOOK_EVERY_SECONDS)
 
 

@@ -107,6 +107,11 @@ class Service:
         """Whether a request would be served."""
         return self.client.serves and not self.draining
 
+    @property
+    def num_open(self) -> int:
+        """Answers under way."""
+        return self.client.num_open
+
     def admit(self, answers: int) -> None:
         """Refuse a request for which there is no room.
 
@@ -120,9 +125,9 @@ class Service:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
             raise HttpError(503, "the engine is being started again", code="restarting", headers={"Retry-After": "5"})
-        if self.client.num_open + answers > self._max_open:
+        if self.num_open + answers > self._max_open:
             raise HttpError(
-                429, f"{self.client.num_open} requests run or wait already", code="queue_full", headers=_RETRY_AFTER
+                429, f"{self.num_open} requests run or wait already", code="queue_full", headers=_RETRY_AFTER
             )
 
     async def orders(

@@ -11,20 +11,12 @@
 #include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
-#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
-#define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 
 struct product {
     const native_linear_args *a;
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
 };
-
-static inline uvec load_words(const void *at) {
-    uvec words;
-    memcpy(&words, at, sizeof words);
-    return words;
-}
 
 /* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
 INLINE void add_products(const int count, panel_sums *sums, const float *x, int64_t stride, const vec *weights) {
@@ -191,22 +183,22 @@ static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
     PANEL_LOOP(NAME(tile), STEP)
 }
 
-#if defined(ELEMENT_BF16) && defined(WITH_TILES)
-/* Write 16 rows of two tiles' sums, biased, where they belong. */
-static void write_sums(uint16_t *out, const float *sums, const uint16_t *bias, int64_t rows, int64_t first,
-                       int64_t out_features) {
-    int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
+/* Write some rows' sums with a panel, biased, where they belong; the last panel may be narrower than PANEL. */
+static void NAME(write_sums)(element *out, int64_t stride, const float *sums, const element *bias, int64_t rows,
+                             int64_t first, int64_t out_features) {
+    int64_t width = least_of(PANEL, out_features - first);
     float biases[PANEL] = {0};
-    for (int64_t j = 0; bias && j < width; j++) biases[j] = float_of_bf16(bias[first + j]);
+    for (int64_t j = 0; bias && j < width; j++) biases[j] = widen(bias[first + j]);
     for (int64_t r = 0; r < rows; r++) {
-        uint16_t *at = out + r * out_features + first, narrowed[PANEL];
-        uint16_t *to = width == PANEL ? at : narrowed;
+        element *at = out + r * stride + first, narrowed[PANEL];
+        element *to = width == PANEL ? at : narrowed;
         for (int64_t j = 0; j < PANEL; j += LANES)
-            store_bf16(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
+            store(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
         if (to != at) memcpy(at, narrowed, width * sizeof *at);
     }
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
     (void)scales;
@@ -219,14 +211,15 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
         for (int64_t panel = begin; panel < end; panel++)
             for (int64_t row = first; row < least_of(first + together, whole); row += 2 * TILE_ROWS) {
                 tile_product(2, sums, x + row * stride, stride, weight + panel * in * PANEL, in);
-                write_sums(out + row * out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL, out_features);
+                write_sums_bf16(out + row * out_features, out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL,
+                                out_features);
             }
     if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
     for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
         const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
         if (rest > TILE_ROWS) tile_product(2, sums, at, stride, of_panel, in);
         else tile_product(1, sums, at, stride, of_panel, in);
-        write_sums(out + whole * out_features, sums, bias, rest, panel * PANEL, out_features);
+        write_sums_bf16(out + whole * out_features, out_features, sums, bias, rest, panel * PANEL, out_features);
     }
     tiles_ended(before);
 }

@@ -1,139 +1,197 @@
-"""Linear layers with a weight in blocks of few bits, as GGUF has it: never undone in memory.
+"""Linear layers with a weight in blocks of few bits, which is never undone in memory.
 
-A block is 32 input features of one output feature: integers of four or eight bits, a scale and perhaps a least value,
-in half precision. A panel is 32 output features. Layouts: `panels`, int16 `[panels, blocks, words]`, where a word of 16
-bits holds two bytes or four half-bytes, from the lowest on; one word after another makes rows of 32, and the integers
-at one place of a row are two input features of 16 output features, the next place's those of the panel's other half;
-scales and least values, float16 `[panels, blocks, 32]`. Four bits without a least value stand for what they are less 8.
-Five bits are kept in bytes, half again as many as the file has.
+A weight is codes of 2 to 6 or of 8 bits; what a code means, an integer, says a table, or it is a float8. A group of
+neighbouring input features has a scale for each output feature, and perhaps a least value: weight = scale * meaning +
+least value. Both may be int8 times a factor, of which each serves some neighbouring groups. These are the blocks of
+GGUF, and integers and float8 with any of the usual groups.
 
-Activations are not quantised, and weights are not rounded: a block's products are summed up as integers times
+A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low
+bits of all codes of a block stand first (8, 4 or 2 of a code), then the bits above them (2 or 1). Within these a row
+of 32 words has the codes of two input features and 16 output features in the lowest bits of its words: those of one
+input feature in the even words, of the next one in the odd; then the same of the panel's other half in the next bits,
+then two further input features. Numbers: `[panels, groups, 32]`.
+
+Activations are not quantised, and weights are not rounded: a group's products are summed up as integers times
 activations, in float32, and scaled. A row's result depends neither on other rows nor on the number of threads.
 """
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..native.registration import operator
-from ..native.signature import AnyElement, Written
+from ..native.signature import AnyElement, OneOf, Written
 
 PANEL = 32
-BLOCK = 32  # input features that share a scale
-_HALF_BYTE_ZERO = 8
-_PANELS_AT_ONCE = 64  # are put in order together: what that needs beside the result is a few MB
-
-
-class _Layout(NamedTuple):
-    """Where a block of GGUF has what; see ggml's `ggml-common.h`."""
-
-    nbytes: int
-    bits: int  # of an integer in panels
-    has_min: bool
-    has_fifth_bits: bool = False
-
-
-_LAYOUTS = {"Q8_0": _Layout(34, 8, False), "Q4_0": _Layout(18, 4, False), "Q4_1": _Layout(20, 4, True)}
-_LAYOUTS |= {"Q5_0": _Layout(22, 8, False, True), "Q5_1": _Layout(24, 8, True, True)}
-BLOCK_TYPES = frozenset(_LAYOUTS)  # that can be put in panels
+BLOCK = 32  # input features whose codes stand together
+LEAST_GROUP = 16
+_SCALE_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class QuantisedPanels(NamedTuple):
-    """A weight in panels of blocks; see above."""
+    """A weight in panels; see above.
 
-    panels: Tensor
-    scales: Tensor
-    mins: Tensor | None
+    Attributes:
+        panels: int16 [panels, blocks, words], the codes.
+        scales: [panels, groups, 32], of scale_dtype; int8 where there are factors.
+        table: int8 [2 ** bits], what codes mean; None for codes of 8 bits, which mean themselves.
+        mins: likewise, or None.
+        factors: [panels, groups of factors, 32], of scale_dtype, or None.
+        min_factors: likewise, of the least values.
+        scale_dtype: "float16", "bfloat16" or "float32".
+        code: "e4m3" for codes of 8 bits that are float8, else "integer".
+    """
+
+    panels: AnyElement
+    scales: AnyElement
+    table: AnyElement | None
+    mins: AnyElement | None
+    factors: AnyElement | None
+    min_factors: AnyElement | None
+    scale_dtype: Annotated[str, OneOf(("float16", "bfloat16", "float32"))]
+    code: Annotated[str, OneOf(("integer", "e4m3"))] = "integer"
 
 
-def quantised_panels(blocks: Tensor, block_type: str) -> QuantisedPanels:
+class Numbers(NamedTuple):
+    """Scales or least values by output feature.
+
+    Attributes:
+        values: [out_features, groups]; int8 where there are factors, else float16, bfloat16 or float32.
+        factors: [out_features, groups of factors], float16, bfloat16 or float32.
+    """
+
+    values: Tensor
+    factors: Tensor | None = None
+
+
+def quantised_panels(
+    codes: Tensor, bits: int, table: Tensor | None, scales: Numbers, mins: Numbers | None = None
+) -> QuantisedPanels:
     """Return a weight in panels; output features that are missing to a whole panel are zeros.
 
     Args:
-        blocks: uint8 [out_features, bytes of a row], whole blocks as GGUF has them.
-        block_type: one of BLOCK_TYPES.
+        codes: uint8 or float8_e4m3fn [out_features, in_features], in_features a multiple of 32.
+        bits: of a code: 2, 3, 4, 5, 6 or 8.
+        table: int8 [2 ** bits], what codes mean; None for 8 bits, which are signed.
+        scales: of groups of input features, equal in size: a multiple of 16, or all.
+        mins: of the same groups; of the scales' dtype.
     """
-    layout = _LAYOUTS[block_type]
-    num_panels, num_blocks = -(-len(blocks) // PANEL), blocks.shape[1] // layout.nbytes
-    words = torch.empty(num_panels, num_blocks, BLOCK * PANEL * layout.bits // 16, dtype=torch.int16)
-    scales, mins = torch.zeros(2, num_panels, num_blocks, PANEL, dtype=torch.float16)
-    for first in range(0, num_panels, _PANELS_AT_ONCE):
-        some = blocks[first * PANEL : (first + _PANELS_AT_ONCE) * PANEL]
-        here = slice(first, first + -(-len(some) // PANEL))
-        padded = torch.zeros(len(words[here]) * PANEL, num_blocks, layout.nbytes, dtype=torch.uint8)
-        padded[: len(some)] = some.view(len(some), num_blocks, layout.nbytes)
-        scales[here] = _halves(padded, 0)
-        if layout.has_min:
-            mins[here] = _halves(padded, 1)
-        words[here] = _words(_stored_integers(padded[..., 4 if layout.has_min else 2 :], layout), layout.bits)
-    return QuantisedPanels(words, scales.clone(), mins.clone() if layout.has_min else None)
+    factors, min_factors = scales.factors, None if mins is None else mins.factors
+    return QuantisedPanels(
+        _words(_padded(codes.view(torch.uint8)), bits),
+        _by_panel(scales.values),
+        table,
+        None if mins is None else _by_panel(mins.values),
+        None if factors is None else _by_panel(factors),
+        None if min_factors is None else _by_panel(min_factors),
+        _SCALE_DTYPES[scales.values.dtype if factors is None else factors.dtype],
+        "e4m3" if codes.dtype == torch.float8_e4m3fn else "integer",
+    )
 
 
-def _halves(blocks: Tensor, place: int) -> Tensor:
-    """Return the number in half precision at a place of each block, [panels, blocks, 32]."""
-    numbers = blocks[..., 2 * place : 2 * place + 2].contiguous().view(torch.float16)
-    return numbers.view(-1, PANEL, blocks.shape[1]).transpose(1, 2)
+def joined_panels(parts: list[QuantisedPanels]) -> QuantisedPanels:
+    """Return parts of one weight as one; all but the last have whole panels."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    by_panel = ("panels", "scales", "mins", "factors", "min_factors")
+    held = [name for name in by_panel if getattr(first, name) is not None]
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in held}
+    return first._replace(**joined)
 
 
-def _stored_integers(stored: Tensor, layout: _Layout) -> Tensor:
-    """Return the integers of blocks [..., bytes behind the scales] as bytes [..., 32]."""
-    if not layout.has_fifth_bits:
-        return stored if layout.bits == 8 else torch.cat((stored & 15, stored >> 4), dim=-1)
-    fifth = (stored[..., :4, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    low = torch.cat((stored[..., 4:] & 15, stored[..., 4:] >> 4), dim=-1)
-    integers = low | fifth.flatten(-2) << 4
-    return integers if layout.has_min else integers - 16
+def _padded(by_row: Tensor) -> Tensor:
+    missing = -len(by_row) % PANEL
+    return by_row if not missing else torch.cat((by_row, by_row.new_zeros(missing, *by_row.shape[1:])))
 
 
-def _words(integers: Tensor, bits: int) -> Tensor:
-    """Return the integers of blocks, bytes [out_features, blocks, 32], as words [panels, blocks, words]."""
-    by_place = integers.reshape(-1, 2, PANEL // 2, integers.shape[1], BLOCK // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    in_word = by_place.reshape(len(by_place), integers.shape[1], -1, 16 // bits, PANEL).int()
-    shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
-    return (in_word << shifts).sum(-2, dtype=torch.int32).to(torch.int16).flatten(2)
+def _by_panel(numbers: Tensor) -> Tensor:
+    """Return numbers [out_features, groups] as [panels, groups, 32]."""
+    return _padded(numbers).view(-1, PANEL, numbers.shape[1]).transpose(1, 2).contiguous()
 
 
-def _integers(panels: Tensor, has_min: bool) -> Tensor:
-    """Return the integers [panels * 32, blocks, 32] of panels."""
-    num_panels, num_blocks, words = panels.shape
+def _low_bits(bits: int) -> int:
+    return next(low for low in (8, 4, 2) if low <= bits)
+
+
+def _words(codes: Tensor, bits: int) -> Tensor:
+    """Return codes, bytes [out_features, in_features], as words [panels, blocks, words]."""
+    blocks = codes.shape[1] // BLOCK
+    by_place = codes.view(-1, 2, PANEL // 2, blocks, BLOCK // 2, 2).permute(0, 3, 4, 1, 2, 5)
+    in_order = by_place.reshape(-1, blocks, BLOCK, PANEL)
+    low = _low_bits(bits)
+    if low == bits:
+        return _plane(in_order, bits)
+    return torch.cat((_plane(in_order & ((1 << low) - 1), low), _plane(in_order >> low, bits - low)), dim=2)
+
+
+def _plane(codes: Tensor, bits: int) -> Tensor:
+    """Return codes of so many bits [panels, blocks, places, 32], each bits' next place above the one before."""
+    in_word = codes.view(*codes.shape[:2], -1, 16 // bits, PANEL)
+    words = torch.zeros(*in_word.shape[:3], PANEL, dtype=torch.int16)
+    for place in range(16 // bits):
+        words |= in_word[..., place, :].to(torch.int16) << (place * bits)
+    return words.flatten(2)
+
+
+def codes_of(panels: Tensor) -> Tensor:
+    """Return the codes [panels * 32, in_features] of a weight's panels, int32."""
+    num_panels, blocks, words = panels.shape
     bits = words * 16 // (BLOCK * PANEL)
-    rows = panels.int().view(num_panels, num_blocks, -1, 1, PANEL)
-    found = (rows >> torch.arange(0, 16, bits, dtype=torch.int32)[:, None]) & ((1 << bits) - 1)
-    by_place = found.view(num_panels, num_blocks, BLOCK // 2, 2, PANEL // 2, 2).permute(0, 3, 4, 1, 2, 5)
-    integers = by_place.reshape(num_panels * PANEL, num_blocks, BLOCK)
-    if bits == 8:
-        return (integers ^ 128) - 128
-    return integers if has_min else integers - _HALF_BYTE_ZERO
+    low = _low_bits(bits)
+    stored = panels.int()
+    codes = _places(stored[..., : low * 64], low)
+    if low < bits:
+        codes |= _places(stored[..., low * 64 :], bits - low) << low
+    by_place = codes.view(num_panels, blocks, BLOCK // 2, 2, PANEL // 2, 2).permute(0, 3, 4, 1, 2, 5)
+    return by_place.reshape(num_panels * PANEL, blocks * BLOCK)
 
 
-def _is_served(
-    out: Tensor, x: Tensor, panels: Tensor, scales: Tensor, mins: Tensor | None, bias: Tensor | None
-) -> bool:
-    return x.stride(1) == 1 and panels.dtype == torch.int16 and scales.dtype == torch.float16
+def _places(words: Tensor, bits: int) -> Tensor:
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32)[:, None]
+    in_word = words.view(*words.shape[:2], -1, 1, PANEL) >> shifts & ((1 << bits) - 1)
+    return in_word.view(*words.shape[:2], BLOCK, PANEL)
+
+
+def undone(weight: QuantisedPanels) -> Tensor:
+    """Return what a weight in panels stands for, float32 [panels * 32, in_features]."""
+    codes = codes_of(weight.panels)
+    if weight.code == "e4m3":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        values = (codes ^ 128) - 128 if weight.table is None else weight.table[codes]
+    by_group = values.float().view(len(codes), weight.scales.shape[1], -1)
+    by_group *= _numbers(weight.scales, weight.factors)
+    if weight.mins is not None:
+        by_group += _numbers(weight.mins, weight.min_factors)
+    return by_group.flatten(1)
+
+
+def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
+    """Return numbers [panels, groups, 32] with their factors as [panels * 32, groups, 1]."""
+    found = values.float()
+    if factors is not None:
+        found *= factors.float().repeat_interleave(values.shape[1] // factors.shape[1], dim=1)
+    return found.transpose(1, 2).flatten(0, 1)[..., None]
+
+
+def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, bias: Tensor | None) -> bool:
+    features = weight.panels.shape[1] * BLOCK
+    groups = weight.scales.shape[1]
+    fits = x.shape[1] == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
+    return fits and x.stride(1) == 1 and out.stride(1) == 1
 
 
 @operator(is_compiled=_is_served, constants={"QUANTISED_BLOCK": BLOCK})
-def quantised_linear(
-    out: Written[Tensor],
-    x: Tensor,
-    panels: AnyElement,
-    scales: AnyElement,
-    mins: AnyElement | None = None,
-    bias: Tensor | None = None,
-) -> None:
+def quantised_linear(out: Written[Tensor], x: Tensor, weight: QuantisedPanels, bias: Tensor | None = None) -> None:
     """Write `x @ weight.T + bias` into `out`, the weight in panels of blocks. CPU alone.
 
     Args:
-        out: [rows, out_features], contiguous.
+        out: [rows, out_features], rows may be strided.
         x: [rows, in_features], float32 or bfloat16, rows may be strided; any number of rows.
-        panels: as `quantised_panels` returned it, as are scales and mins.
-        scales: float16 [panels, blocks, 32].
-        mins: likewise, or None.
+        weight: as `quantised_panels` returned it.
         bias: [out_features] or None.
     """
-    weight = _integers(panels, mins is not None) * scales.transpose(1, 2).flatten(0, 1).float()[..., None]
-    if mins is not None:
-        weight += mins.transpose(1, 2).flatten(0, 1).float()[..., None]
-    product = x.float() @ weight.flatten(1)[: out.shape[1]].T
+    product = x.float() @ undone(weight)[: out.shape[1]].T
     out.copy_(product if bias is None else product + bias.float())

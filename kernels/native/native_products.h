@@ -13,6 +13,8 @@
 #define VECTORS (PANEL / LANES)
 #define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
 #define MOST_ROWS 8
+#define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
+#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
 
 typedef vec panel_sums[VECTORS];
 

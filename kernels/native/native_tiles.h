@@ -40,17 +40,20 @@ static inline struct tile_shapes tiles_begun(void) {
     return before;
 }
 
-/* Let the tiles of the first and of the second rows have so many; none or fewer: the second ones are not used. */
-static inline void set_tile_rows(int64_t first, int64_t second) {
+/* Let the tiles of the first and of the second rows have so many; none or fewer: the second ones are not used. Products
+ * are of `in` values at a time, TILE_IN at most. */
+static inline void set_tile_shapes(int64_t first, int64_t second, int64_t in) {
     struct tile_shapes shapes = {.palette = 1};
     if (!has_tiles) return;
     for (int tile = 0; tile < 8; tile++) {
-        int64_t rows = tile >= 6 ? TILE_ROWS : tile == 4 || tile < 2 ? first : second > 0 ? second : 1;
+        int64_t rows = tile >= 6 ? in / 2 : tile == 4 || tile < 2 ? first : second > 0 ? second : 1;
         shapes.rows[tile] = (uint8_t)rows;
-        shapes.row_bytes[tile] = 64;
+        shapes.row_bytes[tile] = tile == 4 || tile == 5 ? (uint16_t)(2 * in) : 64;
     }
     _tile_loadconfig(&shapes);
 }
+
+static inline void set_tile_rows(int64_t first, int64_t second) { set_tile_shapes(first, second, TILE_IN); }
 
 static inline void tiles_ended(struct tile_shapes before) {
     if (has_tiles && before.palette) _tile_loadconfig(&before);
@@ -58,6 +61,7 @@ static inline void tiles_ended(struct tile_shapes before) {
 }
 #else
 static inline struct tile_shapes tiles_begun(void) { return (struct tile_shapes){0}; }
+static inline void set_tile_shapes(int64_t first, int64_t second, int64_t in) { (void)first, (void)second, (void)in; }
 static inline void set_tile_rows(int64_t first, int64_t second) { (void)first, (void)second; }
 static inline void tiles_ended(struct tile_shapes before) { (void)before; }
 #endif

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from graphdecode.kernels.attention import append_attention, attention_plan, extend_attention, split_decode
+from graphdecode.kernels.attention import attention_plan, extend_attention, split_append, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import (
@@ -107,7 +107,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
             with (
                 mock.patch.object(split_decode, "cache_bytes", native),
                 mock.patch.object(extend_attention, "cache_bytes", native),
-                mock.patch.object(append_attention, "cache_bytes", native),
+                mock.patch.object(split_append, "cache_bytes", native),
             ):
                 launch()
         else:
@@ -140,7 +140,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
 
     def step(norms: tuple[int, int] | None, window_left: int = -1, soft_cap: float = 0.0, **given: Any) -> None:
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
-        append_attention.append_attention_triton(
+        split_append.append_attention_triton(
             q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
             1e-6, 33, head_dim**-0.5, window_left, soft_cap,
         )  # fmt: skip
@@ -322,17 +322,17 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     for dtype in (torch.bfloat16, torch.float32):
         rows_of_tiles = DOT_TILES[dtype.itemsize]
         found = {
-            replace(config, splits=1, pdl=arch >= 90): rows
+            replace(config, splits=1, pdl=arch >= 90): None
             for rows in (1, *rows_of_tiles)
             for config in candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, rows, 132)
         }
-        for config, rows in found.items():
+        for config in found:
             for epilogue, is_normed, splits in (
                 ("store", True, 1),
                 ("add", False, 1),
                 ("silu", True, 2),
             ):
-                count = GEMV_ROWS if config.kind == "gemv" else rows
+                count = GEMV_ROWS if config.kind == "gemv" else config.block_m
                 name = f"{config.kind}-{config.block_n}x{config.block_k}-{config.num_warps}w-{str(dtype)[6:]}"
                 name += f"-rows{count}-{epilogue}{'-norm' * is_normed}{'-split' * (splits > 1)}"
                 cases[name] = linear_case(replace(config, splits=splits), dtype, count, epilogue, is_normed)

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, load_model
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.mxfp4 import dequantised
 
 NAME = "model.layers.1.mlp.experts.gate_up_proj"
 
@@ -66,7 +66,8 @@ def test_a_block_is_what_ggml_takes_it_for() -> None:
     order = torch.stack([low, high], -1).flatten(-2)
     ggml = torch.cat([scales[..., None], order[..., :16] | order[..., 16:] << 4], -1).flatten(-2)
     expected = torch.from_numpy(quants.dequantize(ggml.numpy(), GGMLQuantizationType.MXFP4))
-    assert torch.equal(dequantised(blocks, scales), expected)
+    groups = Groups("e2m1", 4, blocks.flatten(1), scales.view(torch.float8_e8m0fnu), None, 32)
+    assert torch.equal(groups.dequantised(), expected)
 
 
 def test_any_part_is_that_of_the_whole(folders: tuple[Path, Path]) -> None:
@@ -80,6 +81,7 @@ def test_any_part_is_that_of_the_whole(folders: tuple[Path, Path]) -> None:
 
 def test_blocks_whose_scales_do_not_fit_are_named(folders: tuple[Path, Path], tmp_path: Path) -> None:
     save_checkpoint("gpt-oss", tmp_path)
+    edit_config(tmp_path, lambda settings: settings.update(quantization_config={"quant_method": "mxfp4"}))
     tensors = load_file(folders[0] / "model.safetensors")
     tensors[f"{NAME}_scales"] = tensors[f"{NAME}_scales"][:, :-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors")

@@ -85,10 +85,9 @@ class AutomatonPlaces:
 
     @staticmethod
     def _write(automaton: TokenAutomaton, place: Place, buffers: StepBuffers) -> None:
-        lines = slice(place.line, place.line + automaton.num_states)
         following = np.where(automaton.following < 0, -1, automaton.following + place.line).astype(np.int32)
         ends = (ACCEPTS * automaton.accepts + COMPLETES * automaton.completes).astype(np.int32)
-        buffers.automaton_classes[place.number].copy_(torch.from_numpy(automaton.classes))
-        buffers.automaton_next[lines, : automaton.num_classes].copy_(torch.from_numpy(following))
-        buffers.automaton_masks[lines].copy_(torch.from_numpy(automaton.masks))
-        buffers.automaton_ends[lines].copy_(torch.from_numpy(ends))
+        buffers.write("automaton_classes", place.number, automaton.classes[None])
+        buffers.write("automaton_next", place.line, following)
+        buffers.write("automaton_masks", place.line, automaton.masks)
+        buffers.write("automaton_ends", place.line, ends)

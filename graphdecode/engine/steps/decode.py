@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
-from graphdecode.cache import fill_page_row
+from graphdecode.cache import LayerCache, fill_page_row
 from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
@@ -22,9 +22,8 @@ from graphdecode.kernels.model.sample_and_advance import sample_and_advance
 from graphdecode.kernels.model.skip_steps import skip_steps
 from graphdecode.kernels.sampling.follow_automata import (
     NO_AUTOMATON,
-    AutomatonRows,
     AutomatonTables,
-    follow_automata,
+    Guides,
 )
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -132,11 +131,14 @@ class DecodeStep:
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots)
-        if self._automata is not None:
-            rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
-            tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
-            follow_automata(rows, batch.sampled, live_rows, batch.automaton, batch.stop_ids, tables)
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, self._guides(batch))
+
+    def _guides(self, batch: Batch) -> Guides | None:
+        """Return what rows follow beside their tokens; None where no row may follow anything."""
+        if self._automata is None:
+            return None
+        tables = (getattr(batch, name) for name in AutomatonTables._fields)
+        return Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -198,7 +200,7 @@ class DecodeStep:
         vocab_size = self._model.config.vocab_size
         counts = np.bincount(np.asarray(generated, dtype=np.int64), minlength=vocab_size).astype(np.int32)
         counts[inputs.token_ids[: inputs.prompt_length]] |= PROMPT_BIT
-        self.buffers.token_counts[row].copy_(torch.from_numpy(counts))
+        self.buffers.write("token_counts", row, counts[None])
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the page table."""
@@ -212,7 +214,7 @@ class DecodeStep:
         staged = self.buffers.staging(_block_of(FLAG_TOKEN_MASK))["token_mask"]
         for row, mask in masks.items():
             staged[row] = mask
-        self.buffers.upload_rows("token_mask", masks)
+        self.buffers.upload_rows("token_mask", list(masks))
 
     def rewind(self, step_index: int) -> None:
         """Go on counting steps from here."""
@@ -256,11 +258,11 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
         staged[position % BAD_WORD_LENGTH] = inputs.token_ids[position]
 
 
-def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerCache]) -> None:
     """Declare what a pass of a model writes beside the slots: its cache, and workspaces of its products."""
-    for layer, (keys, values) in enumerate(caches):
-        buffers.adopt(f"k_cache_{layer}", keys)
-        buffers.adopt(f"v_cache_{layer}", values)
+    for layer, cache in enumerate(caches):
+        for name, tensor in cache.tensors.items():
+            buffers.adopt(f"{name}_{layer}", tensor)
     for index, tensor in enumerate(model.workspace):
         buffers.adopt(f"linear_workspace_{index}", tensor)
 
@@ -282,7 +284,7 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,
-        kv_dtype=setting.caches[0][0].dtype,
+        kv_dtype=setting.caches[0].keys.dtype,
         windows=config.windows,
         batch_invariant=batch_invariant,
         device=setting.model.device,

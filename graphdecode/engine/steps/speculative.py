@@ -208,8 +208,12 @@ class SpeculativeStep(DecodeStep):
             known.append((tokens, len(tokens)))
         self._known = known
         self.buffers.upload(_HISTORY, len(rows))
+        self.begin(len(rows))
+
+    def begin(self, num_rows: int) -> None:
+        """Look for the first drafts of rows that were staged."""
         with torch.no_grad():
-            self._settle(self.buffers.narrow(len(rows)), 0, adapts=False)
+            self._settle(self.buffers.narrow(num_rows), 0, adapts=False)
 
     def _found(self, num_rows: int) -> list[tuple[int, int]] | None:
         """Return each row's drafts for the next step, and how many tokens speak for them; None: not known here yet."""

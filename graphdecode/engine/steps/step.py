@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
@@ -23,25 +25,26 @@ class StepSetting:
 
     Attributes:
         model: the decoder.
-        caches: keys and values of each layer, [pages + 1, page_size, kv_heads, head_dim]; the last page is the trash
-            page.
+        caches: keys and values of each layer.
         page_size: tokens of a page.
         max_pages_per_row: width of the page table.
         config: rows, steps a launch, warm-up.
         batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
+        around: is entered around each capture, with what is captured.
     """
 
     model: Model
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[LayerCache]
     page_size: int
     max_pages_per_row: int
     config: BucketConfig
     batch_invariant: bool = False
+    around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
 
     @property
     def trash_page(self) -> int:
         """The page that nobody owns: the last one."""
-        return self.caches[0][0].shape[0] - 1
+        return self.caches[0].keys.shape[0] - 1
 
     @property
     def sampling_capacity(self) -> SamplingCapacity:

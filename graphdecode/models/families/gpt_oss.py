@@ -44,13 +44,6 @@ class GptOss(Sparse):
         "swiglu_limit": 7.0,
     }
 
-    def config(self, settings: dict[str, Any]) -> ModelConfig:
-        """Take the fields of a config.json; what is quantised to MXFP4 is read as what it stands for."""
-        method = settings.get("quantization_config")
-        if isinstance(method, dict) and method.get("quant_method") == "mxfp4":
-            settings = settings | {"quantization_config": None}
-        return super().config(settings)
-
     def biases(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Return whether the products of attention have a bias; the router and the experts have one."""
         return {name: bool(settings["attention_bias"]) for name in ("qkv_bias", "o_bias")}
@@ -86,10 +79,10 @@ class GptOss(Sparse):
         return {
             f"{at}router": (Part(f"{mlp}router.weight", (all_of, hidden)),),
             f"{at}router.bias": (Part(f"{mlp}router.bias", (all_of,)),),
-            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 0),),
-            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 0),),
-            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 0),),
-            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), 0),),
+            f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
+            f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
+            f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
+            f"{at}experts.down.bias": (Part(f"{mlp}experts.down_proj_bias", (all_of, hidden), is_added=True),),
         }
 
     def attention(self, config: ModelConfig, weights: Weights, index: int) -> Attention:

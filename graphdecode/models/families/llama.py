@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 
@@ -59,9 +59,10 @@ class Llama(Family):
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer, which begin with `at`, and whose tensors' names begin with `name`."""
         hidden, ff = config.hidden_size, config.intermediate_size
-        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        q, kv = config.num_attention_heads * config.head_dim, (head_run(config),)
         attention, mlp = f"{name}self_attn.", f"{name}mlp."
-        qkv = {f"{attention}q_proj": q, f"{attention}k_proj": kv, f"{attention}v_proj": kv}
+        qkv: dict[str, int | tuple[Run, ...]] = {f"{attention}q_proj": q}
+        qkv |= {f"{attention}k_proj": kv, f"{attention}v_proj": kv}
         gate_up = {f"{mlp}gate_proj": ff, f"{mlp}up_proj": ff}
         return {
             f"{at}input_norm": (Part(f"{name}input_layernorm.weight", (hidden,)),),
@@ -102,3 +103,8 @@ class Llama(Family):
         """Return what a layer does with each token by itself."""
         at = f"layers.{index}."
         return GatedMlp(weights.linear(f"{at}gate_up"), weights.linear(f"{at}down"), config.activation)
+
+
+def head_run(config: ModelConfig) -> Run:
+    """Return the rows of a layer's keys, or values."""
+    return Run(config.num_key_value_heads * config.head_dim, config.num_key_value_heads)

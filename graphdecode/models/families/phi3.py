@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from graphdecode.models.config import ModelConfig, layer_windows
-from graphdecode.models.families.llama import Llama
-from graphdecode.models.weight_map import WeightMap, product
+from graphdecode.models.families.llama import Llama, head_run
+from graphdecode.models.weight_map import Run, WeightMap, product
 
 
 class Phi3(Llama):
@@ -40,9 +40,8 @@ class Phi3(Llama):
     def layer_weights(self, config: ModelConfig, at: str, name: str) -> WeightMap:
         """Return the places of one layer; see `Llama.layer_weights`."""
         hidden, ff = config.hidden_size, config.intermediate_size
-        q, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        # a shard is rows of queries, of keys and of values, which are no one part of a fused tensor: each has it whole
+        q, kv = Run(config.num_attention_heads * config.head_dim), head_run(config)
         return super().layer_weights(config, at, name) | {
-            **product(f"{at}qkv", {f"{name}self_attn.qkv_proj": q + 2 * kv}, hidden, split=None),
-            **product(f"{at}gate_up", {f"{name}mlp.gate_up_proj": 2 * ff}, hidden, split=None),
+            **product(f"{at}qkv", {f"{name}self_attn.qkv_proj": (q, kv, kv)}, hidden, split=0),
+            **product(f"{at}gate_up", {f"{name}mlp.gate_up_proj": (Run(ff), Run(ff))}, hidden, split=0),
         }

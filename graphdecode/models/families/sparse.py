@@ -11,7 +11,8 @@ from graphdecode.models.blocks import FeedForward, GatedMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
 from graphdecode.models.experts import Experts, SparseMlp, stacked
 from graphdecode.models.families.llama import Llama
-from graphdecode.models.weight_map import Part, WeightMap, product
+from graphdecode.models.split_blocks import SummedMlp
+from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 
 _MOST_EXPERTS = 2**17  # of all layers: several times what the largest models have; each has tensors of its own
@@ -74,11 +75,12 @@ class Sparse(Llama):
             return super().feed_forward(config, weights, index)
         shared = None
         if experts.shared_intermediate_size:
-            gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down")
+            gate_up, down = weights.linear(f"{at}gate_up"), weights.linear(f"{at}down", is_partial=True)
             shared = GatedMlp(gate_up, down, config.activation)
-        return SparseMlp(
+        sparse = SparseMlp(
             weights.linear(f"{at}router"), self.expert_block(config, weights, at), shared, experts.renormalise
         )
+        return sparse if weights.shared is None else SummedMlp(sparse, weights.shared, f"{at}experts")
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
@@ -108,11 +110,10 @@ class Sparse(Llama):
             places |= product(f"{at}gate_up", gate_up, hidden, split=0)
             places |= product(f"{at}down", {f"{mlp}shared_expert.down_proj": hidden}, shared, split=1)
         places[f"{at}router"] = router
-        if is_stacked:  # shards share experts, for half of one tensor's rows would be all gates
-            places[f"{at}experts.gate_up"] = (
-                Part(f"{mlp}experts.gate_up_proj", (experts.count, 2 * width, hidden), 0),
-            )
-            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 0),)
+        if is_stacked:
+            gate_up_shape, halves = (experts.count, 2 * width, hidden), (Run(width), Run(width))
+            places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up_shape, 1, halves),)
+            places[f"{at}experts.down"] = (Part(f"{mlp}experts.down_proj", (experts.count, hidden, width), 2),)
             return places
         each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
         gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}

@@ -1,0 +1,154 @@
+"""What ranks compute together inside a step, and whether all of them mean the same."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from graphdecode.kernels.collective.board import LATE, MOST_RANKS
+from graphdecode.kernels.collective.group_collectives import group_all_gather, group_all_reduce
+from graphdecode.kernels.collective.shared_all_gather import shared_all_gather
+from graphdecode.kernels.collective.shared_all_reduce import shared_all_reduce
+
+Agree = Callable[[str], None]  # returns when all ranks have said the same, and raises otherwise
+
+
+class Collectives(ABC):
+    """The collectives of one rank.
+
+    While a step is captured each of them is announced before it runs, and all ranks compare what they announce: its
+    place in the step, its name, its shape and its dtype. So a mismatch is an error that names it, before any rank waits
+    for what will not come.
+
+    Args:
+        rank: of the caller.
+        count: ranks that there are.
+        agree: compares a line with those of the other ranks.
+    """
+
+    def __init__(self, rank: int, count: int, agree: Agree) -> None:
+        self.rank = rank
+        self.count = count
+        self._agree = agree
+        self._capturing: str | None = None
+        self._order = 0
+        self.manifests: dict[str, list[str]] = {}
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """Memory that they write beside what they are given."""
+        return []
+
+    def all_reduce(self, x: Tensor, place: str) -> None:
+        """Replace `x` [rows, columns] by its sum over the ranks, with the same bits on each.
+
+        Args:
+            x: contiguous.
+            place: in the model, for messages.
+        """
+        self._announce("all_reduce", x, place)
+        self._reduce(x)
+
+    def all_gather(self, out: Tensor, part: Tensor, place: str) -> None:
+        """Write the columns of all ranks into `out` [rows, columns]; rank r has those from `columns * r // count` on.
+
+        Args:
+            out: contiguous.
+            part: [rows, the rank's columns], contiguous.
+            place: in the model, for messages.
+        """
+        self._announce("all_gather", out, place)
+        self._gather(out, part)
+
+    @contextmanager
+    def captured(self, what: str) -> Iterator[None]:
+        """Let all ranks begin to capture something together, agree on its collectives, and end together.
+
+        Args:
+            what: is captured, for messages.
+
+        Raises:
+            RankError: they do not agree; the message names the ranks, what is captured, and the place.
+        """
+        self._agree(f"begins to capture {what}")
+        self._capturing, self._order, self.manifests[what] = what, 0, []
+        try:
+            yield
+        finally:
+            self._capturing = None
+        self._agree(f"ends the capture of {what} with {self._order} collectives")
+
+    def _announce(self, kind: str, x: Tensor, place: str) -> None:
+        if self._capturing is None:
+            return
+        line = f"{kind} of {list(x.shape)} {str(x.dtype).removeprefix('torch.')} at {place}"
+        self.manifests[self._capturing].append(line)
+        self._agree(f"is in {self._capturing} at collective {self._order}: {line}")
+        self._order += 1
+
+    def late(self) -> str | None:
+        """Return what went wrong in a collective since the last look, naming the rank; None if nothing did."""
+        return None
+
+    def give_up(self, rank: int) -> None:  # noqa: B027 (torch.distributed notices by itself)
+        """Let nobody wait any more: a rank is gone."""
+
+    @abstractmethod
+    def _reduce(self, x: Tensor) -> None: ...
+
+    @abstractmethod
+    def _gather(self, out: Tensor, part: Tensor) -> None: ...
+
+
+class SharedCollectives(Collectives):
+    """Through memory that the ranks of one machine share; on a CPU.
+
+    Args:
+        rank: of the caller.
+        count: ranks that there are.
+        agree: compares a line with those of the other ranks.
+        board: int64, the shared memory; see `kernels/collective/board.py`.
+    """
+
+    def __init__(self, rank: int, count: int, agree: Agree, board: Tensor) -> None:
+        super().__init__(rank, count, agree)
+        self._board = board
+        self._words = board.numpy()
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """The board."""
+        return [self._board]
+
+    def _reduce(self, x: Tensor) -> None:
+        shared_all_reduce(x, self._board, self.rank, self.count)
+
+    def _gather(self, out: Tensor, part: Tensor) -> None:
+        shared_all_gather(out, part, self._board, self.rank, self.count)
+
+    def late(self) -> str | None:
+        """Return what went wrong in a collective, naming the rank; None if nothing did."""
+        found = int(self._words[LATE])
+        if not found:
+            return None
+        rank = (found - 1) % MOST_RANKS
+        why = "came for another one" if found > MOST_RANKS else "did not come"
+        return f"rank {rank} of {self.count} {why} to a collective"
+
+    def give_up(self, rank: int) -> None:
+        """Let nobody wait any more: a rank is gone."""
+        if not self._words[LATE]:
+            self._words[LATE] = rank + 1
+
+
+class GroupCollectives(Collectives):
+    """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
+
+    def _reduce(self, x: Tensor) -> None:
+        group_all_reduce(x, self.count)
+
+    def _gather(self, out: Tensor, part: Tensor) -> None:
+        group_all_gather(out, part, self.count)

@@ -1,0 +1,444 @@
+"""The ranks of one model: one leads, and the others do as they are told; either end notices when the other is gone."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from graphdecode.distributed.board_file import mapped_board, new_board
+from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
+from graphdecode.distributed.errors import RankError
+from graphdecode.distributed.link import Link, Message
+from graphdecode.distributed.watch import Watch
+from graphdecode.kernels.native import library as native
+
+SAID = -1  # the kind of what ranks say to one another; others are the engine's
+_LOOK_SECONDS = 0.05
+_GRACE_SECONDS = 5.0  # for a rank that was told to end
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all ranks of a group go by.
+
+    Attributes:
+        count: ranks.
+        device: "cpu" or "cuda": rank i has the i-th GPU of its machine.
+        how: "shared", "gloo" or "nccl".
+        limit_seconds: without a sign of life, or in wait for another rank, after which a rank counts as stalled.
+        threads: of each rank, on a CPU.
+        store: address and port of torch.distributed's store; None where there is none.
+    """
+
+    count: int
+    device: str
+    how: str
+    limit_seconds: float
+    threads: int
+    store: tuple[str, int] | None = None
+
+
+class Ranks(ABC):
+    """One end of a group.
+
+    Args:
+        rank: of this process.
+        terms: of the group.
+
+    Attributes:
+        collectives: what they compute together.
+    """
+
+    collectives: Collectives
+
+    def __init__(self, rank: int, terms: Terms) -> None:
+        self.rank = rank
+        self.terms = terms
+
+    @property
+    def count(self) -> int:
+        """Ranks of the group."""
+        return self.terms.count
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self.terms.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", self.rank % torch.cuda.device_count())
+
+    def _share_cores(self) -> None:
+        """Take no more of a CPU's threads than are this rank's."""
+        if self.terms.device == "cpu":
+            torch.set_num_threads(self.terms.threads)
+
+    @abstractmethod
+    def agree(self, text: str) -> None:
+        """Come back when all ranks have said the same.
+
+        Raises:
+            RankError: they have not; the message says who said what.
+        """
+
+    @abstractmethod
+    def least(self, number: int) -> int:
+        """Return the least of what the ranks say."""
+
+    def collectives_over(self, board: torch.Tensor | None) -> Collectives:
+        """Return the collectives that the terms name."""
+        if board is not None:
+            return SharedCollectives(self.rank, self.count, self.agree, board)
+        join_group(self.rank, self.terms, self.device)
+        return GroupCollectives(self.rank, self.count, self.agree)
+
+
+def join_group(rank: int, terms: Terms, device: torch.device) -> None:
+    """Make torch.distributed's default group."""
+    if dist.is_initialized() or terms.store is None:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    host, port = terms.store
+    limit = timedelta(seconds=terms.limit_seconds)
+    store = dist.TCPStore(host, port, terms.count, is_master=False, timeout=limit)
+    dist.init_process_group(terms.how, store=store, rank=rank, world_size=terms.count, timeout=limit)
+
+
+def leave_group() -> None:
+    """Give up torch.distributed's default group where there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Leader(Ranks):
+    """The end of rank 0.
+
+    Args:
+        terms: of the group.
+        links: to the other ranks, in their order.
+        lives: sockets to them for signs of life.
+        board: the shared memory, if there is any.
+        processes: of the other ranks, where this one has started them.
+    """
+
+    def __init__(
+        self,
+        terms: Terms,
+        links: list[Link],
+        lives: list[socket.socket],
+        board: torch.Tensor | None,
+        processes: list[subprocess.Popen[bytes]],
+    ) -> None:
+        super().__init__(0, terms)
+        self._links = links
+        self._processes = processes
+        self._failure: str | None = None
+        self._closed = False
+        self._own_threads = torch.get_num_threads()
+        self._share_cores()
+        self._watch = Watch(dict(enumerate(lives, 1)), terms.limit_seconds, self._lost)
+        self._watch.start()
+        at_exit = weakref.WeakMethod(self.close)
+        atexit.register(lambda: (close := at_exit()) and close())
+        self.collectives = self.collectives_over(board)
+
+    def _lost(self, rank: int, fate: str) -> None:
+        """Note what became of a rank, let nobody wait for it, and end the others."""
+        if fate == "died" and self._processes:
+            fate = _fate(self._processes[rank - 1])
+        self._failure = f"rank {rank} of {self.count} {fate}"
+        if hasattr(self, "collectives"):
+            self.collectives.give_up(rank)
+        self._kill()
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that this one has started, rank 1 first."""
+        return [process.pid for process in self._processes]
+
+    def tell(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
+        """Tell the other ranks to do something.
+
+        Raises:
+            RankError: one of them is gone.
+        """
+        message = Message(kind, numbers, payload)
+        for rank, link in enumerate(self._links, 1):
+            try:
+                link.send(message)
+            except OSError:
+                self._gone(rank)
+
+    def agree(self, text: str) -> None:
+        """Come back when all ranks have said the same; see `Ranks.agree`."""
+        said = [text, *(message.payload.decode() for message in self._answers())]
+        if len(set(said)) == 1:
+            self.tell(SAID)
+            return
+        differs = next(rank for rank, other in enumerate(said) if other != text)
+        verdict = f"the ranks do not do the same: rank 0 {text}, and rank {differs} {said[differs]}"
+        self.tell(SAID, payload=verdict.encode())
+        self.fail(verdict)
+        raise RankError(verdict)
+
+    def least(self, number: int) -> int:
+        """Return the least of what the ranks say."""
+        found = min(number, *(message.numbers[0] for message in self._answers()))
+        self.tell(SAID, (found, 0, 0))
+        return found
+
+    def _answers(self) -> list[Message]:
+        return [self._receive(rank, link) for rank, link in enumerate(self._links, 1)]
+
+    def _receive(self, rank: int, link: Link) -> Message:
+        while not select.select([link], [], [], _LOOK_SECONDS)[0]:
+            self.check()
+        try:
+            return link.receive()
+        except EOFError:
+            self._gone(rank)
+
+    def _gone(self, rank: int) -> NoReturn:
+        """Raise what the watch has to say of a rank whose link has ended."""
+        ends = time.monotonic() + _GRACE_SECONDS
+        while self._failure is None and time.monotonic() < ends:
+            time.sleep(_LOOK_SECONDS)
+        self.check()
+        self.fail(f"rank {rank} of {self.count} died")
+        raise RankError(str(self._failure))
+
+    def check(self) -> None:
+        """Find out whether all ranks are there and did what they should.
+
+        Raises:
+            RankError: one is gone, or was late; the message names it.
+        """
+        if self._failure is None:
+            late = self.collectives.late() if hasattr(self, "collectives") else None
+            if late is None:
+                return
+            self.fail(f"{late} within {self.terms.limit_seconds:g} s")
+        raise RankError(str(self._failure))
+
+    def explain(self, error: BaseException) -> None:
+        """Take note that this rank failed in the midst of something; the others cannot go on.
+
+        Raises:
+            RankError: it failed because another rank is gone.
+        """
+        if not isinstance(error, RankError):
+            if isinstance(error, Exception):  # gloo's, when a rank is gone, comes before the watch has seen it
+                ends = time.monotonic() + 2 * self._every
+                while self._failure is None and time.monotonic() < ends:
+                    time.sleep(_LOOK_SECONDS)
+            if self._failure is not None:
+                raise RankError(self._failure) from error
+        self.fail(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}")
+
+    @property
+    def _every(self) -> float:
+        return min(self.terms.limit_seconds, 1.0)
+
+    def fail(self, text: str) -> None:
+        """Say from now on that the group is of no use any more, and end the other ranks."""
+        if self._failure is None:
+            self._failure = text
+            self.collectives.give_up(0)
+            self._kill()
+
+    def close(self, last: int | None = None) -> None:
+        """End the other ranks, and wait until they have.
+
+        Args:
+            last: the kind of message that tells them to; None: their links' end does.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.close()
+        for link in self._links:
+            if last is not None:
+                with contextlib.suppress(OSError):
+                    link.send(Message(last, (0, 0, 0), b""))
+            link.close()
+        ends = time.monotonic() + _GRACE_SECONDS
+        for process in self._processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(ends - time.monotonic(), 0))
+        self._kill()
+        for process in self._processes:
+            process.wait()
+        torch.set_num_threads(self._own_threads)
+        if self.terms.store is not None:
+            leave_group()
+
+
+class Follower(Ranks):
+    """The end of any other rank; the process ends when rank 0 is gone.
+
+    Args:
+        rank: of this process.
+        terms: of the group.
+        link: to rank 0.
+        life: a socket to it for signs of life.
+        board: the shared memory, if there is any.
+    """
+
+    def __init__(self, rank: int, terms: Terms, link: Link, life: socket.socket, board: torch.Tensor | None) -> None:
+        super().__init__(rank, terms)
+        self._link = link
+        self._share_cores()
+        self._watch = Watch({0: life}, terms.limit_seconds, self._lost)
+        self._watch.start()
+        self.collectives = self.collectives_over(board)
+
+    def _lost(self, rank: int, fate: str) -> None:
+        # whatever the main thread waits for, it waits in vain
+        self.fail(f"rank {rank} {fate}")
+        print(f"graphdecode: rank {self.rank} of {self.count} ends: rank {rank} {fate}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def receive(self) -> Message:
+        """Wait for what rank 0 tells.
+
+        Raises:
+            EOFError: it ended the group.
+        """
+        return self._link.receive()
+
+    def agree(self, text: str) -> None:
+        """Come back when all ranks have said the same; see `Ranks.agree`."""
+        verdict = self._asked(Message(SAID, (0, 0, 0), text.encode())).payload
+        if verdict:
+            raise RankError(verdict.decode())
+
+    def least(self, number: int) -> int:
+        """Return the least of what the ranks say."""
+        return self._asked(Message(SAID, (number, 0, 0), b"")).numbers[0]
+
+    def _asked(self, message: Message) -> Message:
+        self._link.send(message)
+        return self.receive()
+
+    def fail(self, text: str) -> None:
+        """Tell rank 0 why this one is about to end."""
+        self._watch.fail(text)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._watch.close()
+        self._link.close()
+        if self.terms.store is not None:
+            leave_group()
+
+
+def start_ranks(
+    count: int, *, device: str, how: str, limit_seconds: float, module: str, threads: int | None = None
+) -> Leader:
+    """Start the other ranks as processes of this machine, and return the end that leads them.
+
+    Args:
+        count: ranks, this process among them.
+        device: "cpu" or "cuda".
+        how: "auto", "shared", "gloo" or "nccl".
+        limit_seconds: see `Terms`.
+        module: what such a process runs; it is given the descriptors of link, life and board (-1: none).
+        threads: of each rank on a CPU; None: those that torch has here, shared.
+    """
+    how = chosen(how, device)
+    store = None
+    if how != "shared":
+        held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
+        store = ("127.0.0.1", held.port)
+    terms = Terms(count, device, how, limit_seconds, threads or max(torch.get_num_threads() // count, 1), store)
+    descriptor, board = new_board(count, limit_seconds) if how == "shared" else (-1, None)
+    links, lives, processes = [], [], []
+    for rank in range(1, count):
+        (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
+        given = [their_link.fileno(), their_life.fileno(), descriptor]
+        with their_link, their_life:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", module, *map(str, given)],
+                    pass_fds=[each for each in given if each >= 0],
+                    stdin=subprocess.DEVNULL,
+                )
+            )
+        links.append(Link(link))
+        lives.append(life)
+        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))
+    if descriptor >= 0:
+        os.close(descriptor)
+    return Leader(terms, links, lives, board, processes)
+
+
+def follower_of(descriptors: list[int]) -> Follower:
+    """Return the end of a rank that `start_ranks` has started, given what it was given."""
+    link, life, board = descriptors
+    connected = Link(socket.socket(fileno=link))
+    hello = connected.receive()
+    rank, leader, _ = hello.numbers
+    _wake_behind(leader)
+    mapped = mapped_board(board) if board >= 0 else None
+    return Follower(rank, terms_of(hello.payload), connected, socket.socket(fileno=life), mapped)
+
+
+def chosen(how: str, device: str) -> str:
+    """Return the way of the collectives that a name stands for."""
+    if how != "auto":
+        return how
+    if device == "cuda":
+        return "nccl"
+    return "gloo" if native.library() is None else "shared"
+
+
+def terms_text(terms: Terms) -> bytes:
+    """Return terms as JSON."""
+    return json.dumps(asdict(terms)).encode()
+
+
+def terms_of(text: bytes) -> Terms:
+    """Return the terms that `terms_text` made into JSON."""
+    given: Mapping[str, Any] = json.loads(text)
+    store = given["store"]
+    return Terms(**{**given, "store": None if store is None else (store[0], store[1])})
+
+
+def _wake_behind(parent: int) -> None:
+    """Let the kernel wake this process, if it is stopped, when the one that started it ends: so it can end, too."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def _fate(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return "closed its connection"
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

@@ -1,0 +1,96 @@
+"""Who watches that the other ranks live: a thread that sends signs of life, and looks for theirs."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+_MOST_SECONDS = 0.5  # between two signs
+_SIGNS_PER_LIMIT = 10
+_START_SECONDS = 120.0  # up to the first sign, in which a process imports what it needs
+_SIGN, _FAILED, _ENDED = b".", b"!", b"-"
+
+
+class Watch(threading.Thread):
+    """Tells who has died or stalled.
+
+    A rank is stalled when no sign of life came for the limit. That is counted in looks and not by the clock, so that
+    ranks which are stopped and go on together, as by Ctrl-Z, find nobody stalled.
+
+    Args:
+        peers: by rank, connected sockets that nothing else uses; they are owned.
+        limit_seconds: without a sign.
+        tell: is called once, in this thread, with the rank and what became of it.
+    """
+
+    def __init__(
+        self, peers: Mapping[int, socket.socket], limit_seconds: float, tell: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(name="rank-watch", daemon=True)
+        self._peers = dict(peers)
+        self._every = min(limit_seconds / _SIGNS_PER_LIMIT, _MOST_SECONDS)
+        self._limit = limit_seconds
+        self._tell = tell
+        self._ends = threading.Event()
+        for peer in self._peers.values():
+            peer.setblocking(False)
+
+    def run(self) -> None:
+        """Send and look for signs until somebody is gone, or `close`."""
+        silent = dict.fromkeys(self._peers, 0)
+        said = dict.fromkeys(self._peers, b"")
+        began: set[int] = set()
+        while not self._ends.is_set():
+            self._send(_SIGN)
+            ready, _, _ = select.select(list(self._peers.values()), [], [], self._every)
+            if ready:
+                self._ends.wait(self._every)  # signs come one by one: look at those of all at once
+            for rank, peer in list(self._peers.items()):
+                try:
+                    came = peer.recv(1 << 16)
+                except BlockingIOError:
+                    silent[rank] += 1
+                    limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
+                    if silent[rank] * self._every > limit:
+                        self._found(rank, f"has stalled: no sign of life for {limit:g} s")
+                        return
+                    continue
+                except OSError:
+                    came = b""
+                said[rank] = (said[rank] + came).lstrip(_SIGN)
+                silent[rank] = 0
+                began.add(rank)
+                if said[rank].startswith(_ENDED):
+                    del self._peers[rank]
+                elif not came:
+                    text = said[rank].removeprefix(_FAILED).decode(errors="replace")
+                    self._found(rank, f"failed: {text}" if text else "died")
+                    return
+
+    def _found(self, rank: int, fate: str) -> None:
+        if not self._ends.is_set():
+            self._tell(rank, fate)
+
+    def _send(self, sign: bytes) -> None:
+        for peer in list(self._peers.values()):
+            with contextlib.suppress(OSError):  # full, for it is stopped; or gone, which reading tells
+                peer.send(sign)
+
+    def fail(self, text: str) -> None:
+        """Tell the others why this rank is about to end."""
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.setblocking(True)
+                peer.sendall(_FAILED + text.encode())
+
+    def close(self) -> None:
+        """Look no more, and let the others know that this end is meant."""
+        self._ends.set()
+        self._send(_ENDED)
+        if self.is_alive() and self is not threading.current_thread():
+            self.join()
+        for peer in self._peers.values():
+            peer.close()

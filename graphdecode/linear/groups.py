@@ -1,0 +1,215 @@
+"""A weight in groups of few bits: a scale, and perhaps a zero point, for some columns of a row; plain data.
+
+This is what checkpoints in compressed-tensors' forms, of GPTQ and AWQ, in fp8 and in MXFP4 have in common once they are
+read. `Groups.dequantised` is its definition: every product with it agrees with that one up to the order of sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from graphdecode.linear.weight_form import Shard, TensorSource
+
+Code = Literal["integer", "e4m3", "e2m1", "nf4"]
+
+# by code; e2m1: OCP Microscaling Formats, 2023, 5.3.3; nf4: Dettmers et al., 2023 (QLoRA), appendix E
+TABLES: dict[str, tuple[float, ...]] = {
+    "e2m1": (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0),
+    "nf4": (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A weight [out_features, in_features] in groups; groups that do not divide the columns end with a shorter one.
+
+    Column `c` of row `r` is `(value(codes[r, c]) - zero) * scales[r // rows_of_scale, c // group_size]`, and is
+    multiplied with the input feature `order[c]`, or `c`. `value` is the integer itself, what stands in `TABLES`, or the
+    float8; there are zeros for integers alone.
+
+    Attributes:
+        code: what codes are.
+        bits: of a code, 4 or 8.
+        codes: uint8 [out_features, in_features * bits / 8], the lower half of a byte first; or float8_e4m3fn for e4m3.
+        scales: [out_features / rows_of_scale, groups], both rounded up; float32, float16, bfloat16 or float8_e8m0fnu.
+        zeros: uint8 [out_features, groups], the codes of 0; None: that is 2 ** (bits - 1) everywhere.
+        group_size: columns that share a scale.
+        rows_of_scale: rows that do; zeros are by row.
+        order: int32 [in_features], the input feature of each column; None: as they stand.
+    """
+
+    code: Code
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    rows_of_scale: int = 1
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def nbytes(self) -> int:
+        """What all of it takes."""
+        held = (self.codes, self.scales, self.zeros, self.order)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def dequantised(self) -> Tensor:
+        """Return the weight in float32 [out_features, in_features], its columns by input feature."""
+        spread = self.by_row()
+        scales = spread.scales.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
+        weight = self.values() * scales
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+
+    def values(self) -> Tensor:
+        """Return what is multiplied with the scales, float32 [out_features, in_features], columns as they stand."""
+        if self.code == "e4m3":
+            return self.codes.float()
+        codes = self.codes if self.bits == 8 else unpacked(self.codes)
+        if self.code != "integer":
+            return torch.tensor(TABLES[self.code], device=codes.device)[codes.int()]
+        if self.zeros is None:
+            return codes.float() - 2 ** (self.bits - 1)
+        return codes.float() - self.zeros.float().repeat_interleave(self.group_size, dim=1)[:, : self.shape[1]]
+
+    def explicit_zeros(self) -> Tensor:
+        """Return the codes of 0 of integers, uint8 [out_features, groups], where they are the same everywhere too."""
+        if self.zeros is not None:
+            return self.zeros
+        groups = math.ceil(self.shape[1] / self.group_size)
+        return self.codes.new_full((self.shape[0], groups), 2 ** (self.bits - 1))
+
+    def by_row(self) -> Groups:
+        """Return the same weight with scales for each row."""
+        if self.rows_of_scale == 1:
+            return self
+        scales = _bytes(self.scales).repeat_interleave(self.rows_of_scale, dim=0)[: self.shape[0]]
+        return replace(self, scales=_as(scales, self.scales), rows_of_scale=1)
+
+    def part(self, shard: Shard | None) -> Groups:
+        """Return some rows, or some columns, in memory that is shared where that can be.
+
+        Raises:
+            ValueError: columns begin within a group, or are not in the order of the input features.
+        """
+        if shard is None:
+            return self
+        rows, *columns = shard.slices(self.shape)
+        kept = self.rows(slice(*rows.indices(self.shape[0])[:2]))
+        return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept
+
+    def rows(self, rows: slice) -> Groups:
+        """Return some rows, in memory that is shared."""
+        if rows.start % self.rows_of_scale or (rows.stop % self.rows_of_scale and rows.stop != self.shape[0]):
+            return self.by_row().rows(rows)
+        blocks = slice(rows.start // self.rows_of_scale, -(-rows.stop // self.rows_of_scale))
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
+
+    def _columns(self, columns: slice) -> Groups:
+        if self.order is not None:
+            raise ValueError("columns that were reordered cannot be shared out by input feature")
+        width = columns.stop - columns.start
+        size = min(self.group_size, width) if self.group_size >= self.shape[1] else self.group_size
+        if columns.start % size and self.group_size < self.shape[1]:
+            raise ValueError(f"a part begins at column {columns.start}, within a group of {self.group_size}")
+        if columns.start * self.bits % 8 or width * self.bits % 8:
+            raise ValueError(f"a part of the columns {columns.start} to {columns.stop} begins or ends within a byte")
+        groups = slice(columns.start // self.group_size, -(-columns.stop // self.group_size))
+        return replace(
+            self,
+            codes=self.codes[:, columns.start * self.bits // 8 : columns.stop * self.bits // 8],
+            scales=self.scales[:, groups],
+            zeros=None if self.zeros is None else self.zeros[:, groups],
+            group_size=size,
+        )
+
+
+@runtime_checkable
+class GroupSource(TensorSource, Protocol):
+    """A source whose tensors may stand in groups of few bits; the dtype of such a tensor is one of GROUP_TYPES."""
+
+    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+        """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is no groups.
+
+        Where this is None, `read` gives its values. Tensors may be views of a mapped file: what is kept must be copied.
+        """
+
+
+GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # what `Stored.dtype` says of groups
+
+
+def fused(parts: Sequence[Groups]) -> Groups | None:
+    """Return weights one below another as one; None where they are not of one kind."""
+    first, *others = parts
+    if not others:
+        return first
+    kinds = {(part.code, part.bits, part.shape[1], part.group_size, part.scales.dtype) for part in parts}
+    if len(kinds) > 1 or any(not _same_order(first, part) for part in others):
+        return None
+    whole_blocks = all(part.shape[0] % part.rows_of_scale == 0 for part in parts[:-1])
+    if len({part.rows_of_scale for part in parts}) > 1 or not whole_blocks:
+        parts = [part.by_row() for part in parts]
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([part.explicit_zeros() for part in parts])
+    return replace(
+        parts[0],
+        codes=_as(torch.cat([_bytes(part.codes) for part in parts]), first.codes),
+        scales=_as(torch.cat([_bytes(part.scales) for part in parts]), first.scales),
+        zeros=zeros,
+    )
+
+
+def packed(codes: Tensor) -> Tensor:
+    """Return codes of 4 bits, uint8 [..., n], two a byte, [..., n / 2]."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """Return what `packed` packed."""
+    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+
+
+def _same_order(one: Groups, other: Groups) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return floats of 8 bits as bytes, which can be repeated and put together; others as they are."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _as(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.view(like.dtype)

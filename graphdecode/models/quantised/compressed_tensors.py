@@ -1,0 +1,211 @@
+"""compressed-tensors: what llm-compressor writes.
+
+Of a module NAME there are `NAME.weight_scale`, and either `NAME.weight`, int8 or float8, or `NAME.weight_packed` with
+`NAME.weight_shape`: int32, low bits first, with integers that are moved into what is not negative. Zero points, where
+there are some, are packed likewise along the rows, or int8. Which modules are quantised, the tensors say: those of the
+ignore list have a plain weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphdecode.errors import shown
+from graphdecode.linear.groups import Code, Groups, unpacked
+from graphdecode.linear.weight_form import Stored
+from graphdecode.models.fields import UnsupportedModelError
+from graphdecode.models.quantised.order import reordered
+from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, require
+from graphdecode.models.weight_map import CheckpointError
+
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")
+_FLOATS = ("F32", "F16", "BF16")
+_PARTS = ("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+
+
+class _Scheme(NamedTuple):
+    """How a group of modules is quantised."""
+
+    code: Code
+    bits: int
+    group_size: int  # -1: a row, or all of the weight
+    rows_of_scale: int = 1
+
+
+@dataclass(frozen=True)
+class _Weight(PackedTensor):
+    module: str
+    scheme: _Scheme
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether there are zero points that say something: those of floats are 0."""
+        return self.scheme.code == "integer" and f"{self.module}.weight_zero_point" in self.tensors
+
+    def groups(self, read: Read) -> Groups:
+        """Return it as it is stored."""
+        rows, columns = self.stored.shape
+        here = {name.removeprefix(f"{self.module}."): read(name, ()) for name in self.tensors}
+        scales = here["weight_scale"]
+        if self.scheme.code == "e2m1":
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
+        is_one = len(scales) == 1 < rows and self.scheme.rows_of_scale == 1
+        groups = Groups(
+            code=self.scheme.code,
+            bits=self.scheme.bits,
+            codes=_codes(here, self.scheme, columns),
+            scales=scales,
+            zeros=_zeros(here["weight_zero_point"], self.scheme.bits, rows) if self.has_zeros else None,
+            group_size=self.scheme.group_size,
+            rows_of_scale=rows if is_one else self.scheme.rows_of_scale,
+        )
+        return groups if "weight_g_idx" not in here else reordered(groups, here["weight_g_idx"], self.module)
+
+
+def _codes(here: Mapping[str, Tensor], scheme: _Scheme, columns: int) -> Tensor:
+    if "weight" in here:
+        weight = here["weight"]
+        return weight if scheme.code == "e4m3" else weight.view(torch.uint8) ^ 128
+    return here["weight_packed"].view(torch.uint8)[:, : columns * scheme.bits // 8]
+
+
+def _zeros(stored: Tensor, bits: int, rows: int) -> Tensor:
+    """Return zero points as codes, uint8 [rows, groups]."""
+    if stored.dtype == torch.int8:
+        return stored.reshape(len(stored), -1).view(torch.uint8) ^ 128 if bits == 8 else (stored + 8).view(torch.uint8)
+    by_group = stored.T.contiguous().view(torch.uint8)
+    return (by_group if bits == 8 else unpacked(by_group))[:, :rows].T.contiguous()
+
+
+class CompressedTensors:
+    """compressed-tensors; see the file's docstring."""
+
+    name: ClassVar[str] = "compressed-tensors"
+    spare: ClassVar[tuple[str, ...]] = (".input_scale", ".input_zero_point", ".output_zero_point")
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._format = is_one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")
+        for other in ("sparsity_config", "transform_config"):
+            held = settings.get(other)
+            if held and not (isinstance(held, dict) and held.get("format") == "dense"):
+                raise UnsupportedModelError(f"quantization_config: {other} is not supported")
+        groups = settings.get("config_groups")
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise UnsupportedModelError(f"quantization_config: config_groups must be an object, got {shown(groups)}")
+        self._schemes = {_scheme_of(group, self._format) for group in groups.values() if group.get("weights")}
+
+    def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
+        """Yield the weights of modules that have a scale."""
+        for scale in tensors:
+            module = scale.removesuffix(".weight_scale")
+            if module == scale:
+                continue
+            there = tuple(name for part in _PARTS if (name := f"{module}.{part}") in tensors)
+            yield f"{module}.weight", self._weight(module, tensors, there, read)
+
+    def _weight(self, module: str, tensors: Mapping[str, Stored], there: tuple[str, ...], read: Read) -> PackedTensor:
+        is_packed = f"{module}.weight_packed" in tensors
+        codes = tensors.get(f"{module}.weight_packed" if is_packed else f"{module}.weight")
+        if codes is None or len(codes.shape) != 2:
+            raise CheckpointError(f"{module} has a weight_scale and no matrix of weights that it could belong to")
+        rows, columns = codes.shape
+        if f"{module}.weight_shape" in tensors:
+            require(tensors, f"{module}.weight_shape", (2,), ("I64", "I32"))
+            rows, columns = (int(size) for size in read(f"{module}.weight_shape", ()))
+        elif is_packed and codes.dtype == "U8":
+            columns *= 2
+        kind = self._kind(module, codes, (rows, columns))
+        found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == kind]
+        scheme = _fitting(module, found, (rows, columns), tensors[f"{module}.weight_scale"])
+        _check_zeros(module, tensors, (rows, columns), scheme)
+        name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
+        return _Weight(Stored((rows, columns), name), there, module, scheme)
+
+    def _kind(self, module: str, codes: Stored, shape: tuple[int, int]) -> tuple[str, int]:
+        """Return what codes are, and their bits."""
+        rows, columns = shape
+        if codes.dtype in ("I8", "F8_E4M3"):
+            kind = ("integer" if codes.dtype == "I8" else "e4m3", 8)
+        elif codes.dtype == "U8":
+            kind = ("e2m1", 4)
+        else:
+            bits = {-(-columns * bits // 32): bits for bits in (4, 8)}.get(codes.shape[1], 0)
+            kind = ("integer", bits)
+        known = {(scheme.code, scheme.bits) for scheme in self._schemes}
+        if kind not in known or codes.shape[0] != rows or columns * kind[1] % 8:
+            raise CheckpointError(
+                f"{module}: {codes.dtype} {list(codes.shape)} is no weight {list(shape)} that the configuration names"
+            )
+        return kind
+
+
+def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
+    weights = group["weights"]
+    if not isinstance(weights, dict):
+        raise UnsupportedModelError(f"quantization_config: weights must be an object, got {shown(weights)}")
+    is_one_of(group, "format", _FORMATS, overall if overall in _FORMATS else "dense")
+    kind = is_one_of(weights, "type", ("int", "float"), "int")
+    bits = is_one_of(weights, "num_bits", (4, 8), 8)
+    strategy = is_one_of(weights, "strategy", ("tensor", "channel", "group", "block"), _implied(weights))
+    size = weights.get("group_size") if strategy == "group" else -1
+    if kind == "float" and bits == 4 and (strategy, size) != ("group", 32):
+        raise UnsupportedModelError(
+            "quantization_config: floats of 4 bits are supported in groups of 32 alone (mxfp4-pack-quantized)"
+        )
+    code: Code = "integer" if kind == "int" else "e2m1" if bits == 4 else "e4m3"
+    if strategy == "block":
+        block = weights.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
+            raise UnsupportedModelError(f"quantization_config: block_structure must be two sizes, got {shown(block)}")
+        return _Scheme(code, bits, block[1], block[0])
+    if not isinstance(size, int) or not (size == -1 or _is_size(size)):
+        raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
+    return _Scheme(code, bits, size)
+
+
+def _implied(weights: Mapping[str, Any]) -> str:
+    size = weights.get("group_size")
+    return "tensor" if size is None else "channel" if size == -1 else "group"
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _fitting(module: str, schemes: list[_Scheme], shape: tuple[int, int], scale: Stored) -> _Scheme:
+    """Return the scheme whose scales a module has, its group size that of the weight.
+
+    Raises:
+        CheckpointError: none of those that the configuration names.
+    """
+    rows, columns = shape
+    dims = (*scale.shape, 1, 1)[:2]
+    for scheme in schemes:
+        size = columns if scheme.group_size == -1 else min(scheme.group_size, columns)
+        blocks = -(-rows // scheme.rows_of_scale)
+        is_whole = scheme.group_size == -1 and dims in ((1, 1), (rows, 1))
+        dtypes = ("U8",) if scheme.code == "e2m1" else _FLOATS
+        if (is_whole or dims == (blocks, -(-columns // size))) and scale.dtype in dtypes:
+            return scheme._replace(group_size=size)
+    raise CheckpointError(
+        f"{module}.weight_scale is {scale.dtype} {list(scale.shape)}, which the configuration has for no weight "
+        f"{list(shape)}"
+    )
+
+
+def _check_zeros(module: str, tensors: Mapping[str, Stored], shape: tuple[int, int], scheme: _Scheme) -> None:
+    name = f"{module}.weight_zero_point"
+    zeros = tensors.get(name)
+    if zeros is None or scheme.code != "integer":
+        return
+    rows, groups = shape[0], -(-shape[1] // scheme.group_size)
+    if zeros.dtype == "I32":
+        require(tensors, name, (-(-rows * scheme.bits // 32), groups), ("I32",))
+    else:
+        require(tensors, name, (rows, groups), ("I8",))

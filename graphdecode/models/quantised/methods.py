@@ -1,0 +1,42 @@
+"""The methods that a `quantization_config` may name, and the one that it does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphdecode.errors import shown
+from graphdecode.models.fields import UnsupportedModelError
+from graphdecode.models.quantised.compressed_tensors import CompressedTensors
+from graphdecode.models.quantised.float8 import FbgemmFloat8, Float8
+from graphdecode.models.quantised.gptq import Awq, Gptq
+from graphdecode.models.quantised.mxfp4 import Mxfp4
+from graphdecode.models.quantised.nf4 import Nf4
+from graphdecode.models.quantised.packed_tensor import Method
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (CompressedTensors, Gptq, Awq, Float8, FbgemmFloat8, Mxfp4, Nf4)
+}
+CONFIGURATIONS = ("quantization_config", "compression_config")  # the fields of a config.json; the latter in older ones
+
+
+def method_of(settings: Mapping[str, Any]) -> Method | None:
+    """Return how a checkpoint's weights are quantised; None: they are not.
+
+    Args:
+        settings: of a config.json.
+
+    Raises:
+        UnsupportedModelError: in a way that is not known; the message lists those that are.
+    """
+    described = next((settings[field] for field in CONFIGURATIONS if settings.get(field)), None)
+    if not described:
+        return None
+    name = described.get("quant_method") if isinstance(described, dict) else described
+    method = METHODS.get(name) if isinstance(name, str) else None
+    if method is None or not isinstance(described, dict):
+        raise UnsupportedModelError(
+            f"quantization_config ({shown(name, plain=True)}) is not supported; supported are {', '.join(METHODS)}, "
+            "and plain weights"
+        )
+    return method(described)

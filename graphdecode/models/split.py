@@ -1,0 +1,151 @@
+"""One shard of a model: what its configuration and its tensors look like to the rank that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from graphdecode.errors import ArgumentError
+from graphdecode.linear.groups import GROUP_TYPES, Groups, GroupSource, fused
+from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.transformers_backend import AdoptedConfig
+from graphdecode.models.weight_map import Part, Run, WeightMap, parts
+
+
+def check_split(config: ModelConfig | AdoptedConfig, count: int, quantize: str | None = None) -> ModelConfig:
+    """Return a model's configuration, if shards of it can be had.
+
+    Raises:
+        ArgumentError: they cannot; the message says why.
+    """
+    if isinstance(config, AdoptedConfig):
+        raise ArgumentError(
+            f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
+        )
+    if quantize == "gguf":
+        raise ArgumentError(f"tensor_parallel_size={count} cannot be had with quantize='gguf': blocks are not split")
+    return config
+
+
+def split_config(config: ModelConfig, count: int) -> ModelConfig:
+    """Return what one of `count` shards of a model has: its heads, and its channels of the MLPs.
+
+    Keys' and values' heads that are fewer than the shards are in several of them. The vocabulary stays what it is, for
+    every rank has all logits.
+
+    Raises:
+        ArgumentError: a size does not divide; the message names all that do not.
+    """
+    sizes = {"num_attention_heads": config.num_attention_heads, "intermediate_size": config.intermediate_size}
+    if config.experts is not None:
+        sizes["moe_intermediate_size"] = config.experts.intermediate_size
+        sizes["shared_expert_intermediate_size"] = config.experts.shared_intermediate_size
+        if all(config.experts.layers):
+            del sizes["intermediate_size"]  # no layer has an MLP of that size
+    odd = [f"{name} {size}" for name, size in sizes.items() if size % count]
+    heads = config.num_key_value_heads
+    if heads % count and count % heads:
+        odd.append(f"num_key_value_heads {heads}")
+    if odd:
+        raise ArgumentError(f"tensor_parallel_size={count} does not divide {', '.join(odd)} of this model")
+    experts = config.experts
+    if experts is not None:
+        experts = replace(
+            experts,
+            intermediate_size=experts.intermediate_size // count,
+            shared_intermediate_size=experts.shared_intermediate_size // count,
+        )
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // count,
+        num_key_value_heads=max(heads // count, 1),
+        intermediate_size=config.intermediate_size // count,
+        experts=experts,
+    )
+
+
+class SplitSource:
+    """What a source has for one rank, as if its shard were all there is.
+
+    Args:
+        source: of the whole model.
+        weight_map: of the whole model.
+        rank: which shard.
+        count: of how many.
+
+    Attributes:
+        tensors: those that the map names, in the shard's shapes.
+        weight_map: of the shard.
+    """
+
+    def __init__(self, source: TensorSource, weight_map: WeightMap, rank: int, count: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._count = count
+        self._whole = {part.name: part for part in parts(weight_map)}
+        shapes = {name: self._shape(part) for name, part in self._whole.items()}
+        self.tensors: Mapping[str, Stored] = {
+            name: Stored(shape, source.tensors[name].dtype) for name, shape in shapes.items() if name in source.tensors
+        }
+        self.weight_map: WeightMap = {
+            place: tuple(part._replace(shape=shapes[part.name]) for part in found)
+            for place, found in weight_map.items()
+        }
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write the rank's part of a tensor, or a part of that along another axis, into `out`."""
+        part, axis = self._whole[name], self._whole[name].split
+        if part.is_added and self._rank > 0:
+            out.zero_()
+        elif axis is None:
+            self._source.read(name, out, shard)
+        else:
+            cuts = list(self._cuts(part, axis))
+            sizes = [_length(cut, part.shape) for cut in cuts]
+            for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
+                self._source.read(name, target, replace(cut, within=shard))
+
+    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+        """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
+
+        Raises:
+            ArgumentError: the part begins or ends within a group.
+        """
+        part, source = self._whole[name], self._source
+        if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
+            return None
+        if part.split is None:
+            return source.read_groups(name)
+        found = [source.read_groups(name, cut) for cut in self._cuts(part, part.split)]
+        whole = [groups for groups in found if groups is not None]
+        if len(whole) == len(found) and (part.split == 0 or len(found) == 1):
+            return fused(whole)
+        raise ArgumentError(
+            f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, begins or ends "
+            f"within a group of {source.tensors[name].dtype}"
+        )
+
+    def _cuts(self, part: Part, axis: int) -> Iterator[Shard]:
+        """Yield what the rank has of each run."""
+        begin = 0
+        for run in part.runs or (Run(part.shape[axis]),):
+            rank, count = self._rank, self._count
+            if 0 < run.heads < count:
+                rank, count = rank * run.heads // count, run.heads
+            yield Shard(rank, count, axis, begin, run.size)
+            begin += run.size
+
+    def _shape(self, part: Part) -> tuple[int, ...]:
+        if part.split is None:
+            return part.shape
+        sizes = list(part.shape)
+        sizes[part.split] = sum(_length(cut, part.shape) for cut in self._cuts(part, part.split))
+        return tuple(sizes)
+
+
+def _length(cut: Shard, shape: tuple[int, ...]) -> int:
+    found = cut.slices(shape)[cut.axis]
+    return found.stop - found.start

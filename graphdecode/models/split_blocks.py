@@ -1,0 +1,90 @@
+"""Blocks of a model that several ranks share, where a product's sum or side by side is not all that they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.attention import HeadTurn
+from graphdecode.distributed import Collectives
+from graphdecode.kernels.model.embedding import embedding
+from graphdecode.models.blocks import Attention, FeedForward, Norm, Stem, Stream, Tokens
+
+
+@dataclass(frozen=True)
+class SplitStem(Stem):
+    """An embedding of which each rank has some rows: those of others are zeros in the sum, which so is exact.
+
+    Attributes:
+        begin: the rank's first row.
+        collectives: of the ranks.
+    """
+
+    begin: int = field(kw_only=True)
+    collectives: Collectives = field(kw_only=True)
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """Return the embedded tokens [t, hidden]."""
+        residual = self.residual(tokens)
+        ids = tokens.ids - self.begin
+        embedding(residual, ids, self.embedding, tokens.live, self.scale)
+        is_elsewhere = (ids < 0) | (ids >= self.embedding.shape[0])
+        residual.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
+        self.collectives.all_reduce(residual, "embedding")
+        return residual
+
+
+@dataclass(frozen=True)
+class SummedMlp(FeedForward):
+    """A block of which each rank has a part, and whose results are summed."""
+
+    part: FeedForward
+    collectives: Collectives
+    place: str
+
+    def run(self, stream: Stream) -> None:
+        """Replace `hidden`."""
+        self.part.run(stream)
+        self.collectives.all_reduce(stream.hidden, self.place)
+
+
+@dataclass(frozen=True)
+class JointlyNormedAttention(Attention):
+    """Attention whose queries are normed over all heads, and keys, of which each rank has some.
+
+    Attributes:
+        collectives: of the ranks.
+        place: in the model.
+    """
+
+    collectives: Collectives = field(kw_only=True)
+    place: str = field(kw_only=True)
+
+    def turn(self, qkv: Tensor) -> HeadTurn:
+        """Norm queries and keys where they are, so that they are only turned afterwards."""
+        normed = list(self._normed(qkv))
+        squares = torch.stack([x.float().square().sum(1) for x, _ in normed], dim=1)  # [t, 2]
+        self.collectives.all_reduce(squares, self.place)
+        for column, (x, norm) in enumerate(normed):
+            # heads that several ranks have count several times, in the sum and in the number of channels
+            mean = squares[:, column : column + 1] / (x.shape[1] * self.collectives.count)
+            x.copy_(x.float() * torch.rsqrt(mean + norm.eps) * norm.weight)
+        return HeadTurn(self.cos_sin, None, None, 0.0)
+
+    def _normed(self, qkv: Tensor) -> Iterator[tuple[Tensor, Norm]]:
+        begin = 0
+        for norm in (self.q_norm, self.k_norm):
+            if norm is not None:
+                end = begin + norm.weight.shape[0]
+                yield qkv[:, begin:end], norm
+                begin = end
+
+
+def jointly_normed(attention: Attention, collectives: Collectives, place: str) -> Attention:
+    """Return attention with norms over the heads of all ranks."""
+    fields: dict[str, Any] = vars(attention)
+    return JointlyNormedAttention(**fields, collectives=collectives, place=place)

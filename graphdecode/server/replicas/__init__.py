@@ -1,0 +1,1 @@
+"""Several engines behind one server, placed and kept alive by Ray Serve."""

@@ -1,0 +1,139 @@
+"""What stands before the replicas: hands each request to one of them, and to another one where the first is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Message, Receive, Scope, Send
+
+from graphdecode.config import ServerConfig
+from graphdecode.server import sse
+from graphdecode.server.body import disconnected, read_body
+from graphdecode.server.http_errors import SAYING, HttpError
+from graphdecode.server.replicas.channel import REPLICA_HEADER, Channel, LostError
+from graphdecode.server.replicas.exposition import merged
+from graphdecode.server.replicas.routing import prompt_blocks
+
+_ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them
+_TRY_ELSEWHERE = (429, 503)
+_LOST = "the replica ended before the answer was complete"
+
+log = logging.getLogger(__name__)
+
+
+def make_front(channel: Channel, limits: ServerConfig) -> tuple[Starlette, Front]:
+    """Return the application before some replicas, and the part of it that hands on.
+
+    Args:
+        channel: to the replicas.
+        limits: theirs, which hold here too.
+    """
+    front = Front(channel, limits)
+
+    async def metrics(_: Request) -> Response:
+        return Response(merged(await channel.metrics()), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    routes = [Route("/metrics", metrics), Mount("", front)]
+    return Starlette(routes=routes, exception_handlers=SAYING), front
+
+
+class Front:
+    """Hands requests on, whatever they are: what they mean is the replicas' affair.
+
+    A request that no replica has begun to answer is tried again elsewhere. Where an answer had begun, it ends: a
+    stream with an event that tells of an error, anything else by closing the connection.
+
+    Args:
+        channel: to the replicas.
+        limits: theirs.
+
+    Attributes:
+        draining: nothing new is taken on.
+        num_open: requests under way.
+    """
+
+    def __init__(self, channel: Channel, limits: ServerConfig) -> None:
+        self._channel = channel
+        self._limits = limits
+        self.draining = False
+        self.num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, until the client goes away."""
+        if self.draining:
+            raise HttpError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
+        body = await read_body(Request(scope, receive), self._limits)
+        self.num_open += 1
+        work = asyncio.ensure_future(self._answer(scope, body, receive, send))
+        gone = asyncio.ensure_future(disconnected(receive))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self.num_open -= 1
+            for task in (work, gone):
+                task.cancel()
+            results = await asyncio.gather(work, gone, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        blocks, avoid = _blocks_of(body), list[str]()
+        error = HttpError(503, "no replica could answer; try again", code="no_replica", headers={"Retry-After": "5"})
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s or None) as patience:
+                for attempt in range(1, _ATTEMPTS + 1):
+                    answer = self._channel.messages(scope, body, blocks, avoid)
+                    async with contextlib.aclosing(answer) as messages:
+                        try:
+                            begin, first = await anext(messages), await anext(messages)
+                        except (LostError, StopAsyncIteration) as lost:
+                            log.warning("attempt %d at a request: %s", attempt, lost)
+                            continue
+                        if _tells_of_another(begin, first) and attempt < _ATTEMPTS:
+                            avoid.append(_header(begin, REPLICA_HEADER))
+                            continue
+                        patience.reschedule(None)  # from here on the replica's own patience counts
+                        await send(begin)
+                        await send(first)
+                        await self._go_on(begin, messages, send)
+                        return
+        except TimeoutError:
+            error = HttpError(504, f"no replica answered in {self._limits.request_timeout_s:g} s", code="timeout")
+        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    async def _go_on(self, begin: Message, messages: Any, send: Send) -> None:
+        try:
+            async for message in messages:
+                await send(message)
+        except LostError as lost:
+            if not _header(begin, b"content-type").startswith("text/event-stream"):
+                raise  # which cuts the connection: there is no other way to say so
+            log.warning("an answer under way: %s", lost)
+            failed = HttpError(503, _LOST, code="replica_lost")
+            await send({"type": "http.response.body", "body": sse.event(failed.body) + sse.DONE})
+
+
+def _tells_of_another(begin: Message, first: Message) -> bool:
+    """Whether another replica may answer: this one is full, or its engine ended before anything came of it."""
+    if _header(begin, b"content-type").startswith("text/event-stream"):
+        return first["body"].startswith(b'data: {"error":') and b'"code":"restarting"' in first["body"]
+    return begin["status"] in _TRY_ELSEWHERE
+
+
+def _header(begin: Message, name: bytes) -> str:
+    return next((value.decode("latin-1") for key, value in begin["headers"] if key == name), "")
+
+
+def _blocks_of(body: bytes) -> list[int]:
+    try:
+        return prompt_blocks(json.loads(body)) if body else []
+    except (ValueError, RecursionError):  # the replica says what is wrong with it
+        return []

@@ -1,0 +1,171 @@
+"""One engine and its application, as an actor of Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import ray
+from ray import serve
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from graphdecode.server.app import make_app
+from graphdecode.server.batch import EngineAnswers
+from graphdecode.server.batch_lines import BatchRequest
+from graphdecode.server.replicas.channel import REPLICA_HEADER
+from graphdecode.server.replicas.ray_channel import LEASE_HEADER
+from graphdecode.server.replicas.router import Route
+from graphdecode.server.run import bind, make_server
+from graphdecode.server.service import Service
+
+_PATIENCE_SECONDS = 60.0  # with an engine that does not start again; then the whole replica is made anew, elsewhere
+_LEASE_SECONDS = 30.0  # until the request comes that a lease was taken for
+_LEASE_KEY = LEASE_HEADER.encode()
+
+log = logging.getLogger(__name__)
+
+
+class Replica:
+    """What a front calls; the application is the server's own, and so are its endpoints.
+
+    Args:
+        make_service: returns the service, which is yet to be started.
+        listens: whether it takes requests over HTTP too.
+    """
+
+    async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
+        self.service = make_service()
+        self._answers = EngineAnswers(self.service)
+        self.name = serve.get_replica_context().replica_id.unique_id
+        self._app = _signed(make_app(self.service), self.name)
+        self._leases: dict[str, _Lease] = {}
+        self._served_at = time.monotonic()
+        await self.service.start()
+        self._address = await self._listen() if listens else ""
+
+    async def _listen(self) -> str:
+        node = ray.util.get_node_ip_address()
+        bound = bind(node, 0)
+        server = make_server(self._leased, self.service.limits)
+        self._serving = asyncio.create_task(server.serve(sockets=[bound]))
+        return f"http://{node}:{bound.getsockname()[1]}"
+
+    async def answer(self, scope: Scope, body: bytes, *, route: Route) -> AsyncGenerator[list[Message], None]:
+        """Yield the response to a request, as many of its messages at a time as there are.
+
+        Args:
+            scope: of the request, as ASGI has it.
+            body: of the request.
+            route: for the router.
+        """
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        sent: list[Message] = [{"type": "http.request", "body": body}]
+
+        async def receive() -> Message:
+            if sent:
+                return sent.pop()
+            await asyncio.Event().wait()  # who leaves cancels this call
+            raise AssertionError
+
+        async def work() -> None:
+            try:
+                await self._app(scope, receive, messages.put)
+            finally:
+                messages.put_nowait(None)
+
+        working = asyncio.create_task(work())
+        try:
+            is_last = False
+            while not is_last:
+                several = [await messages.get()]
+                while not messages.empty():
+                    several.append(messages.get_nowait())
+                is_last = several[-1] is None
+                if told := [message for message in several if message is not None]:
+                    yield told
+        finally:
+            working.cancel()
+            await asyncio.wait((working,))
+
+    async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of the response to a request of a batch.
+
+        Args:
+            request: of a batch.
+            route: for the router.
+        """
+        return await self._answers.answer(request)
+
+    async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
+        """Yield where a request can be sent over HTTP, and end when it was answered.
+
+        Args:
+            number: that the request will bring.
+            route: for the router.
+        """
+        lease = self._leases[number] = _Lease()
+        try:
+            yield self._address
+            async with asyncio.timeout(_LEASE_SECONDS):
+                await lease.began.wait()
+            await lease.ended.wait()
+        except TimeoutError:
+            log.warning("a request never came for which a lease was taken")
+        finally:
+            del self._leases[number]
+
+    async def _leased(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application over HTTP: it tells a lease when its request is answered."""
+        number = next((value.decode("latin-1") for key, value in scope.get("headers", ()) if key == _LEASE_KEY), "")
+        lease = self._leases.get(number, _Lease())
+        lease.began.set()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            lease.ended.set()
+
+    async def metrics(self) -> tuple[str, str]:
+        """Return this replica's name, and what it tells Prometheus."""
+        return self.name, self.service.metrics.text().decode()
+
+    async def check_health(self) -> None:
+        """Raise where the engine has not served for long; Ray asks now and then."""
+        now = time.monotonic()
+        if self.service.client.serves:
+            self._served_at = now
+        elif now - self._served_at > _PATIENCE_SECONDS:
+            raise RuntimeError(f"the engine has not served for {now - self._served_at:.0f} s")
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return what the router should know; Ray asks now and then."""
+        return {"serves": self.service.client.serves}
+
+    async def __del__(self) -> None:
+        """End the engine; Ray calls this when no request is under way, or time is up."""
+        self.service.close(at_once=True)
+
+
+class _Lease:
+    """A request over HTTP that Ray counts."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+        self.ended = asyncio.Event()
+
+
+def _signed(app: ASGIApp, name: str) -> ASGIApp:
+    """Return an application whose responses say which replica they are of."""
+    header = (REPLICA_HEADER, name.encode("latin-1"))
+
+    async def signed(scope: Scope, receive: Receive, send: Send) -> None:
+        async def sign(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], header]}
+            await send(message)
+
+        await app(scope, receive, sign)
+
+    return signed

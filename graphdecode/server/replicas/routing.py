@@ -1,0 +1,111 @@
+"""Who gets a request: the least loaded first, and of those the one that has the beginning of its prompt.
+
+Nothing here knows Ray: `tools/simulate_cluster.py` runs the same code at a thousand replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R", bound=Hashable)
+
+BLOCK_CHARACTERS = 32  # of a prompt; a replica caches whole pages, commonly 16 tokens of 1..4 characters
+MAX_BLOCKS = 256  # looked at of one prompt
+KEPT_BLOCKS = 1 << 16  # remembered of one replica: 2 million characters, in the order of a cache of pages
+
+
+class PrefixIndex(Generic[R]):
+    """Which replica was sent which beginnings of prompts; each forgets the oldest, as its cache does.
+
+    Args:
+        kept_blocks: of each replica.
+    """
+
+    def __init__(self, kept_blocks: int = KEPT_BLOCKS) -> None:
+        self._kept_blocks = kept_blocks
+        self._holders: dict[int, set[R]] = {}
+        self._blocks: dict[R, OrderedDict[int, None]] = {}  # the latest are last
+
+    def matched(self, blocks: Sequence[int]) -> dict[R, int]:
+        """Return, for each replica that has the first block, how many blocks it has from the beginning on.
+
+        Args:
+            blocks: of a prompt; see `prompt_blocks`.
+        """
+        depths: dict[R, int] = {}
+        holding = self._holders.get(blocks[0], set()) if blocks else set()
+        for depth in range(1, len(blocks) + 1):
+            further = holding & self._holders.get(blocks[depth], set()) if depth < len(blocks) else set()
+            depths.update(dict.fromkeys(holding - further, depth))
+            if not further:
+                break
+            holding = further
+        return depths
+
+    def add(self, replica: R, blocks: Sequence[int]) -> None:
+        """Take note that a replica computes a prompt."""
+        kept = self._blocks.setdefault(replica, OrderedDict())
+        for block in reversed(blocks):  # so that the end of a prompt is forgotten before its beginning
+            kept[block] = None
+            kept.move_to_end(block)
+            self._holders.setdefault(block, set()).add(replica)
+        while len(kept) > self._kept_blocks:
+            self._drop(replica, kept.popitem(last=False)[0])
+
+    def keep_only(self, replicas: Sequence[R]) -> None:
+        """Forget all replicas but some: the others have ended, and their caches with them."""
+        for replica in self._blocks.keys() - set(replicas):
+            for block in self._blocks.pop(replica):
+                self._drop(replica, block)
+
+    def _drop(self, replica: R, block: int) -> None:
+        holders = self._holders[block]
+        holders.discard(replica)
+        if not holders:
+            del self._holders[block]
+
+
+def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: random.Random) -> R:
+    """Return the replica for a request.
+
+    Args:
+        loads: requests under way, by replica; at least one replica.
+        matched: of its prompt's blocks, how many a replica has; one that is missing has none.
+        slack: requests by which a replica may be ahead of the least loaded one.
+        draw: decides between equals.
+    """
+    limit = min(loads.values()) + slack
+    best = max((matched.get(each, 0), -load) for each, load in loads.items() if load <= limit)
+    return draw.choice([each for each, load in loads.items() if (matched.get(each, 0), -load) == best])
+
+
+def prompt_blocks(body: Any) -> list[int]:
+    """Return the blocks of what a request's prompt begins with; each stands for all characters up to its end.
+
+    Two requests have their first blocks in common where their prompts begin alike, for all that can be told without
+    a tokenizer and a chat template. What is no request has none: it is refused where it is served.
+
+    Args:
+        body: of a request, as JSON was read.
+    """
+    text = _beginning(body) if isinstance(body, dict) else ""
+    blocks, digest = [], b""
+    for end in range(BLOCK_CHARACTERS, min(len(text), MAX_BLOCKS * BLOCK_CHARACTERS) + 1, BLOCK_CHARACTERS):
+        piece = text[end - BLOCK_CHARACTERS : end].encode("utf-8", "surrogatepass")
+        digest = blake2b(digest + piece, digest_size=8).digest()
+        blocks.append(int.from_bytes(digest))
+    return blocks
+
+
+def _beginning(body: dict[str, Any]) -> str:
+    if "messages" in body:  # tools stand before the messages in most chat templates
+        return json.dumps([body.get("tools"), body["messages"]], ensure_ascii=False)
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompt = prompt[0]  # the others have mostly the same beginning, where there is one in common
+    return prompt if isinstance(prompt, str) else json.dumps(prompt)

@@ -1,0 +1,57 @@
+"""The same sums and rows over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
+
+On a GPU they are captured with the step, as NCCL allows. No machine with several GPUs has run them yet.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..native.registration import operator
+from ..native.signature import Written
+
+
+def _gathered(part: Tensor, ranks: int) -> Tensor:
+    """Return the same of all ranks, [ranks, ...]."""
+    found = part.new_empty((ranks, *part.shape))
+    dist.all_gather(list(found.unbind(0)), part)
+    return found
+
+
+@operator()
+def group_all_reduce(x: Written[Tensor], ranks: int) -> None:
+    """Replace `x` by its sum over all ranks, with the same bits on each.
+
+    NCCL computes each number once and sends it to all. gloo's order of the ranks follows from who holds a number; so
+    the ranks' numbers are gathered, and each rank adds them up in the order of the ranks.
+
+    Args:
+        x: [rows, columns], contiguous.
+        ranks: how many there are.
+    """
+    if x.is_cuda:
+        dist.all_reduce(x)
+        return
+    parts = _gathered(x, ranks).float()
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    x.copy_(total)
+
+
+@operator()
+def group_all_gather(out: Written[Tensor], part: Tensor, ranks: int) -> None:
+    """Write the columns of all ranks into `out`; rank r has those from `columns * r // ranks` on.
+
+    Args:
+        out: [rows, columns], contiguous.
+        part: [rows, the caller's columns], contiguous.
+        ranks: how many there are.
+    """
+    columns = out.shape[1]
+    widest = -(-columns // ranks)
+    padded = torch.nn.functional.pad(part, (0, widest - part.shape[1]))
+    found = _gathered(padded, ranks)
+    for rank in range(ranks):
+        begin, end = columns * rank // ranks, columns * (rank + 1) // ranks
+        out[:, begin:end].copy_(found[rank, :, : end - begin])

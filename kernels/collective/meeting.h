@@ -1,0 +1,94 @@
+/* How ranks on one machine meet on a board of shared memory; see board.py for what lies where.
+ *
+ * A rank that waits spins for a while, then offers its core at every look, then sleeps between looks: ranks may be more
+ * than cores. It gives up when somebody has said that a rank is gone, or when a rank does not come within the limit;
+ * what was to be computed is left as it is then, every later meeting ends at once, and the host, which looks at the
+ * board behind each step, says who was late. Time in which this process itself did not run does not count.
+ */
+#ifndef GRAPHDECODE_MEETING_H
+#define GRAPHDECODE_MEETING_H
+
+#include <time.h>
+
+#include "native.h"
+
+#define MEETING_SPINS 4000
+#define MEETING_YIELDS 20000
+#define MEETING_LONGEST_LOOK_NS 50000000 /* between two looks: the rest of it was somebody else's */
+
+typedef struct {
+    _Atomic int64_t *words;
+    char *data;
+    int64_t rank, count, place_bytes;
+    int64_t meeting; /* the number of the last one that this rank came to */
+} board_view;
+
+static inline board_view board_of(int64_t *words, int64_t size, int64_t rank, int64_t count) {
+    int64_t place = (size - BOARD_HEADER) / (2 * count) / BOARD_LINE * BOARD_LINE * 8;
+    _Atomic int64_t *board = (_Atomic int64_t *)words;
+    int64_t meeting = atomic_load(&board[BOARD_LINE * (1 + rank) + BOARD_ARRIVED]);
+    return (board_view){board, (char *)(words + BOARD_HEADER), rank, count, place, meeting};
+}
+
+static inline char *place_at(const board_view *board, int64_t rank, int64_t meeting) {
+    return board->data + (meeting % 2 * board->count + rank) * board->place_bytes;
+}
+
+static inline int64_t now_ns(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* Tell who is late, unless somebody was late before. */
+static inline void tell_late(const board_view *board, int64_t rank) {
+    int64_t none = 0;
+    atomic_compare_exchange_strong(&board->words[BOARD_LATE], &none, rank + 1);
+}
+
+/* Wait until a rank has come to a meeting; whether it has. */
+static int await_rank(const board_view *board, int64_t rank, int64_t meeting) {
+    _Atomic int64_t *arrived = &board->words[BOARD_LINE * (1 + rank) + BOARD_ARRIVED];
+    int64_t waited = 0, last = 0;
+    for (int64_t looks = 0; atomic_load_explicit(arrived, memory_order_acquire) < meeting; looks++) {
+        if (atomic_load_explicit(&board->words[BOARD_LATE], memory_order_relaxed)) return 0;
+        if (looks < MEETING_SPINS) {
+            pause_core();
+            continue;
+        }
+        if (looks < MEETING_YIELDS) sched_yield();
+        else nanosleep(&(struct timespec){0, 50000}, 0);
+        int64_t now = now_ns();
+        int64_t look = last ? now - last : 0;
+        waited += look < MEETING_LONGEST_LOOK_NS ? look : MEETING_LONGEST_LOOK_NS;
+        last = now;
+        if (waited > board->words[BOARD_LIMIT_MS] * 1000000) {
+            tell_late(board, rank);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+/* Come to the next meeting with data in this rank's place for it, and wait for all others; whether they came, and with
+ * the same in mind: `brought` is what is computed, and how much. */
+static int meet(board_view *board, int64_t brought) {
+    _Atomic int64_t *own = &board->words[BOARD_LINE * (1 + board->rank)];
+    int64_t meeting = ++board->meeting;
+    /* the board of the meeting before is not written before all have read it, so that neither is this word */
+    atomic_store_explicit(&own[BOARD_BROUGHT + meeting % 2], brought, memory_order_relaxed);
+    atomic_store_explicit(&own[BOARD_ARRIVED], meeting, memory_order_release);
+    for (int64_t rank = 0; rank < board->count; rank++) {
+        if (rank == board->rank) continue;
+        if (!await_rank(board, rank, meeting)) return 0;
+        _Atomic int64_t *line = &board->words[BOARD_LINE * (1 + rank)];
+        if (atomic_load_explicit(&line[BOARD_BROUGHT + meeting % 2], memory_order_relaxed) != brought) {
+            tell_late(board, BOARD_MOST_RANKS + rank);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static inline int is_over(const board_view *board) { return board->words[BOARD_LATE] != 0; }
+#endif

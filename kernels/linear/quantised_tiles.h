@@ -1,0 +1,205 @@
+/* Products of rows of bf16 with blocks of few bits in matrix tiles: of few rows, and of many. A row's sums have one order
+ * in both: those of a span, scaled and added in float, then its total times the span's least values.
+ */
+#ifndef GRAPHDECODE_QUANTISED_TILES_H
+#define GRAPHDECODE_QUANTISED_TILES_H
+
+#include "native_blocks.h"
+
+#define FEW_ROWS (2 * TILE_ROWS)
+
+/* What all panels of a product have in common. */
+struct span_job {
+    const struct block_weight *weight;
+    int64_t rows, spans;
+    const float *totals; /* of each row's spans, if there are least values */
+};
+
+INLINE void read_numbers(vec *scale, vec *least, const struct block_weight *weight, int64_t panel, int64_t span) {
+    for (int v = 0; v < VECTORS; v++) {
+        scale[v] = number_of(&weight->scales, panel, span, v);
+        if (weight->mins.at) least[v] = number_of(&weight->mins, panel, span, v);
+    }
+}
+
+/* Add some rows' sums of a span, scaled, and their totals times its least values. */
+INLINE void add_span(float *out, const float *found, const vec *scale, const vec *least, const struct span_job *job,
+                     int64_t row, int64_t rows, int64_t span) {
+    int has_mins = job->weight->mins.at != 0;
+    for (int64_t r = 0; r < rows; r++)
+        for (int v = 0; v < VECTORS; v++) {
+            float *at = out + r * PANEL + v * LANES;
+            vec sum = load_f32(at) + scale[v] * load_f32(found + r * PANEL + v * LANES);
+            store_f32(at, has_mins ? sum + least[v] * job->totals[(row + r) * job->spans + span] : sum);
+        }
+}
+
+#ifdef WITH_TILES
+#define RING 8        /* blocks that are undone and not yet multiplied, and as many that are done with */
+#define UNDONE_AHEAD 4 /* blocks between what is undone and what is multiplied, so that both go on side by side */
+#define BYTES_AHEAD 8192
+
+static void undo_ahead(uint16_t *ring, const struct block_weight *weight, int64_t block, int64_t end) {
+    int64_t words = weight->bits * BLOCK_SIZE / 16;
+    if (block >= end) return;
+    const uint16_t *at = weight->panels + block * words;
+    for (int64_t i = 0; i < words; i += ROW_WORDS) __builtin_prefetch((const char *)(at + i) + BYTES_AHEAD, 0, 2);
+    pairs_undone(ring + block % RING * BLOCK_SIZE, at, weight);
+}
+
+/* The rows, which are one tile's or two's, with some input features of a block. */
+INLINE void tile_step(const int tiles, const uint16_t *x, int64_t stride, const uint16_t *codes) {
+    _tile_loadd(6, codes, 4 * PANEL);
+    _tile_loadd(7, codes + PANEL, 4 * PANEL);
+    _tile_loadd(4, x, 2 * stride);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (tiles == 1) return;
+    _tile_loadd(5, x + TILE_ROWS * stride, 2 * stride);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+}
+
+INLINE void begin_sums(const int tiles) {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (tiles == 1) return;
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void end_sums(const int tiles, float *sums) {
+    _tile_stored(0, sums, 4 * PANEL);
+    _tile_stored(1, sums + HALF_PANEL, 4 * PANEL);
+    if (tiles == 1) return;
+    _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+    _tile_stored(3, sums + TILE_ROWS * PANEL + HALF_PANEL, 4 * PANEL);
+}
+
+/* sums[row][column] of up to FEW_ROWS rows with one panel; the ring has its first blocks, and at the end those of the
+ * panel behind it. */
+INLINE void few_rows_of_panel(const int tiles, float *sums, const struct span_job *job, const uint16_t *x, int64_t stride,
+                              uint16_t *ring, int64_t panel, int64_t end) {
+    const struct block_weight *weight = job->weight;
+    _Alignas(64) float found[2][FEW_ROWS * PANEL];
+    int64_t step = least_of(weight->span, QUANTISED_BLOCK), features = weight->blocks * QUANTISED_BLOCK, span = 0;
+    memset(sums, 0, job->rows * PANEL * sizeof *sums);
+    for (int64_t feature = 0, left = 0; feature < features; feature += step) {
+        int64_t block = panel * weight->blocks + feature / QUANTISED_BLOCK;
+        if (feature % QUANTISED_BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
+        if (left == 0) {
+            begin_sums(tiles);
+            left = least_of(weight->span, features - feature);
+        }
+        tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % QUANTISED_BLOCK * PANEL);
+        left -= step;
+        if (left > 0) continue;
+        vec scale[VECTORS], least[VECTORS];
+        read_numbers(scale, least, weight, panel, span);
+        end_sums(tiles, found[span % 2]);
+        add_span(sums, found[span % 2], scale, least, job, 0, job->rows, span);
+        span++;
+    }
+}
+
+/* Some blocks of a panel, undone for many rows. */
+struct tile_chunk {
+    _Alignas(64) uint16_t codes[CHUNK * PANEL];
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS]; /* of its spans */
+    int64_t first, count, spans;                                  /* input features */
+    const float *totals;                                          /* of all rows, from its first span on */
+};
+
+static void undo_tile_chunk(struct tile_chunk *chunk, const struct span_job *job, int64_t panel, int64_t first) {
+    const struct block_weight *weight = job->weight;
+    int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
+    chunk->first = first, chunk->count = least_of(CHUNK, features - first), chunk->totals = job->totals + span;
+    chunk->spans = (chunk->count + weight->span - 1) / weight->span;
+    for (int64_t block = 0; block < chunk->count / QUANTISED_BLOCK; block++)
+        pairs_undone(chunk->codes + block * BLOCK_SIZE,
+                     weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK + block) * words, weight);
+    for (int64_t place = 0; place < chunk->spans; place++)
+        read_numbers(chunk->scales[place], chunk->mins[place], weight, panel, span + place);
+}
+
+/* One span's sums of a tile of rows, packed, with half of a panel; `tile` is a constant where this is used. */
+INLINE void span_of_tile(const int tile, float *sums, const uint16_t *x, const uint16_t *codes, int64_t at,
+                         int64_t span) {
+    if (tile == 0) _tile_zero(0);
+    else _tile_zero(1);
+    for (int64_t end = at + span; at < end; at += TILE_IN) {
+        _tile_loadd(6, codes + at * PANEL, 4 * PANEL);
+        _tile_loadd(4, x + at / QUANTISED_BLOCK * QUANTISED_BLOCK * TILE_ROWS + at % QUANTISED_BLOCK, 2 * QUANTISED_BLOCK);
+        if (tile == 0) _tile_dpbf16ps(0, 4, 6);
+        else _tile_dpbf16ps(1, 4, 6);
+    }
+    if (tile == 0) _tile_stored(0, sums, 4 * HALF_PANEL);
+    else _tile_stored(1, sums, 4 * HALF_PANEL);
+}
+
+INLINE void add_to_tile(vec *sums, const float *found, vec scale, vec least, const float *totals, int64_t spans) {
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) {
+        sums[r] += scale * load_f32(found + r * HALF_PANEL);
+        if (totals) sums[r] += least * totals[r * spans];
+    }
+}
+
+/* A tile of rows, whose sums stay in registers, with half of a chunk. */
+INLINE void tile_of_rows(const int has_mins, float *out, const uint16_t *x, const struct tile_chunk *chunk,
+                         const struct span_job *job, const int half, const float *totals) {
+    _Alignas(64) float found[2][TILE_ROWS * HALF_PANEL];
+    vec sums[TILE_ROWS];
+    const uint16_t *codes = chunk->codes + half * PANEL;
+    int64_t span = job->weight->span, place = 0;
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) sums[r] = load_f32(out + r * PANEL + half * HALF_PANEL);
+    for (; place + 2 <= chunk->spans; place += 2) { /* the next is multiplied while one is scaled */
+        int64_t at = place * span, next = at + span;
+        span_of_tile(0, found[0], x, codes, at, span);
+        span_of_tile(1, found[1], x, codes, next, least_of(span, chunk->count - next));
+        for (int part = 0; part < 2; part++)
+            add_to_tile(sums, found[part], chunk->scales[place + part][half], chunk->mins[place + part][half],
+                        has_mins ? totals + place + part : 0, job->spans);
+    }
+    if (place < chunk->spans) {
+        span_of_tile(0, found[0], x, codes, place * span, chunk->count - place * span);
+        add_to_tile(sums, found[0], chunk->scales[place][half], chunk->mins[place][half],
+                    has_mins ? totals + place : 0, job->spans);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < TILE_ROWS; r++) store_f32(out + r * PANEL + half * HALF_PANEL, sums[r]);
+}
+
+/* sums[row][column] of tiles of rows, packed one behind another, with one panel. */
+static void many_rows_of_panel(float *sums, const struct span_job *job, const uint16_t *x, int64_t tile, int64_t tiles,
+                               int64_t panel) {
+    struct tile_chunk chunk;
+    int64_t features = job->weight->blocks * QUANTISED_BLOCK;
+    memset(sums, 0, tiles * TILE_ROWS * PANEL * sizeof *sums);
+    for (int64_t first = 0; first < features; first += CHUNK) {
+        undo_tile_chunk(&chunk, job, panel, first);
+        for (int64_t each = 0; each < tiles; each++) {
+            const uint16_t *at = x + ((tile + each) * features + first) * TILE_ROWS;
+            const float *totals = chunk.totals + (tile + each) * TILE_ROWS * job->spans;
+            float *out = sums + each * TILE_ROWS * PANEL;
+            for (int half = 0; half < VECTORS; half++)
+                if (job->weight->mins.at) tile_of_rows(1, out, at, &chunk, job, half, totals);
+                else tile_of_rows(0, out, at, &chunk, job, half, totals);
+        }
+    }
+}
+
+/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTISED_BLOCK], with zeros for rows that are missing. */
+static void pack_tiles(uint16_t *out, const uint16_t *x, int64_t stride, int64_t rows, int64_t blocks, int64_t begin,
+                       int64_t end) {
+    for (int64_t tile = begin; tile < end; tile++)
+        for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++)
+            for (int64_t block = 0; block < blocks; block++) {
+                uint16_t *to = out + ((tile * blocks + block) * TILE_ROWS + row % TILE_ROWS) * QUANTISED_BLOCK;
+                if (row < rows) memcpy(to, x + row * stride + block * QUANTISED_BLOCK, QUANTISED_BLOCK * sizeof *to);
+                else memset(to, 0, QUANTISED_BLOCK * sizeof *to);
+            }
+}
+#endif
+#endif

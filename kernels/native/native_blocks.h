@@ -1,0 +1,233 @@
+/* Weights in blocks of few bits: from what is kept to bf16 or float; see quantised_linear.py for the layouts.
+ *
+ * What stands in a block are codes; a table says which integer, of at most 8 bits, each means, so that bf16 holds it exactly.
+ * Scales and least values are numbers of their own, which a product applies to the sums of a group.
+ */
+#ifndef GRAPHDECODE_NATIVE_BLOCKS_H
+#define GRAPHDECODE_NATIVE_BLOCKS_H
+
+#include "native_products.h"
+#if defined(__F16C__) || LANES == 16
+#include <immintrin.h>
+#endif
+#define HALF_PANEL 16 /* output features whose words stand together */
+#define BLOCK_SIZE (QUANTISED_BLOCK * PANEL)
+#define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
+#define CHUNK (CHUNK_BLOCKS * QUANTISED_BLOCK)
+#define LEAST_GROUP 16
+#define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
+#define TABLE 64
+#define ROW_WORDS 32 /* of 16 bits, with the codes of all output features of a panel */
+
+/* The scales, or the least values, of all panels: for each panel and group one for each output feature. With factors
+ * they are int8, to be multiplied with those, of which each serves some neighbouring groups. */
+struct block_numbers {
+    const void *at, *factors;
+    int64_t groups, factor_groups, dtype;
+    uint32_t spans_of_group, groups_of_factor;
+};
+
+struct block_weight {
+    const uint16_t *panels;
+    int64_t blocks; /* of a panel */
+    int bits;
+    int is_e4m3;   /* codes of 8 bits are float8 */
+    int is_linear; /* a code means what it is, less `zero` */
+    int zero;
+    int64_t span; /* input features that are summed up before they are scaled */
+    struct block_numbers scales, mins;
+    float floats[TABLE];
+    uint16_t pairs[TABLE]; /* bf16 */
+};
+
+static inline vec load_f16(const uint16_t *at) {
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif LANES == 8 && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#else
+    _Float16 halves[LANES];
+    vec wide;
+    memcpy(halves, at, sizeof halves);
+    for (int lane = 0; lane < LANES; lane++) wide[lane] = (float)halves[lane];
+    return wide;
+#endif
+}
+
+static inline vec load_i8(const int8_t *at) {
+    typedef int8_t bytes __attribute__((vector_size(LANES)));
+    bytes narrow;
+    memcpy(&narrow, at, sizeof narrow);
+    return __builtin_convertvector(narrow, vec);
+}
+
+static inline vec load_number(const void *at, int64_t place, int64_t dtype) {
+    if (dtype == SCALE_DTYPE_FLOAT32) return load_f32((const float *)at + place);
+    if (dtype == SCALE_DTYPE_BFLOAT16) return load_bf16((const uint16_t *)at + place);
+    return load_f16((const uint16_t *)at + place);
+}
+
+/* A vector of a panel's numbers for a span of input features. */
+INLINE vec number_of(const struct block_numbers *numbers, int64_t panel, int64_t span, int64_t vector) {
+    int64_t group = (uint32_t)span / numbers->spans_of_group;
+    int64_t place = (panel * numbers->groups + group) * PANEL + vector * LANES;
+    if (!numbers->factors) return load_number(numbers->at, place, numbers->dtype);
+    int64_t factor = panel * numbers->factor_groups + (uint32_t)group / numbers->groups_of_factor;
+    return load_i8((const int8_t *)numbers->at + place) *
+           load_number(numbers->factors, factor * PANEL + vector * LANES, numbers->dtype);
+}
+
+static inline int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
+
+/* The codes' words of a block, in place of a pair of input features and half of the panel: their low and, shifted up to
+ * where these end, their high bits; above them is what there is. `bits` and `k` are constants where this is used. */
+INLINE uvec codes_at(const int bits, const uint16_t *at, const int k, const int lane, const int odd) {
+    const int low = low_bits(bits), high = bits - low, behind = 2 * low * ROW_WORDS;
+    const int place = k * low % 16 + 16 * odd;
+    uvec codes = load_words(at + k * low / 16 * ROW_WORDS + 2 * lane) >> place & ((1 << low) - 1);
+    if (high > 0) {
+        const int above = k * high % 16 + 16 * odd;
+        codes |= (load_words(at + behind + k * high / 16 * ROW_WORDS + 2 * lane) >> above & ((1 << high) - 1)) << low;
+    }
+    return codes;
+}
+
+/* float8 with four bits of exponent: those of a float's, moved; without one the fraction's eighths of 2^-6. */
+static inline vec e4m3(uvec codes) {
+    uvec normal = ((codes & 127) << 20) + ((uint32_t)(127 - 7) << 23);
+    uvec small = (uvec)(__builtin_convertvector((ivec)(codes & 7), vec) * 0x1p-9f);
+    uvec has_exponent = (uvec)((codes & 120) != 0);
+    return (vec)((normal & has_exponent) | (small & ~has_exponent) | (codes & 128) << 24);
+}
+
+INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) {
+    vec found;
+    if (bits == 8 && weight->is_e4m3) return e4m3(codes & 255);
+    if (bits == 8) return __builtin_convertvector((ivec)(codes << 24) >> 24, vec);
+    if (weight->is_linear) return __builtin_convertvector((ivec)codes - weight->zero, vec);
+    for (int lane = 0; lane < LANES; lane++) found[lane] = weight->floats[codes[lane]];
+    return found;
+}
+
+/* The codes of a block as the floats that they mean, [in][PANEL]. */
+INLINE void undo_floats(const int bits, float *out, const uint16_t *at, const struct block_weight *weight) {
+#pragma GCC unroll 32
+    for (int k = 0; k < QUANTISED_BLOCK; k++) { /* a pair of input features, and half of the panel */
+        float *to = out + k / 2 * 2 * PANEL + k % 2 * HALF_PANEL;
+        for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
+            store_f32(to + lane, meant(bits, weight, codes_at(bits, at, k, lane, 0)));
+            store_f32(to + PANEL + lane, meant(bits, weight, codes_at(bits, at, k, lane, 1)));
+        }
+    }
+}
+
+#define FOR_BITS(undo, ...)                     \
+    switch (weight->bits) {                     \
+        case 2: undo(2, __VA_ARGS__); break;    \
+        case 3: undo(3, __VA_ARGS__); break;    \
+        case 4: undo(4, __VA_ARGS__); break;    \
+        case 5: undo(5, __VA_ARGS__); break;    \
+        case 6: undo(6, __VA_ARGS__); break;    \
+        default: undo(8, __VA_ARGS__);          \
+    }
+
+static void floats_undone(float *out, const uint16_t *at, const struct block_weight *weight) {
+    FOR_BITS(undo_floats, out, at, weight)
+}
+
+#ifdef WITH_PAIRS
+/* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
+static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+        for (int half = 0; half < 2; half++) {
+            uvec both = load_words(at);
+            vec even = __builtin_convertvector((ivec)(both << (24 - 8 * half)) >> 24, vec);
+            vec odd = __builtin_convertvector((ivec)(both << (8 - 8 * half)) >> 24, vec);
+            uvec pairs = (uvec)even >> 16 | (uvec)odd;
+            memcpy(out + half * PANEL, &pairs, sizeof pairs);
+        }
+}
+
+/* The same of float8; those without an exponent stand in the table. */
+static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
+    const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
+    const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
+    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+        for (int half = 0; half < 2; half++) {
+            __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
+            __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
+            found = _mm512_mask_permutexvar_epi16(found, _mm512_testn_epi16_mask(codes, exponent), codes, small);
+            found = _mm512_or_si512(found, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
+            _mm512_storeu_si512(out + half * PANEL, found);
+        }
+}
+
+INLINE __m512i shifted(__m512i words, const int left) {
+    return left > 0 ? _mm512_slli_epi16(words, left) : left < 0 ? _mm512_srli_epi16(words, -left) : words;
+}
+
+/* The same of fewer bits: the table's entries, which stand there over and over, for a place of higher bits is not
+ * cleared before it is looked up. */
+INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    const int low = low_bits(bits), high = bits - low;
+    const __m512i first = _mm512_loadu_si512(weight->pairs), second = _mm512_loadu_si512(weight->pairs + TABLE / 2);
+    const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
+#pragma GCC unroll 32
+    for (int k = 0; k < QUANTISED_BLOCK; k++) {
+        __m512i codes = shifted(_mm512_loadu_si512(at + k * low / 16 * ROW_WORDS), -(k * low % 16));
+        if (high > 0) {
+            const uint16_t *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
+            __m512i above = shifted(_mm512_loadu_si512(behind), low - k * high % 16);
+            codes = _mm512_ternarylogic_epi32(mask, codes, above, 0xCA); /* the mask's bits of the first */
+        }
+        __m512i pairs = bits > 5 ? _mm512_permutex2var_epi16(first, codes, second) : _mm512_permutexvar_epi16(codes, first);
+        _mm512_storeu_si512(out + k * PANEL, pairs);
+    }
+}
+
+static void pairs_undone(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
+    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at, weight->pairs);
+    else if (weight->bits == 8) undo_byte_pairs(out, at);
+    else FOR_BITS(undo_pairs, out, at, weight)
+}
+#endif
+
+/* How many input features are summed up before they are scaled: the most that divide a group, or fill a chunk. */
+static int64_t span_of(int64_t features, int64_t groups) {
+    int64_t group = features / groups, span = CHUNK;
+    while (groups > 1 && group % span != 0) span /= 2;
+    return span;
+}
+
+/* Say which groups share what, and what codes mean. */
+static void read_weight(struct block_weight *weight, const int8_t *table) {
+    int64_t features = weight->blocks * QUANTISED_BLOCK, groups = weight->scales.groups;
+    weight->span = span_of(features, groups);
+    struct block_numbers *numbers[] = {&weight->scales, &weight->mins};
+    for (int i = 0; i < 2; i++) {
+        numbers[i]->spans_of_group = groups > 1 ? (uint32_t)(features / groups / weight->span) : UINT32_MAX;
+        if (numbers[i]->factors) numbers[i]->groups_of_factor = (uint32_t)(groups / numbers[i]->factor_groups);
+    }
+    weight->is_linear = weight->bits < 8;
+    for (int code = 0; weight->is_e4m3 && code < TABLE; code++)
+        weight->pairs[code] = bf16_of_float((float)(code % 8) * 0x1p-9f);
+    if (weight->bits == 8) return;
+    int codes = 1 << weight->bits;
+    weight->zero = -table[0];
+    for (int code = 0; code < TABLE; code++) {
+        int value = table[code % codes];
+        weight->floats[code] = (float)value;
+        weight->pairs[code] = bf16_of_float((float)value);
+        if (value != code % codes - weight->zero) weight->is_linear = 0;
+    }
+}
+
+/* The weight that an operation was given; see `QuantisedPanels`. */
+#define BLOCK_WEIGHT(a)                                                                                              \
+    {.panels = (a)->panels.data,                                                                                     \
+     .blocks = (a)->panels.size[1],                                                                                  \
+     .bits = (int)((a)->panels.size[2] * 16 / BLOCK_SIZE),                                                           \
+     .is_e4m3 = (a)->code == CODE_E4M3,                                                                              \
+     .scales = {(a)->scales.data, (a)->factors.data, (a)->scales.size[1], (a)->factors.size[1], (a)->scale_dtype},   \
+     .mins = {(a)->mins.data, (a)->min_factors.data, (a)->mins.size[1], (a)->min_factors.size[1], (a)->scale_dtype}}
+#endif

@@ -1,0 +1,123 @@
+"""Quantised checkpoints of Hugging Face are what their plain ones are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_checkpoints import edit_config, save_checkpoint
+from quantised_checkpoints import FORMS, write_pair
+from safetensors.torch import load_file, save_file
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.panels import Panels
+from graphdecode.linear.weight_form import Shard
+from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
+from graphdecode.models.checkpoint import Checkpoint
+
+MLP, ATTENTION = "model.layers.0.mlp.down_proj.weight", "model.layers.2.self_attn.q_proj.weight"
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(FORMS[request.param], tmp_path_factory.mktemp("pair"))
+
+
+def read(source: Checkpoint, name: str, shard: Shard | None = None) -> torch.Tensor:
+    shape = torch.empty(source.tensors[name].shape, device="meta")
+    out = torch.empty((shape if shard is None else shape[shard.slices(tuple(shape.shape))]).shape)
+    source.read(name, out, shard)
+    return out
+
+
+def test_a_weight_is_read_as_what_it_stands_for(pair: tuple[Path, Path]) -> None:
+    packed, plain = map(Checkpoint, pair)
+    assert packed.tensors.keys() - {name for name in packed.tensors if name.endswith("bias")} == plain.tensors.keys()
+    assert packed.tensors["model.layers.1.mlp.down_proj.weight"].dtype not in GROUP_TYPES
+    for name in (MLP, ATTENTION):
+        assert packed.tensors[name].dtype in GROUP_TYPES
+        torch.testing.assert_close(read(packed, name), read(plain, name), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("shard", [Shard(1, 4, 0), Shard(2, 3, 1)], ids=str)
+def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> None:
+    packed, plain = map(Checkpoint, pair)
+    expected = read(plain, MLP, shard)
+    torch.testing.assert_close(read(packed, MLP, shard), expected, rtol=2e-6, atol=1e-7)
+    groups = packed.read_groups(MLP, shard)
+    if groups is not None:
+        torch.testing.assert_close(groups.dequantised(), expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
+    packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in pair)
+    is_kept = Checkpoint(pair[0]).tensors[MLP].dtype != "NF4"
+    for index, layer in enumerate(packed.layers):
+        for place, form in layer.linears.items():
+            is_plain = not is_kept or (index == 1 and place in ("gate_up", "down"))
+            assert type(form) is (Panels if is_plain else GroupPanels), (index, place)
+            x = torch.randn(3, form.in_features, generator=torch.Generator().manual_seed(index))
+            found, expected = torch.empty(2, 3, form.out_features)
+            form.apply(found, x)
+            plain.layers[index].linears[place].apply(expected, x)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_are_those_of_the_dequantised_model(pair: tuple[Path, Path]) -> None:
+    answers = []
+    for folder in pair:
+        with LLM(folder, dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:
+            answers.append([output.outputs[0].token_ids for output in llm.generate([[65, 66], [67] * 9], GREEDY)])
+    assert answers[0] == answers[1]
+
+
+REFUSED = {
+    "an unknown method": ({"quant_method": "hqq"}, r"\(hqq\) is not supported; supported are compressed-tensors, gptq"),
+    "no method": ({"bits": 4}, r"\(None\) is not supported"),
+    "gptq of three bits": (FORMS["gptq"].settings | {"bits": 3}, "bits 3 is not supported; supported are 4, 8"),
+    "gptq that differs by layer": (FORMS["gptq"].settings | {"dynamic": {"a": {}}}, "dynamic is not supported"),
+    "awq for matrix-vector products": (FORMS["awq"].settings | {"version": "gemv"}, "version gemv is not supported"),
+    "fp8 in blocks that are no blocks": ({"quant_method": "fp8", "weight_block_size": [0]}, "must be two sizes"),
+    "bitsandbytes of eight bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        "load_in_8bit True is not supported",
+    ),
+    "a transform of the weights": (
+        FORMS["int4 group"].settings | {"transform_config": {"config_groups": {"u": {}}}},
+        "transform_config is not supported",
+    ),
+    "sparse weights": (FORMS["int4 group"].settings | {"format": "marlin-24"}, "format marlin-24 is not supported"),
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_not_known_is_refused_by_its_configuration(tmp_path: Path, settings: dict, message: str) -> None:
+    save_checkpoint("llama-2", tmp_path)
+    edit_config(tmp_path, lambda config: config.update(quantization_config=settings))
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_model(tmp_path)
+
+
+def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    packed, _ = write_pair(FORMS["int4 group"], tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    name = MLP.replace("weight", "weight_scale")
+    tensors[name] = tensors[name][:, :-1].contiguous()
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight_scale is BF16 \[64, 2\]"):
+        load_model(packed, device="cpu")
+
+
+def test_groups_of_unequal_sizes_are_refused(tmp_path: Path) -> None:
+    packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
+    tensors = load_file(packed / "model.safetensors")
+    tensors[MLP.replace("weight", "g_idx")].zero_()
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(CheckpointError, match="not 32 columns each"):
+        load_model(packed, device="cpu")
