@@ -19,8 +19,8 @@ os.environ.pop("TRITON_INTERPRET", None)  # it is the compiler that is asked; mu
 import typer
 
 from step_code.compiled import Measured
-from step_code.launches import Gpu, RecordedStep, recorded_step
-from step_code.model import step_cost
+from step_code.launches import Gpu, Launch, RecordedStep, recorded_step
+from step_code.model import product_us, step_cost
 from step_code.report import Row, case_name, code_table, rows_of, step_table
 from step_code.rules import early_start_faults, grid_faults
 
@@ -40,12 +40,16 @@ def looked_at(arch: int, cache: Path) -> dict[str, Any]:
     """Return what there is to say: tables of kernels, costs of steps, and what breaks a rule."""
     os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
     measured, gpu = Measured(arch, cache / "figures"), Gpu(arch=arch)
+
+    def product(launch: Launch) -> float:
+        return product_us(launch, measured.of_ours(launch), gpu)
+
     kernels: dict[str, list[dict[str, Any]]] = {}
     steps: dict[str, dict[str, Any]] = {}
     faults: list[str] = []
     for model in MODELS:
         for rows in ROWS:
-            step = recorded_step(f"shape:{model}", rows, gpu=gpu)
+            step = recorded_step(f"shape:{model}", rows, gpu=gpu, product_us=product)
             kernels[case_name(model, rows)] = [asdict(row) for row in rows_of(step, measured)]
             faults += [f"{case_name(model, rows)}: {fault}" for fault in _faults(step, measured)]
             for context in CONTEXTS.get(rows, ()):

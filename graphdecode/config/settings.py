@@ -224,9 +224,9 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the blocks "
-        "of a GGUF file. What a checkpoint has in few bits stays so by itself. Forms that are registered from outside go by "
-        "their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the "
+        "blocks of a GGUF file. What a checkpoint has in few bits stays so unasked. Forms that are registered from "
+        "outside go by their own names.",
     )
     quantize_group_size: int | None = key(
         "model",

@@ -7,6 +7,7 @@ and balanced at any later lengths.
 import numpy as np
 from torch import Tensor
 
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Written
@@ -60,7 +61,10 @@ def _attention_plan_kernel(
     WAVES: tl.constexpr,
     MOST_SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_and_trigger()
     row = tl.program_id(0)
     index = tl.arange(0, BLOCK)
     inside = index < rows
@@ -145,6 +149,7 @@ def _launch(
         WAVES=WAVES_WHEN_FULL,
         MOST_SPLITS=MOST_FIXED_SPLITS,
         BLOCK=triton.next_power_of_2(max_rows if paged else rows),
+        PDL=early_start_options(plan.device)["PDL"],  # the first of a step: it lets others begin early, and does not
         num_warps=1 if rows <= 256 else 4,
     )
 

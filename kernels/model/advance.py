@@ -25,8 +25,6 @@ from ..sampling.sampling_slots import (
     SamplingSlots,
 )
 
-_TOPS_BLOCK = 32  # likeliest tokens that are copied to the ring at once
-
 
 class AdvanceState(NamedTuple):
     """What `advance` changes in place.
@@ -62,194 +60,229 @@ class AdvanceState(NamedTuple):
 
 
 @triton.jit
-def advance_rows(
-    tokens,
+def row_before(
+    row,
     pre_step_seqlens,
     finished,
     step_index,
-    running,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    live_rows,
-    sampling_flags,
     stop_ids,
     min_position,
     last_position,
     num_logprobs,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    ROWS: tl.constexpr,
     STOPS: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_BLOCK: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
+    STOPS_PADDED: tl.constexpr,
 ):
-    """Do the whole batch in one program: ROWS is b_max rounded up. It reads some 60 bytes a row and writes some 30."""
-    rows = tl.arange(0, ROWS)
-    live = rows < tl.load(live_rows)
-    step = tl.load(step_index)
-    ended = tl.load(finished + rows, mask=live, other=1) != 0
-    active = live & (ended == 0)
-    token = tl.load(sampled + rows, mask=active, other=-1)
-    position = tl.load(pre_step_seqlens + rows, mask=active, other=0) + 1
-    flags = tl.load(sampling_flags + rows, mask=active, other=0)
-
-    index = 0
-    stops = tl.load(stop_ids + rows * STOPS, mask=active, other=-1)
-    matches = tl.zeros([ROWS], dtype=tl.int32)
-    while tl.max(stops, axis=0) >= 0:  # what is used comes first
-        matches += ((stops >= 0) & (stops.to(tl.int64) == token)).to(tl.int32)
-        index += 1
-        stops = tl.load(stop_ids + rows * STOPS + tl.minimum(index, STOPS - 1), mask=active, other=-1)
-        stops = tl.where(index < STOPS, stops, -1)
-    stopped = matches > 0
-    stopped = stopped & (position >= tl.load(min_position + rows, mask=active, other=0))
-    last = tl.load(last_position + rows, mask=active, other=0)
-    ends_now = active & (stopped | (position >= last) | (token < 0))
-    goes_on = active & (ends_now == 0)
-
-    entry = (step % ring_length) * ring_rows
-    tl.store(ring_tokens + entry + rows, tl.where(active, token, -1), mask=rows < ring_rows)
-    if LOGPROBS:
-        wanted = active & ((flags & LOGPROBS_FLAG) != 0)
-        chosen = tl.load(sampled_logprob + rows, mask=wanted, other=0.0)
-        tl.store(ring_logprob + entry + rows, chosen, mask=wanted)
-        tl.store(ring_rank + entry + rows, tl.load(sampled_rank + rows, mask=wanted, other=0), mask=wanted)
-        tops = tl.minimum(tl.load(num_logprobs + rows, mask=wanted, other=0), TOPS)
-        for first in range(0, tl.max(tops, axis=0), TOPS_BLOCK):
-            places = first + tl.arange(0, TOPS_BLOCK)[None, :]
-            inside = places < tops[:, None]
-            source = rows[:, None] * TOPS + places
-            target = entry * TOPS + source
-            tl.store(ring_top_logprobs + target, tl.load(top_logprobs + source, mask=inside, other=0.0), mask=inside)
-            tl.store(ring_top_ids + target, tl.load(top_ids + source, mask=inside, other=0), mask=inside)
-    if PENALTIES:
-        counted = active & ((flags & PENALTIES_FLAG) != 0) & (token >= 0) & (token < counts_stride)
-        place = token_counts + rows.to(tl.int64) * counts_stride + token
-        tl.store(place, tl.load(place, mask=counted, other=0) + 1, mask=counted)
-
-    if BAD_WORDS:
-        remembered = active & ((flags & BAD_WORDS_FLAG) != 0)
-        tl.store(recent_tokens + rows * RECENT + position % RECENT, token.to(tl.int32), mask=remembered)
-
-    tl.store(tokens + rows, token, mask=goes_on)
-    tl.store(pre_step_seqlens + rows, position, mask=goes_on)
-    tl.store(finished + rows, (goes_on == 0).to(tl.int32), mask=active)
-    tl.store(running, tl.sum(goes_on.to(tl.int32), axis=0))
-    tl.store(step_index, step + 1)
-
-
-@triton.jit
-def _advance_kernel(
-    tokens,
-    pre_step_seqlens,
-    finished,
-    step_index,
-    running,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    live_rows,
-    sampling_flags,
-    stop_ids,
-    min_position,
-    last_position,
-    num_logprobs,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_BLOCK: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
-):
-    advance_rows(
-        tokens,
-        pre_step_seqlens,
-        finished,
-        step_index,
-        running,
-        ring_tokens,
-        token_counts,
-        ring_logprob,
-        ring_rank,
-        ring_top_logprobs,
-        ring_top_ids,
-        recent_tokens,
-        sampled,
-        sampled_logprob,
-        sampled_rank,
-        top_logprobs,
-        top_ids,
-        live_rows,
-        sampling_flags,
-        stop_ids,
-        min_position,
-        last_position,
-        num_logprobs,
-        ring_length,
-        ring_rows,
-        counts_stride,
-        PENALTIES,
-        PENALTIES_FLAG,
-        LOGPROBS,
-        LOGPROBS_FLAG,
-        ROWS,
-        STOPS,
-        TOPS,
-        TOPS_BLOCK,
-        BAD_WORDS,
-        BAD_WORDS_FLAG,
-        RECENT,
+    """Return what a row's advance goes by beside its new token, which is read before that is known."""
+    places = tl.arange(0, STOPS_PADDED)
+    stops = tl.load(stop_ids + tl.cast(row, tl.int64) * STOPS + places, mask=places < STOPS, other=-1)
+    return (
+        tl.load(pre_step_seqlens + row) + 1,
+        tl.load(finished + row) != 0,
+        tl.load(step_index),
+        stops,
+        tl.load(min_position + row),
+        tl.load(last_position + row),
+        tl.load(num_logprobs + row),
     )
 
 
+@triton.jit
+def advance_row(
+    row,
+    token,
+    is_live,
+    flags,
+    position,
+    was_finished,
+    step,
+    stops,
+    first_stop,
+    last,
+    wanted,
+    tokens,
+    pre_step_seqlens,
+    finished,
+    ring_tokens,
+    token_counts,
+    ring_logprob,
+    ring_rank,
+    ring_top_logprobs,
+    ring_top_ids,
+    recent_tokens,
+    sampled_logprob,
+    sampled_rank,
+    top_logprobs,
+    top_ids,
+    ring_length,
+    ring_rows,
+    counts_stride,
+    PENALTIES: tl.constexpr,
+    PENALTIES_FLAG: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    LOGPROBS_FLAG: tl.constexpr,
+    TOPS: tl.constexpr,
+    TOPS_PADDED: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
+    RECENT: tl.constexpr,
+):
+    """Advance one row by its token, and return whether it goes on. It reads some 600 bytes and writes some 30."""
+    wide_row = tl.cast(row, tl.int64)
+    active = is_live & (was_finished == 0)
+    is_stop = tl.max(((stops >= 0) & (stops.to(tl.int64) == token)).to(tl.int32), axis=0) > 0
+    ends_now = (is_stop & (position >= first_stop)) | (position >= last) | (token < 0)
+    goes_on = active & (ends_now == 0)
+    entry = (step % ring_length) * ring_rows + row
+    # all that is read before anything is written: the compiler keeps loads behind stores
+    counted = active & ((flags & PENALTIES_FLAG) != 0) & (token >= 0) & (token < counts_stride)
+    count = 0
+    if PENALTIES:
+        place = token_counts + wide_row * counts_stride + token
+        count = tl.load(place, mask=counted, other=0)
+    if LOGPROBS:
+        wants = active & ((flags & LOGPROBS_FLAG) != 0)
+        logprob = tl.load(sampled_logprob + row, mask=wants, other=0.0)
+        rank = tl.load(sampled_rank + row, mask=wants, other=0)
+        places = tl.arange(0, TOPS_PADDED)
+        inside = places < tl.where(wants, tl.minimum(wanted, TOPS), 0)
+        logprobs = tl.load(top_logprobs + wide_row * TOPS + places, mask=inside, other=0.0)
+        ids = tl.load(top_ids + wide_row * TOPS + places, mask=inside, other=0)
+        tl.store(ring_logprob + entry, logprob, mask=wants)
+        tl.store(ring_rank + entry, rank, mask=wants)
+        tl.store(ring_top_logprobs + entry * TOPS + places, logprobs, mask=inside)
+        tl.store(ring_top_ids + entry * TOPS + places, ids, mask=inside)
+    if PENALTIES:
+        tl.store(place, count + 1, mask=counted)
+    tl.store(ring_tokens + entry, tl.where(active, token, -1))
+    if BAD_WORDS:
+        remembered = active & ((flags & BAD_WORDS_FLAG) != 0)
+        tl.store(recent_tokens + wide_row * RECENT + position % RECENT, token.to(tl.int32), mask=remembered)
+    tl.store(finished + row, ends_now.to(tl.int32), mask=active)
+    tl.store(tokens + row, token, mask=goes_on)
+    tl.store(pre_step_seqlens + row, position, mask=goes_on)
+    return goes_on
+
+
+@triton.jit
+def end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS: tl.constexpr):
+    """Count a step whose rows have all advanced, `going_on` of which go on; the ring has -1 where there are no rows."""
+    places = tl.arange(0, RING_ROWS)
+    entry = (step % ring_length) * ring_rows
+    tl.store(ring_tokens + entry + places, -1, mask=(places >= rows) & (places < ring_rows))
+    tl.store(running, going_on)
+    tl.store(step_index, step + 1)
+
+
+# One program advances all rows, one after another: a step does it elsewhere, see `sample_and_advance`.
+@triton.jit
+def _advance_kernel(
+    sampled,
+    rows,
+    step_index,
+    running,
+    live_rows,
+    sampling_flags,
+    stop_ids,
+    min_position,
+    last_position,
+    num_logprobs,
+    tokens,
+    pre_step_seqlens,
+    finished,
+    ring_tokens,
+    token_counts,
+    ring_logprob,
+    ring_rank,
+    ring_top_logprobs,
+    ring_top_ids,
+    recent_tokens,
+    sampled_logprob,
+    sampled_rank,
+    top_logprobs,
+    top_ids,
+    ring_length,
+    ring_rows,
+    counts_stride,
+    PENALTIES: tl.constexpr,
+    PENALTIES_FLAG: tl.constexpr,
+    LOGPROBS: tl.constexpr,
+    LOGPROBS_FLAG: tl.constexpr,
+    RING_ROWS: tl.constexpr,
+    STOPS: tl.constexpr,
+    STOPS_PADDED: tl.constexpr,
+    TOPS: tl.constexpr,
+    TOPS_PADDED: tl.constexpr,
+    BAD_WORDS: tl.constexpr,
+    BAD_WORDS_FLAG: tl.constexpr,
+    RECENT: tl.constexpr,
+):
+    going_on = 0
+    live = tl.load(live_rows)
+    for row in range(rows):
+        position, was_finished, step, stops, first_stop, last, wanted = row_before(
+            row,
+            pre_step_seqlens,
+            finished,
+            step_index,
+            stop_ids,
+            min_position,
+            last_position,
+            num_logprobs,
+            STOPS,
+            STOPS_PADDED,
+        )
+        goes_on = advance_row(
+            row,
+            tl.load(sampled + row),
+            live > row,
+            tl.load(sampling_flags + row),
+            position,
+            was_finished,
+            step,
+            stops,
+            first_stop,
+            last,
+            wanted,
+            tokens,
+            pre_step_seqlens,
+            finished,
+            ring_tokens,
+            token_counts,
+            ring_logprob,
+            ring_rank,
+            ring_top_logprobs,
+            ring_top_ids,
+            recent_tokens,
+            sampled_logprob,
+            sampled_rank,
+            top_logprobs,
+            top_ids,
+            ring_length,
+            ring_rows,
+            counts_stride,
+            PENALTIES,
+            PENALTIES_FLAG,
+            LOGPROBS,
+            LOGPROBS_FLAG,
+            TOPS,
+            TOPS_PADDED,
+            BAD_WORDS,
+            BAD_WORDS_FLAG,
+            RECENT,
+        )
+        going_on += goes_on.to(tl.int32)
+    end_step(tl.load(step_index), going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
+
+
 def advance_options(
-    state: AdvanceState | None,
-    sampled: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    logprobs: LogprobOutputs | None,
+    state: AdvanceState | None, live_rows: Tensor, slots: SamplingSlots, logprobs: LogprobOutputs | None
 ) -> dict[str, Any]:
-    """Return the arguments of `advance_rows` by name; without a state those that tell of tokens alone."""
+    """Return the arguments of `advance_row` and `end_step` by name; without a state those that tell of tokens alone."""
     present = state or AdvanceState(*(None,) * len(AdvanceState._fields))  # type: ignore[arg-type]
+    tops = 1 if logprobs is None else logprobs.top_ids.shape[1]
     ring_length, ring_rows = (1, 1) if state is None else state.ring_tokens.shape
     return {
         **present._asdict(),
-        "sampled": sampled,
         **dict.fromkeys(LogprobOutputs._fields),
         **({} if logprobs is None else logprobs._asdict()),
         "live_rows": live_rows,
@@ -265,10 +298,11 @@ def advance_options(
         "PENALTIES_FLAG": FLAG_PENALTIES,
         "LOGPROBS": present.ring_logprob is not None and logprobs is not None,
         "LOGPROBS_FLAG": FLAG_LOGPROBS,
-        "ROWS": triton.next_power_of_2(ring_rows),
+        "RING_ROWS": triton.next_power_of_2(ring_rows),
         "STOPS": slots.stop_ids.shape[1],
-        "TOPS": 1 if logprobs is None else logprobs.top_ids.shape[1],
-        "TOPS_BLOCK": _TOPS_BLOCK,
+        "STOPS_PADDED": triton.next_power_of_2(slots.stop_ids.shape[1]),
+        "TOPS": tops,
+        "TOPS_PADDED": triton.next_power_of_2(tops),
         "BAD_WORDS": present.recent_tokens is not None,
         "BAD_WORDS_FLAG": FLAG_BAD_WORDS,
         "RECENT": BAD_WORD_LENGTH,
@@ -283,7 +317,8 @@ def advance_triton(
     logprobs: LogprobOutputs | None,
 ) -> None:
     """Launch the kernel; see `advance`."""
-    _advance_kernel[(1,)](**advance_options(state, sampled, live_rows, slots, logprobs), num_warps=4)
+    options = advance_options(state, live_rows, slots, logprobs)
+    _advance_kernel[(1,)](sampled=sampled, rows=sampled.shape[0], **options, num_warps=4)
 
 
 @operator(

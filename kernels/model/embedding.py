@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
@@ -14,8 +15,20 @@ _MAX_BLOCK = 2048
 # Dead tokens, and ids that no row has, read row 0: an id out of range must never become an address.
 @triton.jit
 def _embedding_kernel(
-    out, tokens, weight, live, hidden, vocab, weight_stride, scale, HAS_SCALE: tl.constexpr, BLOCK: tl.constexpr
+    out,
+    tokens,
+    weight,
+    live,
+    hidden,
+    vocab,
+    weight_stride,
+    scale,
+    HAS_SCALE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        wait_and_trigger()
     token = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -45,6 +58,7 @@ def embedding_triton(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, 
         HAS_SCALE=scale != 1.0,
         BLOCK=block,
         num_warps=4,
+        **early_start_options(out.device),
     )
 
 

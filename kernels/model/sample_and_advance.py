@@ -1,7 +1,7 @@
-"""The end of a step: sample the next tokens, make their log-probabilities, and advance the batch.
+"""The end of a step: sample the next tokens, make their log-probabilities, advance the rows, and follow their automata.
 
 On a GPU it is two launches: each block of a row says what it has, and then programs choose the rows' tokens; the one
-that chooses the last advances the batch. On a CPU it is the three operations one after another.
+that has a row's token takes the row along. On a CPU it is the operations one after another.
 """
 
 from typing import Any
@@ -12,6 +12,7 @@ from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
 from ..sampling.block_max import launch_block_max
 from ..sampling.choose import launch_choose
+from ..sampling.follow_automata import AutomatonRows, Guides, follow_automata
 from ..sampling.sample import BLOCK, CAPACITY, sample
 from ..sampling.sampler_memory import SamplerMemory
 from ..sampling.sampling_slots import LogprobOutputs, SamplingSlots
@@ -25,6 +26,7 @@ def sample_and_advance_triton(
     logits: Tensor,
     live_rows: Tensor,
     slots: SamplingSlots,
+    guides: Guides | None = None,
     block: int = BLOCK,
     capacity: int = CAPACITY,
 ) -> None:
@@ -32,7 +34,7 @@ def sample_and_advance_triton(
     memory = SamplerMemory.allocate(logits, block, capacity)
     given = (logits, state.pre_step_seqlens, live_rows, slots)
     launch_block_max(memory, *given, state.token_counts, state.recent_tokens, logprobs=True)
-    launch_choose(memory, sampled, *given, outputs, state)
+    launch_choose(memory, sampled, *given, outputs, state, guides)
 
 
 def _parts(
@@ -42,13 +44,20 @@ def _parts(
     logits: Tensor,
     live_rows: Tensor,
     slots: SamplingSlots,
+    guides: Guides | None,
 ) -> list[tuple[str, tuple[Any, ...]]]:
     books = (state.token_counts, state.recent_tokens)
     asked = (slots.sampling_flags, slots.num_logprobs)
+    followed = []
+    if guides is not None:
+        rows = (guides.automaton_state, slots.token_mask, state.finished, state.running)
+        given = (*rows, sampled, live_rows, guides.automaton, slots.stop_ids, *guides.tables)
+        followed = [("follow_automata", given)]
     return [
         ("sample", (sampled, logits, state.pre_step_seqlens, live_rows, *slots, *books)),
         ("token_logprobs", (*outputs, logits, sampled, live_rows, *asked)),
         ("advance", (*state, sampled, live_rows, *slots, *outputs)),
+        *followed,
     ]
 
 
@@ -60,6 +69,7 @@ def sample_and_advance(
     logits: Tensor,
     live_rows: Int32,
     slots: SamplingSlots,
+    guides: Guides | None = None,
 ) -> None:
     """Give each live row its next token, and make it ready for the step after; see `sample` and `advance`.
 
@@ -71,7 +81,12 @@ def sample_and_advance(
         logits: [b, vocab], any float dtype, rows contiguous.
         live_rows: int32 [1]; nothing of the rows from there on is read.
         slots: what each row asks for.
+        guides: what the rows that follow an automaton are taken into, see `follow_automata`; `next_mask` is the slots'
+            `token_mask`. None: no row follows one.
     """
     books = (state.token_counts, state.recent_tokens)
     sample(sampled, logits, state.pre_step_seqlens, live_rows, slots, *books, outputs)
     advance(state, sampled, live_rows, slots, outputs)
+    if guides is not None:
+        rows = AutomatonRows(guides.automaton_state, slots.token_mask, state.finished, state.running)
+        follow_automata(rows, sampled, live_rows, guides.automaton, slots.stop_ids, guides.tables)

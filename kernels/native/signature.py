@@ -164,15 +164,18 @@ class Signature:
 
     @property
     def c_struct(self) -> str:
-        """Return the declaration of the struct that the compiled kernel is given, and of its strings' values."""
+        """Return the declaration of the struct that the compiled kernel is given."""
         members = "".join(field.c_declaration or "" for field in self.fields)
-        names = [
-            f"{field.name}_{choice}".upper() + f" = {place}"
+        return f"typedef struct {{\n{members}}} {self.name}_args;\n"
+
+    @property
+    def choices(self) -> dict[str, int]:
+        """What the values of strings are in C, by the names that they have there."""
+        return {
+            f"{field.name}_{choice}".upper(): place
             for field in self.fields
             for place, choice in enumerate(field.choices or ())
-        ]
-        values = f"enum {{ {', '.join(names)} }};\n" if names else ""
-        return f"{values}typedef struct {{\n{members}}} {self.name}_args;\n"
+        }
 
     def face(self, registered: Callable[..., None]) -> Callable[..., None]:
         """Return the function that callers see: it takes what the function takes and calls the operator."""

@@ -24,7 +24,7 @@ def declare(signature: Signature, constants: dict[str, int]) -> None:
         ValueError: a name stands for two integers.
     """
     _STRUCTS[signature.name] = signature.c_struct
-    for name, value in constants.items():
+    for name, value in (constants | signature.choices).items():
         if _CONSTANTS.setdefault(name, value) != value:
             raise ValueError(f"{name} is {_CONSTANTS[name]} for one kernel and {value} for another")
 

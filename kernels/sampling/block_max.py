@@ -87,8 +87,11 @@ def _block_max_kernel(
         tl.store(counters + 2 * row + 1, 0)
         if row == 0:
             tl.store(counters + 2 * tl.num_programs(0), 0)
-    if row < tl.load(live_rows):
-        flags = tl.load(sampling_flags + row)
+    live = tl.load(live_rows)
+    flags = tl.load(sampling_flags + row)
+    position = tl.load(positions + row) + 1
+    warmth = tl.load(temperature + row)
+    if row < live:
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab
         wide_row = row.to(tl.int64)
@@ -103,7 +106,7 @@ def _block_max_kernel(
             inside,
             row,
             flags,
-            tl.load(positions + row) + 1,
+            position,
             repetition_penalty,
             presence_penalty,
             frequency_penalty,
@@ -136,7 +139,6 @@ def _block_max_kernel(
         tl.store(block_max + place, largest)
         tl.store(block_id + place, tl.min(tl.where(values == largest, columns, 2147483647), axis=0))
         if (flags & SAMPLE_FLAG) != 0:
-            warmth = tl.load(temperature + row)
             values = tl.div_rn(values, warmth)
             tl.store(scaled + wide_row * scaled_stride + columns, values, mask=inside)
             distances = tl.where(values > float("-inf"), tl.div_rn(largest, warmth) - values, 32.0)

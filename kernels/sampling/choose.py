@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from ..model.advance import AdvanceState, advance_options, advance_rows
+from ..model.advance import AdvanceState, advance_options, advance_row, end_step, row_before
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from .candidates import SKETCH_BINS, candidate_window, take_blocks
+from .follow_automata import Guides, follow_row, guide_options
 from .logprobs import row_logprobs
 from .philox import uniform_bits_of
 from .sampler_memory import SamplerMemory
@@ -115,8 +116,9 @@ def _draw(
 
 # Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
 # last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
-# one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, and the last row's advances
-# the batch. Nothing depends on who was last.
+# one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, advances the row and takes it
+# into its automaton; the last row's ends the step. Nothing depends on who was last. What a row asks for and where it
+# stands was written before the launch before this one, and is read before the wait.
 @triton.jit
 def _choose_kernel(
     block_max,
@@ -130,7 +132,6 @@ def _choose_kernel(
     sums,
     counters,
     logits,
-    positions,
     temperature,
     top_k,
     top_p,
@@ -139,6 +140,14 @@ def _choose_kernel(
     vocab,
     logits_stride,
     scaled_stride,
+    sampled,
+    automaton_state,
+    next_mask,
+    automaton,
+    automaton_classes,
+    automaton_next,
+    automaton_masks,
+    automaton_ends,
     tokens,
     pre_step_seqlens,
     finished,
@@ -151,7 +160,6 @@ def _choose_kernel(
     ring_top_logprobs,
     ring_top_ids,
     recent_tokens,
-    sampled,
     sampled_logprob,
     sampled_rank,
     top_logprobs,
@@ -166,6 +174,7 @@ def _choose_kernel(
     ring_rows,
     counts_stride,
     ADVANCE: tl.constexpr,
+    FOLLOW: tl.constexpr,
     WITH_LOGPROBS: tl.constexpr,
     SAMPLE_FLAG: tl.constexpr,
     LOGPROBS_FLAG: tl.constexpr,
@@ -184,39 +193,67 @@ def _choose_kernel(
     PENALTIES: tl.constexpr,
     PENALTIES_FLAG: tl.constexpr,
     LOGPROBS: tl.constexpr,
-    ROWS: tl.constexpr,
+    RING_ROWS: tl.constexpr,
     STOPS: tl.constexpr,
+    STOPS_PADDED: tl.constexpr,
     TOPS: tl.constexpr,
-    TOPS_BLOCK: tl.constexpr,
+    TOPS_PADDED: tl.constexpr,
     BAD_WORDS: tl.constexpr,
     BAD_WORDS_FLAG: tl.constexpr,
     RECENT: tl.constexpr,
+    MASK_WORDS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    ACCEPTS_BIT: tl.constexpr,
+    COMPLETES_BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
 ):
-    if PDL:
-        wait_and_trigger()
     row = tl.program_id(0)
     wide_row = row.to(tl.int64)
+    rows = tl.num_programs(0)
+    is_live = row < tl.load(live_rows)
+    flags = tl.where(is_live, tl.load(sampling_flags + row), 0)
+    warmth = tl.load(temperature + row)
+    k = tl.load(top_k + row)
+    share = tl.load(top_p + row)
+    minimum = tl.load(min_p + row)
+    own_seed = tl.load(seed + row)
+    position, was_finished, step, stops, first_stop, last, wanted = row_before(
+        row,
+        pre_step_seqlens,
+        finished,
+        step_index,
+        stop_ids,
+        min_position,
+        last_position,
+        num_logprobs,
+        STOPS,
+        STOPS_PADDED,
+    )
+    state = -1
+    which = 0
+    if FOLLOW:
+        state = tl.load(automaton_state + row)
+        which = tl.load(automaton + row)
+    if PDL:
+        wait_and_trigger()
     is_last = tl.program_id(1) == 0
     token = tl.full([], DEAD, dtype=tl.int32)
-    is_live = row < tl.load(live_rows)
-    flags = tl.load(sampling_flags + row, mask=is_live, other=0)
     draws = is_live & ((flags & SAMPLE_FLAG) != 0)
     if draws | (is_live & is_last):
         blocks = tl.arange(0, BLOCKS_PADDED)
         maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
+        ids = tl.load(block_id + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
         largest = tl.max(maxima, axis=0)
         code = tl.where(largest == float("inf"), NUMBERS_MISS, 0)
         code = tl.where(largest == float("-inf"), FINITE_MISS, code)
-        warmth = tl.load(temperature + row, mask=draws, other=1.0)
+        warmth = tl.where(draws, warmth, 1.0)
         top = tl.div_rn(largest, warmth)
         code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), COLD, code)
         token = code.to(tl.int32)
         if draws & (code == 0):
             line = scaled + wide_row * scaled_stride
             row_sums = sums + wide_row * (4 * BLOCKS)
-            k = tl.load(top_k + row)
-            share = tl.load(top_p + row)
-            minimum = tl.load(min_p + row)
             lowest_weight = tl.maximum((minimum * 68719476736.0).to(tl.int64), 1)
             lowest_weight = tl.where(minimum > 0.0, lowest_weight, 1)
             by_count = (k > 0) & (k < vocab)
@@ -272,7 +309,7 @@ def _choose_kernel(
                     k,
                     share,
                     lowest_weight,
-                    uniform_bits_of(tl.load(seed + row), tl.load(positions + row) + 1),
+                    uniform_bits_of(own_seed, position),
                     CAPACITY,
                     BLOCK,
                     BLOCKS,
@@ -282,7 +319,6 @@ def _choose_kernel(
                 )
                 token = tl.minimum(token, vocab - 1)
         elif code == 0:
-            ids = tl.load(block_id + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
             token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
             token = tl.minimum(token, vocab - 1)
     if is_last:
@@ -299,55 +335,82 @@ def _choose_kernel(
                     logits + wide_row * logits_stride,
                     row,
                     token,
-                    tl.load(num_logprobs + row),
+                    wanted,
                     vocab,
                     TOPS,
                     BLOCK,
                     BLOCKS,
                     BLOCKS_PADDED,
                 )
+                tl.debug_barrier()  # all of it is there before it is copied
         if ADVANCE:
-            tl.debug_barrier()
-            if tl.atomic_add(counters + 2 * tl.num_programs(0), 1, sem="acq_rel") == tl.num_programs(0) - 1:
-                advance_rows(
-                    tokens,
-                    pre_step_seqlens,
-                    finished,
-                    step_index,
-                    running,
-                    ring_tokens,
-                    token_counts,
-                    ring_logprob,
-                    ring_rank,
-                    ring_top_logprobs,
-                    ring_top_ids,
-                    recent_tokens,
-                    sampled,
-                    sampled_logprob,
-                    sampled_rank,
-                    top_logprobs,
-                    top_ids,
-                    live_rows,
-                    sampling_flags,
-                    stop_ids,
-                    min_position,
-                    last_position,
-                    num_logprobs,
-                    ring_length,
-                    ring_rows,
-                    counts_stride,
-                    PENALTIES,
-                    PENALTIES_FLAG,
-                    LOGPROBS,
-                    LOGPROBS_FLAG,
-                    ROWS,
-                    STOPS,
-                    TOPS,
-                    TOPS_BLOCK,
-                    BAD_WORDS,
-                    BAD_WORDS_FLAG,
-                    RECENT,
-                )
+            goes_on = advance_row(
+                row,
+                token.to(tl.int64),
+                is_live,
+                flags,
+                position,
+                was_finished,
+                step,
+                stops,
+                first_stop,
+                last,
+                wanted,
+                tokens,
+                pre_step_seqlens,
+                finished,
+                ring_tokens,
+                token_counts,
+                ring_logprob,
+                ring_rank,
+                ring_top_logprobs,
+                ring_top_ids,
+                recent_tokens,
+                sampled_logprob,
+                sampled_rank,
+                top_logprobs,
+                top_ids,
+                ring_length,
+                ring_rows,
+                counts_stride,
+                PENALTIES,
+                PENALTIES_FLAG,
+                LOGPROBS,
+                LOGPROBS_FLAG,
+                TOPS,
+                TOPS_PADDED,
+                BAD_WORDS,
+                BAD_WORDS_FLAG,
+                RECENT,
+            )
+            if FOLLOW:  # noqa: SIM102 - decided at compile time
+                if goes_on & (state >= 0):
+                    goes_on = follow_row(
+                        row,
+                        token,
+                        state,
+                        which,
+                        stops,
+                        automaton_state,
+                        next_mask,
+                        finished,
+                        automaton_classes,
+                        automaton_next,
+                        automaton_masks,
+                        automaton_ends,
+                        vocab,
+                        MASK_WORDS,
+                        CLASSES,
+                        ACCEPTS_BIT,
+                        COMPLETES_BIT,
+                        BITS,
+                        MASK_BLOCK,
+                    )
+            # rows that are done, and how many of them go on: both fit, for a batch has fewer than 32768 rows
+            mine = 1 + (goes_on.to(tl.int32) << 16)
+            done = tl.atomic_add(counters + 2 * rows, mine, sem="acq_rel") + mine
+            if (done & 0xFFFF) == rows:
+                end_step(step, done >> 16, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
 
 
 def launch_choose(
@@ -359,6 +422,7 @@ def launch_choose(
     slots: SamplingSlots,
     logprobs: LogprobOutputs | None,
     state: AdvanceState | None,
+    guides: Guides | None = None,
 ) -> None:
     """Launch the kernel; see `sample_and_advance`.
 
@@ -371,10 +435,13 @@ def launch_choose(
         slots: of the rows.
         logprobs: written for rows that want them; None: for no row.
         state: advanced; None: nothing is.
+        guides: followed where a state is advanced; None: no row has one.
     """
     rows, vocab = logits.shape
     blocks = memory.blocks
-    options = advance_options(state, sampled, live_rows, slots, logprobs) | early_start_options(logits.device)
+    options = advance_options(state, live_rows, slots, logprobs) | guide_options(guides)
+    # what nobody advances is not written: any tensor of the type will do
+    options |= {} if state else {"pre_step_seqlens": positions, "finished": positions, "step_index": slots.seed}
     _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), blocks))](
         memory.block_max,
         memory.block_id,
@@ -387,7 +454,6 @@ def launch_choose(
         memory.sums,
         memory.counters,
         logits,
-        positions,
         slots.temperature,
         slots.top_k,
         slots.top_p,
@@ -396,6 +462,7 @@ def launch_choose(
         vocab,
         logits.stride(0),
         memory.scaled.stride(0),
+        sampled,
         ADVANCE=state is not None,
         WITH_LOGPROBS=logprobs is not None,
         SAMPLE_FLAG=FLAG_SAMPLE,
@@ -412,4 +479,5 @@ def launch_choose(
         PARTS=_PARTS,
         num_warps=16,
         **options,
+        **early_start_options(logits.device),
     )

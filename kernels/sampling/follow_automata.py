@@ -6,7 +6,7 @@ that a table is small whatever the vocabulary. Many automata lie behind one anot
 line of these.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from .sampling_slots import MASK_BITS
 ACCEPTS = 1  # the answer may end here
 COMPLETES = 2  # nothing can follow
 NO_AUTOMATON = -1  # the state of a row that follows none
-_BLOCK = 1024  # words of a mask that are copied at once
+_BLOCK = 8192  # words of a mask that are copied at once: those of 262,144 tokens
 
 
 class AutomatonRows(NamedTuple):
@@ -54,7 +54,84 @@ class AutomatonTables(NamedTuple):
     automaton_ends: Int32
 
 
-# One program follows one row: it reads a token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
+class Guides(NamedTuple):
+    """The automata of rows that an advance takes along; the names are those of `AutomatonRows` and `AutomatonTables`.
+
+    Attributes:
+        automaton_state: int32 [b].
+        next_mask: int32 [b, words], the rows' `token_mask`, which the step after reads.
+        automaton: int32 [b], which of the automata the row follows.
+        automaton_classes: int32 [automata, vocab].
+        automaton_next: int32 [lines, classes].
+        automaton_masks: int32 [lines, words].
+        automaton_ends: int32 [lines].
+    """
+
+    automaton_state: Written[Int32]
+    next_mask: Written[Int32]
+    automaton: Int32
+    automaton_classes: Int32
+    automaton_next: Int32
+    automaton_masks: Int32
+    automaton_ends: Int32
+
+    @property
+    def tables(self) -> AutomatonTables:
+        """The automata themselves."""
+        return AutomatonTables(*self[3:])
+
+
+@triton.jit
+def follow_row(
+    row,
+    token,
+    state,
+    automaton,
+    stops,
+    automaton_state,
+    token_mask,
+    finished,
+    automaton_classes,
+    automaton_next,
+    automaton_masks,
+    automaton_ends,
+    vocab,
+    MASK_WORDS: tl.constexpr,
+    CLASSES: tl.constexpr,
+    ACCEPTS_BIT: tl.constexpr,
+    COMPLETES_BIT: tl.constexpr,
+    BITS: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
+):
+    """Take a token into the automaton of a row that goes on, and return whether it still does.
+
+    It reads the token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
+
+    Args:
+        stops: int32, the row's stop ids, -1 where there is none.
+    """
+    kind = tl.load(automaton_classes + automaton.to(tl.int64) * vocab + token)
+    line = tl.load(automaton_next + state.to(tl.int64) * CLASSES + kind)
+    from_line = automaton_masks + tl.maximum(line, 0).to(tl.int64) * MASK_WORDS
+    ends = tl.load(automaton_ends + tl.maximum(line, 0))
+    goes_on = (line >= 0) & ((ends & COMPLETES_BIT) == 0)
+    if goes_on:
+        tl.store(automaton_state + row, line)
+        mask_of_row = token_mask + row.to(tl.int64) * MASK_WORDS
+        for first in range(0, MASK_WORDS, MASK_BLOCK):
+            words = first + tl.arange(0, MASK_BLOCK)
+            inside = words < MASK_WORDS
+            tl.store(mask_of_row + words, tl.load(from_line + words, mask=inside, other=0), mask=inside)
+        if (ends & ACCEPTS_BIT) != 0:
+            tl.debug_barrier()  # all words are there before bits of them are set
+            is_stop = (stops >= 0) & (stops < MASK_WORDS * BITS)
+            tl.atomic_or(mask_of_row + stops // BITS, 1 << (stops % BITS), mask=is_stop, sem="relaxed")
+    else:
+        tl.store(finished + row, 1)
+    return goes_on
+
+
+# One program follows one row.
 @triton.jit
 def _follow_automata_kernel(
     automaton_state,
@@ -73,38 +150,63 @@ def _follow_automata_kernel(
     MASK_WORDS: tl.constexpr,
     CLASSES: tl.constexpr,
     STOPS: tl.constexpr,
+    STOPS_PADDED: tl.constexpr,
     ACCEPTS_BIT: tl.constexpr,
     COMPLETES_BIT: tl.constexpr,
     BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    MASK_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row < tl.load(live_rows):
         state = tl.load(automaton_state + row)
         token = tl.load(sampled + row)
-        follows = (state >= 0) & (tl.load(finished + row) == 0) & (token >= 0) & (token < vocab)
-        if follows:
-            place = tl.load(automaton + row).to(tl.int64) * vocab + token
-            line = tl.load(automaton_next + state.to(tl.int64) * CLASSES + tl.load(automaton_classes + place))
-            ends = tl.load(automaton_ends + tl.maximum(line, 0))
-            if (line < 0) | ((ends & COMPLETES_BIT) != 0):
-                tl.store(finished + row, 1)
+        if (state >= 0) & (tl.load(finished + row) == 0) & (token >= 0) & (token < vocab):
+            places = tl.arange(0, STOPS_PADDED)
+            stops = tl.load(stop_ids + row.to(tl.int64) * STOPS + places, mask=places < STOPS, other=-1)
+            goes_on = follow_row(
+                row,
+                token,
+                state,
+                tl.load(automaton + row),
+                stops,
+                automaton_state,
+                token_mask,
+                finished,
+                automaton_classes,
+                automaton_next,
+                automaton_masks,
+                automaton_ends,
+                vocab,
+                MASK_WORDS,
+                CLASSES,
+                ACCEPTS_BIT,
+                COMPLETES_BIT,
+                BITS,
+                MASK_BLOCK,
+            )
+            if goes_on == 0:
                 tl.atomic_add(running, -1)
-            else:
-                tl.store(automaton_state + row, line)
-                for first in range(0, MASK_WORDS, BLOCK):
-                    words = first + tl.arange(0, BLOCK)
-                    inside = words < MASK_WORDS
-                    mask = tl.load(automaton_masks + line.to(tl.int64) * MASK_WORDS + words, mask=inside, other=0)
-                    if (ends & ACCEPTS_BIT) != 0:
-                        index = 0
-                        stop_id = tl.load(stop_ids + row.to(tl.int64) * STOPS)
-                        while stop_id >= 0:
-                            mask = tl.where(words == stop_id // BITS, mask | (1 << (stop_id % BITS)), mask)
-                            index += 1
-                            stop_id = tl.load(stop_ids + row.to(tl.int64) * STOPS + tl.minimum(index, STOPS - 1))
-                            stop_id = tl.where(index < STOPS, stop_id, -1)
-                    tl.store(token_mask + row.to(tl.int64) * MASK_WORDS + words, mask, mask=inside)
+
+
+def follow_options(tables: AutomatonTables) -> dict[str, int]:
+    """Return the sizes and bits that `follow_row` is given."""
+    words = tables.automaton_masks.shape[1]
+    return {
+        "MASK_WORDS": words,
+        "CLASSES": tables.automaton_next.shape[1],
+        "ACCEPTS_BIT": ACCEPTS,
+        "COMPLETES_BIT": COMPLETES,
+        "BITS": MASK_BITS,
+        "MASK_BLOCK": min(_BLOCK, triton.next_power_of_2(words)),
+    }
+
+
+def guide_options(guides: Guides | None) -> dict[str, Any]:
+    """Return what a kernel that may follow automata is given; without any it has no use for the rest."""
+    if guides is None:
+        nothing = dict.fromkeys(("MASK_WORDS", "CLASSES", "ACCEPTS_BIT", "COMPLETES_BIT", "BITS", "MASK_BLOCK"), 0)
+        return {"FOLLOW": False, **dict.fromkeys(Guides._fields), **nothing}
+    return {"FOLLOW": True, **guides._asdict(), **follow_options(guides.tables)}
 
 
 def follow_automata_triton(
@@ -116,7 +218,6 @@ def follow_automata_triton(
     tables: AutomatonTables,
 ) -> None:
     """Launch the kernel; see `follow_automata`."""
-    words = tables.automaton_masks.shape[1]
     _follow_automata_kernel[(sampled.shape[0],)](
         *rows,
         sampled,
@@ -125,14 +226,10 @@ def follow_automata_triton(
         stop_ids,
         *tables,
         tables.automaton_classes.shape[1],
-        MASK_WORDS=words,
-        CLASSES=tables.automaton_next.shape[1],
         STOPS=stop_ids.shape[1],
-        ACCEPTS_BIT=ACCEPTS,
-        COMPLETES_BIT=COMPLETES,
-        BITS=MASK_BITS,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(words)),
-        num_warps=4,
+        STOPS_PADDED=triton.next_power_of_2(stop_ids.shape[1]),
+        num_warps=16,
+        **follow_options(tables),
     )
 
 

@@ -59,12 +59,13 @@ def processed_logits(
     if (flags & BIAS_FLAG) != 0:
         index = 0
         biased_id = tl.load(bias_ids + wide_row * BIASES)
+        bias = tl.load(bias_values + wide_row * BIASES)
         while biased_id >= 0:
-            bias = tl.load(bias_values + wide_row * BIASES + index)
             values = tl.where(columns == biased_id, values + bias, values)
             index += 1
-            biased_id = tl.load(bias_ids + wide_row * BIASES + tl.minimum(index, BIASES - 1))
-            biased_id = tl.where(index < BIASES, biased_id, -1)
+            place = wide_row * BIASES + tl.minimum(index, BIASES - 1)
+            biased_id = tl.where(index < BIASES, tl.load(bias_ids + place), -1)
+            bias = tl.load(bias_values + place)
     if PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
         if (flags & PENALTIES_FLAG) != 0:
             counts = tl.load(token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
@@ -75,15 +76,15 @@ def processed_logits(
             repeated = tl.where(values > 0, values / repetition, values * repetition)
             values = tl.where(counts != 0, repeated, values)
             values = tl.where(generated > 0, values - presence - frequency * generated, values)
-    if (flags & STOP_MASK_FLAG) != 0:  # noqa: SIM102 - only rows with the flag load
-        if position < tl.load(min_position + row):
-            index = 0
-            stop_id = tl.load(stop_ids + wide_row * STOPS)
-            while stop_id >= 0:
-                values = tl.where(columns == stop_id, float("-inf"), values)
-                index += 1
-                stop_id = tl.load(stop_ids + wide_row * STOPS + tl.minimum(index, STOPS - 1))
-                stop_id = tl.where(index < STOPS, stop_id, -1)
+    if (flags & STOP_MASK_FLAG) != 0:
+        index = 0
+        stop_id = tl.load(stop_ids + wide_row * STOPS)
+        stop_id = tl.where(position < tl.load(min_position + row), stop_id, -1)
+        while stop_id >= 0:
+            values = tl.where(columns == stop_id, float("-inf"), values)
+            index += 1
+            stop_id = tl.load(stop_ids + wide_row * STOPS + tl.minimum(index, STOPS - 1))
+            stop_id = tl.where(index < STOPS, stop_id, -1)
     if (flags & TOKEN_MASK_FLAG) != 0:
         allowed = tl.load(token_mask + wide_row * MASK_WORDS + columns // BITS, mask=inside, other=0)
         values = tl.where(((allowed >> (columns % BITS)) & 1) != 0, values, float("-inf"))

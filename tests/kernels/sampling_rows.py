@@ -1,11 +1,14 @@
 """Slots for rows that ask for nothing, for a little of everything, or are hostile; and what filters leave of a row."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graphdecode.engine.steps.row_inputs import token_mask
+from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, AutomatonTables
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
+    MASK_BITS,
     PROMPT_BIT,
     LogprobOutputs,
     SamplingCapacity,
@@ -105,6 +108,21 @@ def random_rows(rows: int, vocab: int, seed: int) -> tuple[Tensor, Tensor, Sampl
     counts = torch.randint(-4, 4, (rows, vocab), dtype=torch.int32, generator=draw).clamp_(min=0)
     counts |= PROMPT_BIT * (torch.rand(rows, vocab, generator=draw) < 0.3).int()
     return logits, positions, slots, counts, recent
+
+
+def random_automata(rng: np.random.Generator, automata: int, vocab: int, lines: int, classes: int) -> AutomatonTables:
+    """Tables of automata; half of their states accept, some of these let nothing follow."""
+
+    def int32(values: np.ndarray) -> Tensor:
+        return torch.from_numpy(values.astype(np.int32))
+
+    ends = rng.choice([0, ACCEPTS, ACCEPTS | COMPLETES], lines, p=[0.5, 0.3, 0.2])
+    return AutomatonTables(
+        int32(rng.integers(0, classes, (automata, vocab))),
+        int32(rng.integers(-1, lines, (lines, classes))),
+        int32(rng.integers(-(2**31), 2**31, (lines, -(-vocab // MASK_BITS)))),
+        int32(ends),
+    )
 
 
 def past(recent: Tensor, position: int, length: int) -> list[int]:

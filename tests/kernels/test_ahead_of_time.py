@@ -11,6 +11,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,9 @@ HERE = Path(__file__).parent
 BUDGETS = HERE / "budgets.json"
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program can have
 ARCHITECTURES = [int(arch) for arch in os.environ.get("GRAPHDECODE_ARCHITECTURES", "90").split(",")]
-REGISTER_SLACK = 8  # compilers differ by a few; a spill is never allowed
+REGISTER_SLACK = 8  # compilers of CUDA differ by a few; a spill is never allowed
+# Tritons differ by more, so that of one that the budgets were not taken with it is asked that everything fits
+IS_OF_BUDGETS = f"triton=={version('triton')}\n" in (HERE.parents[1] / "constraints.txt").read_text()
 SHARED_SLACK = 1024
 
 
@@ -54,23 +58,32 @@ def compiled(arch, pytestconfig, tmp_path_factory) -> dict[str, dict[str, int]]:
     return compile_for(arch, tmp_path_factory.mktemp("triton") if kept is None else kept.mkdir(f"triton-sm_{arch}"))
 
 
+def faults(numbers: dict[str, int], allowed: dict[str, int], arch: int) -> Iterator[str]:
+    """Say what a kernel takes too much of."""
+    if numbers["stack"]:
+        yield f"{numbers['stack']} bytes are spilled"
+    slack = REGISTER_SLACK if IS_OF_BUDGETS else numbers["registers"]
+    if numbers["registers"] > allowed["registers"] + slack:
+        yield f"{numbers['registers']} registers in place of {allowed['registers']}"
+    most = min(allowed["shared"] + SHARED_SLACK, SHARED_LIMIT[arch]) if IS_OF_BUDGETS else SHARED_LIMIT[arch]
+    if numbers["shared"] > most:
+        yield f"{numbers['shared']} bytes of shared memory, {most} are possible"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # forty seconds of a core, where that is not shared
 def test_every_kernel_fits_its_budget_and_spills_nothing(compiled, arch):
     measured, budget = compiled, json.loads(BUDGETS.read_text())[f"sm_{arch}"]
     assert measured.keys() == budget.keys()
-    for case, numbers in measured.items():
-        allowed = budget[case]
-        assert numbers["stack"] == 0, f"{case} for sm_{arch} spills: {numbers}"
-        assert numbers["shared"] <= SHARED_LIMIT[arch], f"{case} does not fit sm_{arch}: {numbers}"
-        assert numbers["registers"] <= allowed["registers"] + REGISTER_SLACK, f"{case} for sm_{arch}: {numbers}"
-        assert numbers["shared"] <= allowed["shared"] + SHARED_SLACK, f"{case} for sm_{arch}: {numbers}"
+    wrong = [f"{case}: {fault}" for case, numbers in measured.items() for fault in faults(numbers, budget[case], arch)]
+    assert not wrong, "\n".join([f"for sm_{arch}", *wrong])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", [arch for arch in ARCHITECTURES if arch >= 90], indirect=True)
-def test_a_kernel_that_starts_early_has_weights_on_the_way_before_it_waits(compiled, arch):
-    early = {case: found for case, found in compiled.items() if "-pdl/" in case or case.startswith("embedding-norm/")}
+def test_a_kernel_that_starts_early_has_asked_for_what_is_there_before_it_waits(compiled, arch):
+    marks = ("-pdl/", "embedding-norm/", "/choose_kernel")
+    early = {case: found for case, found in compiled.items() if any(mark in case for mark in marks)}
     assert early
     for case, numbers in early.items():
         assert numbers.get("early_loads", 0) > 0, f"{case} for sm_{arch}: {numbers}"

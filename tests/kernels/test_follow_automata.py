@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from sampling_rows import random_automata
 
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
@@ -17,19 +18,6 @@ from graphdecode.kernels.sampling.follow_automata import (
 
 ROWS, VOCAB, WORDS, LINES, CLASSES, AUTOMATA, STOPS = 9, 70, 3, 12, 5, 2, 4
 EOS = 69
-
-
-def random_tables(rng: np.random.Generator) -> AutomatonTables:
-    def int32(values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values.astype(np.int32))
-
-    ends = rng.choice([0, ACCEPTS, ACCEPTS | COMPLETES], LINES, p=[0.5, 0.3, 0.2])
-    return AutomatonTables(
-        int32(rng.integers(0, CLASSES, (AUTOMATA, VOCAB))),
-        int32(rng.integers(-1, LINES, (LINES, CLASSES))),
-        int32(rng.integers(-(2**31), 2**31, (LINES, WORDS))),
-        int32(ends),
-    )
 
 
 def expected(rows, sampled, live, automaton, stop_ids, tables):
@@ -82,7 +70,7 @@ def follow(request, device):
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_follow_their_automata_and_others_are_left_alone(follow, seed):
     rng = np.random.default_rng(seed)
-    tables = random_tables(rng)
+    tables = random_automata(rng, AUTOMATA, VOCAB, LINES, CLASSES)
     live = int(rng.integers(5, ROWS))
     states = rng.integers(-1, LINES, ROWS).astype(np.int32)
     rows = AutomatonRows(
@@ -114,7 +102,7 @@ def test_the_operator_passes_opcheck(device):
         torch.tensor([2], dtype=torch.int32),
         torch.zeros(2, dtype=torch.int32),
         torch.full((2, STOPS), -1, dtype=torch.int32),
-        *random_tables(rng),
+        *random_automata(rng, AUTOMATA, VOCAB, LINES, CLASSES),
     )
     there = tuple(tensor.to(device) for tensor in arguments)
     torch.library.opcheck(torch.ops.graphdecode.follow_automata.default, there)

@@ -1,11 +1,13 @@
-"""The end of a step in two launches: what three operations do one after another, and nothing of it outlives a step."""
+"""The end of a step in two launches: what the operations do one after another, and nothing of it outlives a step."""
 
 import random
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hostile_rows import hostile_rows
-from sampling_rows import CAPACITY, logprob_outputs, make_hostile, random_rows
+from sampling_rows import CAPACITY, logprob_outputs, make_hostile, random_automata, random_rows
 from torch import Tensor
 
 from graphdecode.kernels.model.advance import AdvanceState
@@ -14,17 +16,18 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.calls import NativeSequence
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling import choose, sampler_memory
+from graphdecode.kernels.sampling.follow_automata import Guides
 from graphdecode.kernels.sampling.sample import sample_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 
 RING_LENGTH, RING_ROWS, VOCAB = 3, 7, 45
 MOST = CAPACITY.max_logprobs
 
-End = tuple[AdvanceState, Tensor, LogprobOutputs, Tensor, Tensor, SamplingSlots]
+End = tuple[AdvanceState, Tensor, LogprobOutputs, Tensor, Tensor, SamplingSlots, Guides | None]
 
 
-def end_of_step(rows: int, live: int, seed: int) -> End:
-    """What the end of a step is given, some of its rows finished."""
+def end_of_step(rows: int, live: int, seed: int, *, follows: bool = True) -> End:
+    """What the end of a step is given, some of its rows finished, and most of them in an automaton."""
     logits, positions, slots, counts, recent = random_rows(rows, VOCAB, seed)
     chosen = random.Random(seed)
     rings = (
@@ -39,40 +42,58 @@ def end_of_step(rows: int, live: int, seed: int) -> End:
     tokens = torch.arange(rows) + 100
     state = AdvanceState(tokens, positions, finished, step, running, rings[0], counts, *rings[1:], recent)
     live_rows = torch.tensor([live], dtype=torch.int32)
-    return state, torch.full((rows,), -7), logprob_outputs(rows), logits, live_rows, slots
+    guides = None
+    if follows:
+        rng = np.random.default_rng(seed)
+        states, which = (
+            torch.from_numpy(rng.integers(low, high, rows, dtype=np.int32)) for low, high in ((-1, 9), (0, 2))
+        )
+        guides = Guides(states, slots.token_mask, which, *random_automata(rng, 2, VOCAB, 9, 4))
+    return state, torch.full((rows,), -7), logprob_outputs(rows), logits, live_rows, slots, guides
 
 
 def there(end: End, device: str) -> End:
-    moved = (part.to(device) if isinstance(part, Tensor) else type(part)(*(t.to(device) for t in part)) for part in end)
-    return tuple(moved)  # type: ignore[return-value]
+    return _each(end, lambda tensor: tensor.to(device))
 
 
 def copied(end: End) -> End:
-    made = (part.clone() if isinstance(part, Tensor) else type(part)(*map(Tensor.clone, part)) for part in end)
+    return _each(end, Tensor.clone)
+
+
+def _each(end: End, moved: Callable[[Tensor], Tensor]) -> End:
+    """The same over other tensors; the mask that a step leaves is the one that the slots have."""
+    made = [moved(part) if isinstance(part, Tensor) else part and type(part)(*map(moved, part)) for part in end]
+    if made[6] is not None:
+        made[6] = made[6]._replace(next_mask=made[5].token_mask)
     return tuple(made)  # type: ignore[return-value]
 
 
 def assert_same(found: End, expected: End) -> None:
     """Everything that says which token is the same to the bit; log-probabilities are sums in some order."""
-    for mine, theirs in zip((*found[0], found[1]), (*expected[0], expected[1]), strict=True):
+    for mine, theirs in zip(written(found), written(expected), strict=True):
         if mine.is_floating_point():
             torch.testing.assert_close(mine, theirs)
         else:
             assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("seed", range(3))
+def written(end: End) -> tuple[Tensor, ...]:
+    guides = end[6]
+    return (*end[0], end[1], *(() if guides is None else (guides.automaton_state, guides.next_mask)))
+
+
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("version", ["native", "triton"])
-def test_the_end_of_a_step_is_its_three_operations(version: str, seed: int, device: str) -> None:
+def test_the_end_of_a_step_is_its_operations(version: str, seed: int, device: str) -> None:
     if version == "native" and native.library() is None:
         pytest.skip(f"no compiled kernels: {native.why_not()}")
-    given = end_of_step(6, 5, seed)
+    given = end_of_step(6, 5, seed, follows=seed > 0)
     expected = copied(given)
     versions("sample_and_advance").torch(*flat(expected))
     if version == "native":
         call = versions("sample_and_advance").native(*flat(given))
         assert isinstance(call, NativeSequence)
-        assert len(call.calls) == 3
+        assert len(call.calls) == 3 + (seed > 0)
         call()
     else:
         given = there(given, device)
@@ -82,8 +103,8 @@ def test_the_end_of_a_step_is_its_three_operations(version: str, seed: int, devi
 
 
 def flat(end: End) -> tuple[Tensor, ...]:
-    state, sampled, outputs, logits, live_rows, slots = end
-    return (*state, sampled, *outputs, logits, live_rows, *slots)
+    state, sampled, outputs, logits, live_rows, slots, guides = end
+    return (*state, sampled, *outputs, logits, live_rows, *slots, *(guides or (None,) * len(Guides._fields)))
 
 
 @pytest.mark.parametrize("byte", [0x00, 0xA5, 0xFF])
@@ -120,10 +141,13 @@ def test_dead_rows_with_hostile_slots_change_nothing() -> None:
     hostile = copied(calm)
     make_hostile(hostile[5], 4)
     hostile[3][4:] = torch.nan
+    for tensor in (hostile[6].automaton_state, hostile[6].automaton):  # type: ignore[union-attr]
+        tensor[4:] = 2**31 - 1
     for tensor in (hostile[0].tokens, hostile[0].pre_step_seqlens, hostile[0].token_counts):
         tensor[4:] = torch.iinfo(tensor.dtype).max
     for end in (calm, hostile):
         sample_and_advance_triton(*end, block=16, capacity=8)
+    assert torch.equal(hostile[6].automaton_state[:4], calm[6].automaton_state[:4])  # type: ignore[union-attr]
     for name in ("ring_tokens", "running", "step_index", "ring_rank", "ring_logprob"):
         assert torch.equal(getattr(hostile[0], name), getattr(calm[0], name)), name
     assert torch.equal(hostile[1], calm[1])

@@ -49,7 +49,6 @@ def test_the_schema_says_what_is_written_and_what_may_be_none(signature):
 
 def test_the_struct_has_the_fields_by_name_and_inputs_are_constant(signature):
     assert signature.c_struct == (
-        "enum { MODE_PLAIN = 0, MODE_ODD = 1 };\n"
         "typedef struct {\n"
         "    TENSOR(void) out;\n"
         "    TENSOR(const int32_t) left;\n"
@@ -61,6 +60,7 @@ def test_the_struct_has_the_fields_by_name_and_inputs_are_constant(signature):
         "    int64_t is_last;\n"
         "} mix_args;\n"
     )
+    assert signature.choices == {"MODE_PLAIN": 0, "MODE_ODD": 1}
 
 
 def test_groups_go_in_whole_and_through_the_dispatcher_one_by_one(signature):

@@ -115,8 +115,10 @@ class Measured:
 
     def __call__(self, launch: Launch) -> Figures | None:
         """Return the figures of a launch's code; None where it is not ours."""
-        if launch.kernel is None:
-            return None
+        return None if launch.kernel is None else self.of_ours(launch)
+
+    def of_ours(self, launch: Launch) -> Figures:
+        """Return the figures of a launch of a kernel of ours."""
         form = form_of(launch)
         if form not in self._known:
             code, source = compiled(launch.kernel, launch.arguments, launch.options, self._arch)

@@ -227,7 +227,7 @@ class _Moment:
         elif operation == "BAR":
             self.barriers += 1
             self.clock += _BARRIER
-        elif operation == "MEMBAR":
+        elif operation == "MEMBAR" and not instruction.name.endswith("CTA"):  # that of one program is no matter of L2
             self.fences += 1
             self.clock += _FENCE
         self._hold(instruction)

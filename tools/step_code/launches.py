@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps import DecodeStep, StepSetting
+from graphdecode.kernels.linear.small_linear import small_linear_triton
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, candidates
 from graphdecode.kernels.native import early_start
 from graphdecode.kernels.native.registration import NAMESPACE, versions
@@ -209,8 +210,32 @@ def launches_of(call: Callable[[], None]) -> list[Launch]:
     return noting.launches
 
 
+def product_of(weight: Tensor, bias: Tensor | None, rows: int, config: SmallLinearConfig) -> Launch:
+    """Return the launch of a product alone, as it is timed where there is a GPU."""
+
+    def made(*shape: int, dtype: torch.dtype = weight.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=weight.device)
+
+    out_features, in_features = weight.shape
+    partial = counters = None
+    if config.splits > 1:
+        columns = -(-out_features // config.block_n) * (config.block_n + 1)
+        partial = made(config.splits, rows, columns, dtype=torch.float32)
+        counters = made(config.counters(rows, out_features), dtype=torch.int32)
+    out, x = made(rows, out_features), made(rows, in_features)
+    given = (out, x, weight, bias, None, partial, counters, 0.0, "store", 1.0)
+    (launch,) = launches_of(lambda: small_linear_triton(*given, **vars(config)))
+    return launch
+
+
+def programs_apart(launch: Launch, gpu: Gpu = Gpu()) -> float:
+    """Return how many times a product is away from two programs for each multiprocessor, which takes no compiler."""
+    share = math.prod(launch.grid) / (2 * gpu.processors)
+    return max(share, 1 / share)
+
+
 @contextmanager
-def _pretended(gpu: Gpu) -> Iterator[None]:
+def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None]:
     """Let there be a GPU for the code that makes a model and a step; nothing may be computed on it."""
     properties = SimpleNamespace(
         multi_processor_count=gpu.processors,
@@ -221,19 +246,13 @@ def _pretended(gpu: Gpu) -> Iterator[None]:
     capability = (gpu.arch // 10, gpu.arch % 10)
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
-        """What a GPU would have to time: the first tile for so many rows, dealt to two programs on each processor."""
-        out_features, in_features = weight.shape
-        found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors)
+        """Choose without a clock."""
+        found = candidates(*weight.shape, weight.element_size(), rows, gpu.processors)
         if not found:
             return None, {"plain": 1.0}
-
-        def distance(config: SmallLinearConfig) -> float:
-            programs = -(-weight.shape[0] // config.block_n) * config.splits
-            return abs(math.log(programs / (2 * gpu.processors)))
-
-        first = [config for config in found if config.kind == "dot" and config.block_n == found[0].block_n]
-        config = replace(min(first, key=distance), pdl=gpu.arch >= 90)
-        return config, {"plain": 2.0, str(config): 1.0}
+        early = [replace(config, pdl=gpu.arch >= 90) for config in found]
+        times = {str(config): product_us(product_of(weight, bias, rows, config)) for config in early}
+        return min(early, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 
     def nothing(*_: Any) -> None:
         """No clock, and no cache of choices: nothing is timed."""
@@ -267,10 +286,12 @@ def recorded_step(
     rows: int,
     *,
     gpu: Gpu = Gpu(),
+    product_us: Callable[[Launch], float] = programs_apart,
     max_batch_size: int = 64,
     max_sequence_length: int = 4352,
     batch_invariant: bool = False,
     dtype: str = "bfloat16",
+    quantize: str | None = None,
 ) -> RecordedStep:
     """Return the launches of one step of so many rows.
 
@@ -278,10 +299,12 @@ def recorded_step(
         model: the name of a shape, such as `"shape:llama-3.1-8b"`.
         rows: of the bucket.
         gpu: what the step is made for.
+        product_us: how long a product takes; the fastest of those that are possible is taken.
         max_batch_size: rows of the largest bucket.
         max_sequence_length: tokens of a row at most.
         batch_invariant: as the engine's option.
         dtype: of weights, activations and cache.
+        quantize: as the engine's option.
     """
     config = BucketConfig(
         max_batch_size=max(max_batch_size, rows),
@@ -289,7 +312,7 @@ def recorded_step(
         batch_sizes=sorted({rows, max(max_batch_size, rows)}),
     )
     noting = _Noting()
-    with _pretended(gpu), torch.no_grad():
+    with _pretended(gpu, product_us), torch.no_grad():
         decoder = load_model(
             model,
             device=DEVICE,
@@ -297,6 +320,7 @@ def recorded_step(
             max_sequence_length=max_sequence_length,
             batch_sizes=config.ladder.sizes,
             batch_invariant=batch_invariant,
+            quantize=quantize,
             model_impl="native",
         )
         assert isinstance(decoder, Decoder)

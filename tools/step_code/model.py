@@ -7,6 +7,7 @@ beside the floor; it is there to see changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class Costs:
         library_us: latency inside a kernel of torch's or of cuBLAS, whose code is not looked at.
         stream_loss: share of the weights' time that is lost at the begin and the end of each stream.
         cache_loss: share of the time of keys and values that is lost, for they lie in pages.
+        intake: bytes per clock that one multiprocessor takes in from the L2 cache; its port is 64 wide.
     """
 
     read_bandwidth: float = 4.2e12
@@ -43,6 +45,7 @@ class Costs:
     library_us: float = 2.5
     stream_loss: float = 0.03
     cache_loss: float = 0.09
+    intake: float = 48.0
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class StepCost:
         made_bytes: of all tensors that the step makes for itself.
         floor_us: the bytes that it must move, over the read bandwidth.
         gaps_us: between its launches.
-        latency_us: inside them.
+        latency_us: inside them; and what products take longer than memory, which only keeps up with enough programs.
         hidden_us: of both, in which memory does not idle.
         step_us: all of it.
     """
@@ -98,15 +101,51 @@ def step_cost(
     for launch in step.launches:
         own = figures(launch)
         begins_early = launch.starts_early and before is not None and before.triggers
-        gap = costs.early_gap_us if begins_early else costs.gap_us
-        latency = costs.library_us if own is None else 1e6 * own.latency_cycles / costs.clock_hz
-        gaps_us, latency_us = gaps_us + gap, latency_us + latency
-        if own is not None and begins_early:
-            hidden_us += min(gap + latency, 1e6 * early_bytes(launch, own, gpu) / costs.read_bandwidth)
+        gap, latency, hidden = _idle_us(launch, own, begins_early, gpu, costs)
+        gaps_us, hidden_us = gaps_us + gap, hidden_us + hidden
+        latency_us += latency + _behind_memory_us(launch, gpu, costs)
         before = own
     step_us = weights_us * (1 + costs.stream_loss) + cache_us * (1 + costs.cache_loss)
     step_us += gaps_us + latency_us - hidden_us
     return StepCost(len(step.launches), step.made_bytes, weights_us + cache_us, gaps_us, latency_us, hidden_us, step_us)
+
+
+def product_us(launch: Launch, figures: Figures, gpu: Gpu, costs: Costs = Costs()) -> float:
+    """Return how long a product takes behind a kernel that lets it begin early, as a GPU would find by timing it."""
+    gap, latency, hidden = _idle_us(launch, figures, launch.starts_early, gpu, costs)
+    weight_us = 1e6 * launch.arguments["weight"].nbytes / costs.read_bandwidth
+    return weight_us + _behind_memory_us(launch, gpu, costs) + gap + latency - hidden
+
+
+def _idle_us(
+    launch: Launch, own: Figures | None, begins_early: bool, gpu: Gpu, costs: Costs
+) -> tuple[float, float, float]:
+    """Return the gap before a launch, the latency inside it, and how much of both memory does not idle."""
+    gap = costs.early_gap_us if begins_early else costs.gap_us
+    if own is None:
+        return gap, costs.library_us, 0.0
+    latency = 1e6 * own.latency_cycles / costs.clock_hz
+    asked_us = 1e6 * early_bytes(launch, own, gpu) / costs.read_bandwidth if begins_early else 0.0
+    return gap, latency, min(gap + latency, asked_us)
+
+
+def _behind_memory_us(launch: Launch, gpu: Gpu, costs: Costs) -> float:
+    """Return what a product takes longer than its weight's bytes over the bandwidth.
+
+    A multiprocessor takes in what its programs read no faster than its port lets it; and where the columns are split,
+    each program writes its sums, and the last one of a block takes in those of all.
+    """
+    given = launch.arguments
+    if "splits" not in given:
+        return 0.0
+    rows = given["ROWS"] if "ROWS" in given else min(given["rows"], given["BLOCK_M"])
+    taken = (given["BLOCK_N"] + rows) * given["part"] * given["weight"].element_size()
+    taken *= -(-math.prod(launch.grid) // gpu.processors)
+    intake, memory_s = costs.intake * costs.clock_hz, given["weight"].nbytes / costs.read_bandwidth
+    seconds = max(taken / intake - memory_s, 0.0)
+    if given["SPLIT"]:
+        seconds += (given["splits"] + 1) * given["BLOCK_N"] * rows * given["partial"].element_size() / intake
+    return 1e6 * seconds
 
 
 def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
@@ -114,10 +153,7 @@ def early_bytes(launch: Launch, figures: Figures, gpu: Gpu) -> float:
     if figures.early_loop:
         return float("inf")  # all that there is
     warps = launch.options.get("num_warps", _WARPS_BY_DEFAULT)
-    programs = 1
-    for size in launch.grid:
-        programs *= size
-    at_once = min(programs, gpu.processors * programs_at_once(figures, warps))
+    at_once = min(math.prod(launch.grid), gpu.processors * programs_at_once(figures, warps))
     return (figures.early_bytes * warps + _prefetched_bytes(launch)) * at_once
 
 

@@ -22,9 +22,8 @@ from graphdecode.kernels.model.sample_and_advance import sample_and_advance
 from graphdecode.kernels.model.skip_steps import skip_steps
 from graphdecode.kernels.sampling.follow_automata import (
     NO_AUTOMATON,
-    AutomatonRows,
     AutomatonTables,
-    follow_automata,
+    Guides,
 )
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -36,7 +35,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SlotSpec,
     sampling_slots,
 )
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
@@ -111,6 +110,10 @@ class DecodeStep:
         """Run one decode step of a bucket's rows."""
         self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
 
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        """Run one decode step of a bucket's rows, and compute chunks of prompts, in one pass of a `MixingModel`."""
+        self._take_plain(batch, self._model.mix(batch, chunks, self._caches, self._attention))  # type: ignore[attr-defined]
+
     def _compute(self, batch: Batch) -> None:
         """The first half of a step that is one launch: up to the logits."""
         batch.logits.copy_(self._model.decode(batch, self._caches, self._attention))
@@ -128,11 +131,14 @@ class DecodeStep:
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots)
-        if self._automata is not None:
-            rows = AutomatonRows(*(getattr(batch, name) for name in AutomatonRows._fields))
-            tables = AutomatonTables(*(getattr(batch, name) for name in AutomatonTables._fields))
-            follow_automata(rows, batch.sampled, live_rows, batch.automaton, batch.stop_ids, tables)
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, self._guides(batch))
+
+    def _guides(self, batch: Batch) -> Guides | None:
+        """Return what rows follow beside their tokens; None where no row may follow anything."""
+        if self._automata is None:
+            return None
+        tables = (getattr(batch, name) for name in AutomatonTables._fields)
+        return Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""

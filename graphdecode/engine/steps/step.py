@@ -16,7 +16,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,14 @@ class HeldStep(Protocol):
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Write the token masks of some of the staged rows, by row."""
+
+
+@runtime_checkable
+class MixingStep(Protocol):
+    """What a step has beside that of `Step` which can take chunks of prompts along in its pass."""
+
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        """Run one step of a bucket's rows, and compute the keys and values of chunks of prompts."""
 
 
 @dataclass(frozen=True)
