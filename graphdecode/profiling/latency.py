@@ -71,7 +71,7 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
 
 
 def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
-    """Write something to the pages of some rows: what was never written is one page of zeros, and in no need of memory."""
+    """Write something to the pages of some rows: what was never written is one page of zeros, and takes no memory."""
     for inputs in rows:
         pages = torch.tensor(inputs.pages, device=runner.model.device)
         for tensor in (tensor for layer in runner.cache.layers for tensor in layer):

@@ -315,12 +315,13 @@ def tile_sizes(
     block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m >= 64 else 128)
     wide = compute_itemsize == 4
     # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
-    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
-    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16  # few queries: decoding fp8 takes the registers
+    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide or has_scales else 4096
+    # few queries: decoding fp8 takes the registers
+    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16 and not has_scales
     stages = (1 if block_d >= 256 else 2) if wide else 4 if kv_itemsize == 1 else 3  # one tile fewer is in flight
     if has_scales:
-        stages, is_large = min(stages, 3), block_m >= 64 or block_v >= 256
-        block_n = max(block_n // 2, 16) if is_large else block_n
+        stages = min(stages, 3)
+        block_n = max(block_n // 2, 16) if block_m >= 64 or block_v >= 256 else block_n
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
