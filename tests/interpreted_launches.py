@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
+from interpreted_assembly import create_inline_asm
 from triton.runtime import interpreter
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterError, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, InterpreterError
 
 _ACCESSES = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
 
@@ -251,14 +251,8 @@ def strict(seed: int) -> Iterator[Launches]:
         for name in _ACCESSES:
             patch.setattr(InterpreterBuilder, name, _checked(launches, name))
         patch.setattr(GridExecutor, "__call__", _in_any_order(launches))
+        patch.setattr(InterpreterBuilder, "create_inline_asm", create_inline_asm)
         yield launches
-
-
-def _prefetched(_builder: InterpreterBuilder, asm: str, _constraints: str, values: Any, *_: Any) -> SimpleNamespace:
-    """Take assembly that asks for memory and changes nothing; its one result is for nobody."""
-    assert "prefetch" in asm
-    nothing = TensorHandle(np.zeros_like(values[0].data, dtype=np.int32), tl.int32)
-    return SimpleNamespace(get_result=lambda _place: nothing)
 
 
 @contextmanager
@@ -274,7 +268,6 @@ def early_starts(launches: Launches) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tl.extra, "cuda", Gdc, raising=False)
-        patch.setattr(InterpreterBuilder, "create_inline_asm", _prefetched)
         launches.is_early = True
         try:
             yield

@@ -32,11 +32,14 @@ from graphdecode.profiling.environment import describe_environment
 
 STREAMS = 200
 SILENT_SECONDS = 90.0  # without a byte
-START_SECONDS = 180.0
-END_SECONDS = 60.0
+START_SECONDS = 420.0
+END_SECONDS = 120.0
 ROWS = 32
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
+PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 GENERATED = "vllm:generation_tokens_total"
+LARGE_CACHE = "[capacity]\ntotal_num_pages = 1500\nmax_sequence_length = 512\n"
+SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # all beginnings together need more
 REPLICA = "ray::ServeReplica:graphdecode:replica"
 
 
@@ -81,14 +84,14 @@ async def ask(http: httpx.AsyncClient, model: str, body: dict[str, Any]) -> Stre
 
 
 @contextmanager
-def served(model: str, *options: str, settings: str = "") -> Iterator[Server]:
+def served(model: str, *options: str, settings: str = LARGE_CACHE) -> Iterator[Server]:
     """Serve a model on a Ray of its own, and leave no process of it."""
     with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
         config, log = Path(folder) / "server.toml", Path(folder) / "log"
         config.write_text(settings)
         command = [sys.executable, "-m", "graphdecode", "serve", "--model", model, "--port", "0", "--device", "cpu"]
         command += ["--max-batch-size", str(ROWS), "--config", str(config), *options]
-        environment = os.environ | {"RAY_TMPDIR": folder}
+        environment = os.environ | PATIENCE | {"RAY_TMPDIR": folder}
         with log.open("wb") as file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=file, stdout=file, env=environment)
         try:
@@ -99,12 +102,7 @@ def served(model: str, *options: str, settings: str = "") -> Iterator[Server]:
                 process.wait(END_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
-            time.sleep(2)  # Ray's own processes see that it is gone
-            left = of_environment(folder)
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            if left:
-                raise RuntimeError(f"{len(left)} processes were left")
+            until_none_is_left(folder)
 
 
 def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
@@ -163,6 +161,18 @@ def of_environment(folder: str) -> list[int]:
     return found
 
 
+def until_none_is_left(folder: str) -> None:
+    """Wait until Ray's own processes have seen that who began it is gone; end those that do not."""
+    end = time.monotonic() + END_SECONDS
+    while left := of_environment(folder):
+        if time.monotonic() > end:
+            told = [command_of(pid)[:80] for pid in left]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes were left: {told}")
+        time.sleep(0.2)
+
+
 def command_of(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -201,9 +211,9 @@ def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
             return await asyncio.gather(*tasks), killed
 
     with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2, 60)
+        server.until_replicas(2, START_SECONDS)
         streams, killed = asyncio.run(storm(server))
-        again = server.until_replicas(2, 120)
+        again = server.until_replicas(2, START_SECONDS)
         calm = asyncio.run(all_of(server, requests_of(20, 1, tokens)))
     later = [stream for stream in streams if stream.ended > killed]
     same = sum(stream.text == other.text for stream, other in zip(streams, calm, strict=False))
@@ -229,7 +239,7 @@ async def all_of(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
 
 def scale(model: str, tokens: int) -> dict[str, Any]:
     """Go from one replica to two and back while requests come, and lose none."""
-    settings = "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
+    settings = LARGE_CACHE + "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
     streams: list[Stream] = []
 
     async def load(server: Server) -> dict[str, float]:
@@ -242,13 +252,13 @@ def scale(model: str, tokens: int) -> dict[str, Any]:
 
         async with server.client() as http:
             many = [asyncio.create_task(client(http)) for _ in range(16)]
-            took["up_s"] = await asyncio.to_thread(server.until_replicas, 2, 120)
+            took["up_s"] = await asyncio.to_thread(server.until_replicas, 2, START_SECONDS)
             await asyncio.sleep(3)
             stop.set()
             await asyncio.gather(*many)
             stop.clear()
             one = asyncio.create_task(client(http))  # goes on while the other replica leaves
-            took["down_s"] = await asyncio.to_thread(server.until_replicas, 1, 120)
+            took["down_s"] = await asyncio.to_thread(server.until_replicas, 1, START_SECONDS)
             await asyncio.sleep(1)
             stop.set()
             await one
@@ -272,8 +282,10 @@ def prefixes(model: str, groups: int, asked: int, rounds: int) -> dict[str, Any]
     for routing in ("random", "prefix"):
         rates, first_tokens = [], []
         for turn in range(rounds):
-            with served(model, "--replicas", "2", settings=f'[replicas]\nrouting = "{routing}"\n') as server:
-                server.until_replicas(2, 60)
+            with served(
+                model, "--replicas", "2", settings=SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
+            ) as server:
+                server.until_replicas(2, START_SECONDS)
                 random.Random(turn).shuffle(bodies)
                 began = time.monotonic()
                 for start in range(0, len(bodies), 8):
@@ -287,10 +299,65 @@ def prefixes(model: str, groups: int, asked: int, rounds: int) -> dict[str, Any]
     return found
 
 
+def batch(model: str, lines: int) -> dict[str, Any]:
+    """Kill a batch three times at random, and a replica of the run that ends it: every line is answered once."""
+    draw = random.Random(7)
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
+        asked, answers = Path(folder) / "requests.jsonl", Path(folder) / "answers.jsonl"
+        asked.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(lines)))
+        command = [sys.executable, "-m", "graphdecode", "batch", str(asked), str(answers), "--model", model]
+        command += ["--device", "cpu", "--max-batch-size", str(ROWS), "--ray", "--replicas", "2"]
+        environment = os.environ | PATIENCE | {"RAY_TMPDIR": folder}
+        moments, began = [], time.monotonic()
+        for run in range(4):
+            done = line_count(answers)
+            moments.append(min(done + draw.randrange(lines // 4), lines - 100))
+            with (Path(folder) / "log").open("ab") as log:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=log, stdout=log, env=environment)
+            until_lines(answers, moments[-1], process, Path(folder) / "log")
+            if run < 3:
+                process.kill()
+            else:
+                os.kill(draw.choice(Server(model, "", folder).replica_pids()), signal.SIGKILL)
+            code = process.wait(START_SECONDS * 2)
+            until_none_is_left(folder)
+        told = [json.loads(line) for line in answers.read_text().splitlines()]
+    return {
+        "lines": lines,
+        "killed_at_lines": moments[:3],
+        "replica_killed_at_line": moments[3],
+        "exit_code": code,
+        "answers": len(told),
+        "answered_once": len({line["custom_id"] for line in told}) == len(told) == lines,
+        "statuses": dict(Counter(line["response"]["status_code"] for line in told)),
+        "seconds": time.monotonic() - began,
+    }
+
+
+def lines_of(count: int) -> Iterator[dict[str, Any]]:
+    """Yield requests of a batch; one of a hundred cannot be served, and its line says why."""
+    for number, body in enumerate(requests_of(count, 8, 6)):
+        wrong = {"max_tokens": "many"} if number % 100 == 99 else {}
+        yield {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body | wrong}
+
+
+def line_count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a file has so many lines."""
+    end = time.monotonic() + START_SECONDS * 2
+    while line_count(file) <= count:
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(log.read_text()[-2000:])
+        time.sleep(0.02)
+
+
 def speed(model: str, tokens: int, *options: str) -> dict[str, float]:
     """Ask 32 streams at once: how many tokens come per second, and how long does the first one take?"""
     with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2, 60)
+        server.until_replicas(2, START_SECONDS)
         asyncio.run(all_of(server, requests_of(8, 6, tokens)))
         began = time.monotonic()
         streams = asyncio.run(all_of(server, requests_of(32, 5, tokens)))
@@ -312,6 +379,7 @@ def main(
         "kill_direct": lambda: kill_under_load(model, tokens, "--direct"),
         "scale": lambda: scale(model, tokens),
         "prefixes": lambda: prefixes(model, 24, 6, 1),
+        "batch": lambda: batch(model, 5000),
         "speed": lambda: speed(model, tokens),
         "speed_direct": lambda: speed(model, tokens, "--direct"),
     }

@@ -60,10 +60,11 @@ def rope_append(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 0.0,
+    **_scales: object,
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache; padding goes to the trash page.
 
-    The arguments are those of `graphdecode.kernels.cache.rope_append`.
+    The arguments are those of `graphdecode.kernels.cache.rope_append`; the cache has no scales.
     """
     tokens, qo_heads, head_dim = q_out.shape
     pages, page_size, kv_heads = k_cache.shape[:3]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import Tensor
 
 from graphdecode.attention.options import AttentionOptions
+from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention import extend_attention as kernel
 
 
@@ -20,6 +19,7 @@ def extend_attention(
     page_table: Tensor | None,
     *,
     options: AttentionOptions = AttentionOptions(),  # noqa: B008 (immutable)
+    scales: CacheScales = CacheScales(),  # noqa: B008
 ) -> None:
     """Write the causal attention of each row's newest tokens over the row's cache into `out`.
 
@@ -35,6 +35,7 @@ def extend_attention(
         cu_seqlens_kv: int32 [rows + 1].
         page_table: int32 [rows, max_pages]; None where the cache is contiguous: entry i holds row i.
         options: what happens to the logits.
+        scales: of the cache's entries, where they have 8 bits.
     """
     kernel.extend_attention(
         out,
@@ -45,8 +46,10 @@ def extend_attention(
         cu_seqlens_q,
         cu_seqlens_kv,
         page_table,
-        sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
+        sm_scale=options.scale_of(q.shape[-1]) * scales.key,
         window_left=options.window_left,
         soft_cap=options.logits_soft_cap,
         sinks=options.sinks,
+        v_scale=scales.value,
+        scales=scales.pages,
     )

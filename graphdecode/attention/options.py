@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -38,3 +39,7 @@ class AttentionOptions(NamedTuple):
     window_left: int = -1
     logits_soft_cap: float = 0.0
     sinks: Tensor | None = None
+
+    def scale_of(self, head_dim: int) -> float:
+        """Return what multiplies the logits of heads of so many channels."""
+        return 1.0 / math.sqrt(head_dim) if self.sm_scale is None else self.sm_scale

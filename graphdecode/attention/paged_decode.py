@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from graphdecode.attention.options import AttentionOptions, HeadTurn
+from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
@@ -177,6 +177,7 @@ class PagedDecodeAttention:
         v_cache: Tensor,
         page_table: Tensor,
         options: AttentionOptions | None = None,
+        scales: CacheScales = CacheScales(),  # noqa: B008 (immutable)
     ) -> None:
         """Write one layer's attention into `out`; padding rows get 0.
 
@@ -187,6 +188,7 @@ class PagedDecodeAttention:
             v_cache: [pages, page_size, num_kv_heads, head_dim_v].
             page_table: int32 [rows, max_pages_per_row].
             options: of this layer, where they are not the default ones.
+            scales: of the cache's entries, where they have 8 bits.
         """
         options = self.options if options is None else options
         decode_attention(
@@ -201,10 +203,12 @@ class PagedDecodeAttention:
             self._plan_of(options.window_left),
             *self._workspace,
             max_items=self._items(q.shape[0]),
-            sm_scale=1.0 / math.sqrt(q.shape[-1]) if options.sm_scale is None else options.sm_scale,
+            sm_scale=options.scale_of(q.shape[-1]) * scales.key,
+            v_scale=scales.value,
             window_left=options.window_left,
             soft_cap=options.logits_soft_cap,
             sinks=options.sinks,
+            scales=scales.pages,
         )
 
     def append_and_run(
@@ -216,6 +220,7 @@ class PagedDecodeAttention:
         page_table: Tensor,
         turn: HeadTurn,
         options: AttentionOptions | None = None,
+        scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`, in one launch.
 
@@ -230,6 +235,7 @@ class PagedDecodeAttention:
             page_table: int32 [rows, max_pages_per_row].
             turn: norm and rotation of queries and keys.
             options: of this layer, where they are not the default ones.
+            scales: of the cache's entries, where they have 8 bits.
         """
         options = self.options if options is None else options
         append_attention(
@@ -247,7 +253,10 @@ class PagedDecodeAttention:
             options.sinks,
             eps=turn.eps,
             max_items=self._items(out.shape[0]),
-            sm_scale=1.0 / math.sqrt(out.shape[-1]) if options.sm_scale is None else options.sm_scale,
+            sm_scale=options.scale_of(out.shape[-1]),
             window_left=options.window_left,
             soft_cap=options.logits_soft_cap,
+            k_scale=scales.key,
+            v_scale=scales.value,
+            scales=scales.pages,
         )

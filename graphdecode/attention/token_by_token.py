@@ -7,6 +7,7 @@ from torch import Tensor
 
 from graphdecode.attention.options import AttentionOptions
 from graphdecode.attention.paged_decode import PagedDecodeAttention
+from graphdecode.cache import LayerCache
 
 
 class TokenByTokenAttention:
@@ -27,8 +28,7 @@ class TokenByTokenAttention:
         self,
         out: Tensor,
         q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        cache: LayerCache,
         rows: Tensor,
         positions: Tensor,
         live: Tensor,
@@ -40,8 +40,7 @@ class TokenByTokenAttention:
         Args:
             out: [t, num_qo_heads, head_dim], contiguous.
             q: [t, num_qo_heads, head_dim].
-            k_cache: [pages, page_size, num_kv_heads, head_dim], these tokens' keys included.
-            v_cache: the same shape.
+            cache: of the layer, these tokens' keys and values included.
             rows: int32 [t], the page-table row of each token.
             positions: int32 [t], its position in its sequence.
             live: int32 [1]; tokens from there on are padding and get 0.
@@ -55,4 +54,4 @@ class TokenByTokenAttention:
             known = torch.arange(begin, begin + rows[part].shape[0], device=live.device) < live
             tables = page_table.index_select(0, torch.where(known, rows[part], 0))
             self._attention.plan(positions[part], alive)
-            self._attention.run(out[part], q[part], k_cache, v_cache, tables, options)
+            self._attention.run(out[part], q[part], cache.keys, cache.values, tables, options, cache.scales)

@@ -1,6 +1,7 @@
 """Who owns which page of the key-value cache: the pool, the ledger of sequences over it, and pages found by prefix."""
 
 from .errors import CacheFullError, UnknownSequenceError, require_positive
+from .layer_cache import CacheScales, LayerCache, entry_bytes
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
@@ -8,11 +9,14 @@ from .untouched import untouched_zeros
 
 __all__ = [
     "CacheFullError",
+    "CacheScales",
+    "LayerCache",
     "PageLedger",
     "PagePool",
     "PagedKVCache",
     "UnknownSequenceError",
     "copy_page",
+    "entry_bytes",
     "fill_page_row",
     "require_positive",
     "untouched_zeros",

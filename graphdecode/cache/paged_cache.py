@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from .errors import UnknownSequenceError, require_positive
+from .layer_cache import LayerCache
 from .ledger import PageLedger
 from .pool import PagePool
-from .untouched import untouched_zeros
 
 
 class PagedKVCache:
@@ -28,10 +28,11 @@ class PagedKVCache:
         dtype: of keys and values.
         device: where the tensors are.
         prefix_caching: whether `add` finds the pages of prefixes that were published.
+        scales: of keys and of values of each layer, where the dtype is fp8; None: 1.0.
 
     Attributes:
-        layers: (keys, values) of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros; on a
-            CPU they take memory as pages are written.
+        layers: keys and values of each layer, [total_num_pages + 1, page_size, num_kv_heads, head_dim], zeros, and
+            their scales; on a CPU they take memory as pages are written.
         ledger: who owns which page.
         trash_page: the page that nobody owns, `total_num_pages`: what unused entries of a page table name.
 
@@ -51,6 +52,7 @@ class PagedKVCache:
         dtype: torch.dtype,
         device: torch.device | str,
         prefix_caching: bool = False,
+        scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
         require_positive(
             num_layers=num_layers,
@@ -67,8 +69,9 @@ class PagedKVCache:
         self.prefix_caching = prefix_caching
         self.ledger = PageLedger(total_num_pages, page_size, prefix_caching=prefix_caching)
         shape = (total_num_pages + 1, page_size, num_kv_heads, head_dim)
-        self.layers: list[tuple[Tensor, Tensor]] = [
-            (untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)) for _ in range(num_layers)
+        self.layers = [
+            LayerCache.zeros(shape, dtype, device, key_scale=key_scale, value_scale=value_scale)
+            for key_scale, value_scale in scales or [(1.0, 1.0)] * num_layers
         ]
 
     @property
@@ -183,8 +186,8 @@ class PagedKVCache:
             )
 
     def __repr__(self) -> str:
-        keys = self.layers[0][0]
-        size = sum(k.nbytes + v.nbytes for k, v in self.layers) / 2**20
+        keys = self.layers[0].keys
+        size = sum(layer.nbytes for layer in self.layers) / 2**20
         prefixes = ", prefix caching" if self.prefix_caching else ""
         return (
             f"PagedKVCache({len(self.ledger.pages)} sequences, {self.pool}, {len(self.layers)} layers of "
@@ -193,8 +196,8 @@ class PagedKVCache:
         )
 
 
-def copy_page(layers: Iterable[tuple[Tensor, Tensor]], move: tuple[int, int] | None) -> None:
-    """Copy a page of each layer's keys and values, (source, destination); None: nothing is to be copied."""
+def copy_page(layers: Iterable[Iterable[Tensor]], move: tuple[int, int] | None) -> None:
+    """Copy a page of each layer's tensors, (source, destination); None: nothing is to be copied."""
     if move is not None:
         source, destination = move
         for tensor in (tensor for layer in layers for tensor in layer):

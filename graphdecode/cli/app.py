@@ -20,6 +20,7 @@ from graphdecode.cli.generate import generate
 from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
+from graphdecode.cli.quantize import quantize
 from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
@@ -44,6 +45,7 @@ app.command(epilog='Example: graphdecode chat --model smollm2 "Why is the sky bl
 app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
 app.command(epilog="Example: graphdecode batch --model demo requests.jsonl answers.jsonl")(batch)
 app.add_typer(models, name="models")
+app.command(epilog="Example: graphdecode quantize ./SmolLM2-135M ./SmolLM2-135M-int4 --quantize int4")(quantize)
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
 app.command(epilog="Example: graphdecode check mypackage.step:step")(check)

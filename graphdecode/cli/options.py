@@ -27,10 +27,13 @@ QuantizeOption = Annotated[
     typer.Option(help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k; gguf keeps the blocks of a GGUF file."),
 ]
 KvCacheDtypeOption = Annotated[
-    str | None, typer.Option(help="auto, or fp8: keys and values in 8 bits; left out: the configuration's.")
+    str | None, typer.Option(help="auto, or int8 or fp8: keys and values in 8 bits; left out: the configuration's.")
 ]
 SpeculateOption = Annotated[
     str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")
+]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tensor-parallel", help="Processes, one a GPU, that share the model's weights.")
 ]
 MaxSequenceLengthOption = Annotated[
     int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")

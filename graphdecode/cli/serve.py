@@ -19,11 +19,12 @@ from graphdecode.cli.options import (
     ModelOption,
     QuantizeOption,
     SpeculateOption,
+    TensorParallelOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
 )
-from graphdecode.cli.service import check_extra, service_maker
+from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def serve(
     quantize: QuantizeOption = None,
     kv_cache_dtype: KvCacheDtypeOption = None,
     speculate: SpeculateOption = None,
+    tensor_parallel: TensorParallelOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
     tokenizer: TokenizerOption = None,
@@ -78,7 +80,7 @@ def serve(
 
     settings = settings_of(
         config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
-        model_impl=model_impl, trust_remote_code=trust_remote_code or None,
+        tensor_parallel_size=tensor_parallel, model_impl=model_impl, trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {
@@ -96,7 +98,8 @@ def serve(
     scale = {"count": replicas, "autoscale": autoscale, "ray_address": ray_address, "direct": direct or None}
     several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
     if several.wanted:
-        check_extra("replicas", "ray")
+        prepare_ray("replicas", several)
+        settings = sharing(settings, several)
     elif several.ray_address is not None or several.direct:
         raise ArgumentError("ray_address and direct are for several engines: --replicas or --autoscale says how many")
     _run(service_maker(model, tokenizer, settings, limits), settings, limits, several)
@@ -129,12 +132,12 @@ def _run(
     from graphdecode.server.replicas.cluster import Cluster
 
     if several.direct:
-        cluster = Cluster(make_service, settings, limits, several)
+        cluster = Cluster(make_service, settings, limits, several, "direct")
         asyncio.run(run(cluster, cluster.app, bound, on_ready))
         return
     port = bound.getsockname()[1]
     bound.close()  # Ray's proxy listens there
-    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several)
+    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several, "proxy")
     asyncio.run(cluster.run(on_ready))
 
 

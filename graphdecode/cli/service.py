@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import STDERR
-from graphdecode.config import EngineConfig, ServerConfig
+from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -67,3 +69,36 @@ def service_maker(
         version=__version__,
         progress=STDERR.is_terminal,
     )
+
+
+def prepare_ray(doing: str, several: ReplicaConfig) -> None:
+    """See that Ray is there, and set what it looks at while it is imported.
+
+    Args:
+        doing: what needs it, for the message.
+        several: the replicas; without an address they are on a Ray of this machine, which nobody else shall reach.
+
+    Raises:
+        ArgumentError: it is missing.
+    """
+    check_extra(doing, "ray")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
+    if several.ray_address is None:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
+        os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
+
+
+def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:
+    """Return the settings of each of several engines on one machine: on a CPU they share its memory.
+
+    Args:
+        settings: of one engine that has the machine for itself.
+        several: how many there are at most, and whether all are on this machine.
+    """
+    import torch
+
+    on_gpus = settings.device == "cuda" or (settings.device == "auto" and torch.cuda.is_available())
+    if on_gpus or several.ray_address is not None:
+        return settings
+    fraction = settings.buckets.memory_fraction / several.bounds[1]
+    return replace(settings, buckets=settings.buckets.with_limits(memory_fraction=fraction))

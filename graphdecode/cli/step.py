@@ -22,8 +22,11 @@ from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.buffers import Batch, StepBuffers
+    from graphdecode.engine.runner import Runner
+    from graphdecode.graphs import GraphManager, GraphReport
 
 _REPLAYS = 3  # of each bucket, so that the report has something to count
+_BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tokens of prompts"}
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,15 @@ def inspect(
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 
+    runner = None
     if target is not None:
         given = _load(target)
         rows = given.buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
         graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
-        graphs = load_runner(model, settings, progress=True).graphs
+        runner = load_runner(model, settings, progress=True)
+        graphs = runner.graphs
     try:
         graphs.capture()
         for bucket in graphs.buckets:
@@ -138,9 +143,22 @@ def inspect(
             typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
             typer.echo(graphs.svg(svg, queries))
-        elif as_json:
-            typer.echo(json.dumps(graphs.report().as_dict(), indent=1))
         else:
-            typer.echo(str(graphs.report()))
+            _show(graphs, runner, as_json)
     finally:
-        graphs.close()
+        graphs.close() if runner is None else runner.close()
+
+
+def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:
+    """Print what the graphs of a step hold, and those of a model's prompts."""
+    beside: dict[str, GraphReport] = {}
+    if runner is not None:
+        runner.capture_prompts()
+        beside = {name: report for name, report in runner.reports().items() if name in _BESIDE}
+    if as_json:
+        plain = {name: report.as_dict() for name, report in beside.items()}
+        typer.echo(json.dumps(graphs.report().as_dict() | plain, indent=1))
+        return
+    typer.echo(str(graphs.report()))
+    for name, report in beside.items():
+        typer.echo(f"\n{_BESIDE[name]}: {report}")

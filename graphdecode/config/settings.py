@@ -164,7 +164,7 @@ class EngineKeywords(TypedDict, total=False):
     seed: int
     quantize: str | None
     quantize_group_size: int | None
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"]
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"]
     batch_invariant: bool
     prefix_cache: bool
     tensor_parallel_size: int
@@ -224,9 +224,9 @@ class EngineConfig:
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the blocks "
-        "of a GGUF file. What a checkpoint has in few bits stays so by itself. Forms that are registered from outside go by "
-        "their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the "
+        "blocks of a GGUF file. What a checkpoint has in few bits stays so unasked. Forms that are registered from "
+        "outside go by their own names.",
     )
     quantize_group_size: int | None = key(
         "model",
@@ -238,9 +238,10 @@ class EngineConfig:
     kv_cache_dtype: str = key(
         "model",
         "auto",
-        one_of("auto", "fp8", "fp8_e4m3"),
-        "Of cached keys and values; auto is the model's. fp8, which is fp8_e4m3, holds twice as many tokens as 16 bits "
-        "in the same memory, three bits of each number's fraction, and nothing beyond 448; on a CPU it is slow.",
+        one_of("auto", "fp8", "fp8_e4m3", "int8"),
+        "Of cached keys and values; auto is the model's. Those of 8 bits hold twice as many tokens as 16 bits in the "
+        "same memory. int8 has a scale for each token and head; fp8, which is fp8_e4m3, has the checkpoint's, or none, "
+        "three bits of each number's fraction, and nothing beyond 448 times the scale.",
     )
     batch_invariant: bool = key(
         "model",

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import json
 import os
 import select
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from graphdecode.distributed.board_file import mapped_board, new_board
 from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
@@ -30,6 +33,7 @@ from graphdecode.kernels.native import library as native
 SAID = -1  # the kind of what ranks say to one another; others are the engine's
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank that was told to end
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,11 @@ class Ranks(ABC):
             return torch.device("cpu")
         return torch.device("cuda", self.rank % torch.cuda.device_count())
 
+    def _share_cores(self) -> None:
+        """Take no more of a CPU's threads than are this rank's."""
+        if self.terms.device == "cpu":
+            torch.set_num_threads(self.terms.threads)
+
     @abstractmethod
     def agree(self, text: str) -> None:
         """Come back when all ranks have said the same.
@@ -104,10 +113,6 @@ class Ranks(ABC):
 
 def join_group(rank: int, terms: Terms, device: torch.device) -> None:
     """Make torch.distributed's default group."""
-    from datetime import timedelta
-
-    import torch.distributed as dist
-
     if dist.is_initialized() or terms.store is None:
         return
     if device.type == "cuda":
@@ -120,8 +125,6 @@ def join_group(rank: int, terms: Terms, device: torch.device) -> None:
 
 def leave_group() -> None:
     """Give up torch.distributed's default group where there is one."""
-    import torch.distributed as dist
-
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -150,6 +153,8 @@ class Leader(Ranks):
         self._processes = processes
         self._failure: str | None = None
         self._closed = False
+        self._own_threads = torch.get_num_threads()
+        self._share_cores()
         self._watch = Watch(dict(enumerate(lives, 1)), terms.limit_seconds, self._lost)
         self._watch.start()
         at_exit = weakref.WeakMethod(self.close)
@@ -169,6 +174,11 @@ class Leader(Ranks):
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that this one has started, rank 1 first."""
+        return [process.pid for process in self._processes]
 
     def tell(self, kind: int, numbers: tuple[int, int, int] = (0, 0, 0), payload: bytes = b"") -> None:
         """Tell the other ranks to do something.
@@ -282,6 +292,7 @@ class Leader(Ranks):
         self._kill()
         for process in self._processes:
             process.wait()
+        torch.set_num_threads(self._own_threads)
         if self.terms.store is not None:
             leave_group()
 
@@ -300,12 +311,14 @@ class Follower(Ranks):
     def __init__(self, rank: int, terms: Terms, link: Link, life: socket.socket, board: torch.Tensor | None) -> None:
         super().__init__(rank, terms)
         self._link = link
+        self._share_cores()
         self._watch = Watch({0: life}, terms.limit_seconds, self._lost)
         self._watch.start()
         self.collectives = self.collectives_over(board)
 
     def _lost(self, rank: int, fate: str) -> None:
         # whatever the main thread waits for, it waits in vain
+        self.fail(f"rank {rank} {fate}")
         print(f"graphdecode: rank {self.rank} of {self.count} ends: rank {rank} {fate}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -343,9 +356,7 @@ class Follower(Ranks):
             leave_group()
 
 
-def start_ranks(
-    count: int, *, device: str, how: str, limit_seconds: float, module: str, threads: int | None = None
-) -> Leader:
+def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
     """Start the other ranks as processes of this machine, and return the end that leads them.
 
     Args:
@@ -354,16 +365,13 @@ def start_ranks(
         how: "auto", "shared", "gloo" or "nccl".
         limit_seconds: see `Terms`.
         module: what such a process runs; it is given the descriptors of link, life and board (-1: none).
-        threads: of each rank on a CPU; None: those that torch has here, shared.
     """
     how = chosen(how, device)
     store = None
     if how != "shared":
-        import torch.distributed as dist
-
         held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
         store = ("127.0.0.1", held.port)
-    terms = Terms(count, device, how, limit_seconds, threads or max(torch.get_num_threads() // count, 1), store)
+    terms = Terms(count, device, how, limit_seconds, shared_threads(count), store)
     descriptor, board = new_board(count, limit_seconds) if how == "shared" else (-1, None)
     links, lives, processes = [], [], []
     for rank in range(1, count):
@@ -379,10 +387,7 @@ def start_ranks(
             )
         links.append(Link(link))
         lives.append(life)
-        # a process that is stopped does not see that its link has ended; but the kernel's signal, which is for the end
-        # of the thread that started it, is no use where that is not the last one to end
-        dies_with_us = threading.current_thread() is threading.main_thread()
-        links[-1].send(Message(SAID, (rank, int(dies_with_us), os.getpid()), terms_text(terms)))
+        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))
     if descriptor >= 0:
         os.close(descriptor)
     return Leader(terms, links, lives, board, processes)
@@ -393,11 +398,15 @@ def follower_of(descriptors: list[int]) -> Follower:
     link, life, board = descriptors
     connected = Link(socket.socket(fileno=link))
     hello = connected.receive()
-    rank, dies_with_leader, leader = hello.numbers
-    if dies_with_leader:
-        _die_with(leader)
+    rank, leader, _ = hello.numbers
+    _wake_behind(leader)
     mapped = mapped_board(board) if board >= 0 else None
     return Follower(rank, terms_of(hello.payload), connected, socket.socket(fileno=life), mapped)
+
+
+def shared_threads(count: int) -> int:
+    """Return the threads of each of some ranks that share those that torch has here."""
+    return max(torch.get_num_threads() // count, 1)
 
 
 def chosen(how: str, device: str) -> str:
@@ -411,26 +420,20 @@ def chosen(how: str, device: str) -> str:
 
 def terms_text(terms: Terms) -> bytes:
     """Return terms as JSON."""
-    import json
-
     return json.dumps(asdict(terms)).encode()
 
 
 def terms_of(text: bytes) -> Terms:
     """Return the terms that `terms_text` made into JSON."""
-    import json
-
     given: Mapping[str, Any] = json.loads(text)
     store = given["store"]
     return Terms(**{**given, "store": None if store is None else (store[0], store[1])})
 
 
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process when the thread that started it does."""
+def _wake_behind(parent: int) -> None:
+    """Let the kernel wake this process, if it is stopped, when the one that started it ends: so it can end, too."""
     if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
         if os.getppid() != parent:
             os._exit(1)
 

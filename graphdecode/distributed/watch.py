@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 _MOST_SECONDS = 0.5  # between two signs
 _SIGNS_PER_LIMIT = 10
+_START_SECONDS = 120.0  # up to the first sign, in which a process imports what it needs
 _SIGN, _FAILED, _ENDED = b".", b"!", b"-"
 
 
@@ -41,6 +42,7 @@ class Watch(threading.Thread):
         """Send and look for signs until somebody is gone, or `close`."""
         silent = dict.fromkeys(self._peers, 0)
         said = dict.fromkeys(self._peers, b"")
+        began: set[int] = set()
         while not self._ends.is_set():
             self._send(_SIGN)
             ready, _, _ = select.select(list(self._peers.values()), [], [], self._every)
@@ -51,14 +53,16 @@ class Watch(threading.Thread):
                     came = peer.recv(1 << 16)
                 except BlockingIOError:
                     silent[rank] += 1
-                    if silent[rank] * self._every > self._limit:
-                        self._found(rank, f"has stalled: no sign of life for {self._limit:g} s")
+                    limit = self._limit if rank in began else max(self._limit, _START_SECONDS)
+                    if silent[rank] * self._every > limit:
+                        self._found(rank, f"has stalled: no sign of life for {limit:g} s")
                         return
                     continue
                 except OSError:
                     came = b""
                 said[rank] = (said[rank] + came).lstrip(_SIGN)
                 silent[rank] = 0
+                began.add(rank)
                 if said[rank].startswith(_ENDED):
                     del self._peers[rank]
                 elif not came:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from graphdecode.cache import entry_bytes
 from graphdecode.config import BucketConfig
 from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelShape
 
+_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 _ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
 
 
@@ -58,7 +60,7 @@ def plan_capacity(
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * model.head_dim * dtype.itemsize
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * entry_bytes(dtype, model.head_dim)
     page_bytes = token_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
@@ -80,7 +82,7 @@ def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
         kv_cache_dtype: as in `EngineConfig`.
         dtype: of the model.
     """
-    return dtype if kv_cache_dtype == "auto" else torch.float8_e4m3fn
+    return _CACHE_DTYPES.get(kv_cache_dtype, dtype)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -27,8 +27,9 @@ class Command(IntEnum):
     LAUNCH = 5  # rows, steps, queries
     LAUNCH_HALVES = 6  # the same; what the host does meanwhile follows, up to HANDED
     HANDED = 7
-    UNLOAD = 8
-    END = 9
+    LAUNCH_ALONG = 8  # rows; the chunks that go along, as in PASS
+    UNLOAD = 9
+    END = 10
 
 
 class LeadingRunner(Runner):
@@ -42,11 +43,15 @@ class LeadingRunner(Runner):
         arguments: of `Runner`.
         leader: of the ranks.
         keywords: of `Runner`.
+
+    Attributes:
+        ranks: the leader.
+        ends_ranks: whether the other ranks end with this runner.
     """
 
     def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
-        self._leader = leader
+        self.ranks = leader
         self.ends_ranks = True
 
     def lead(self) -> None:
@@ -57,59 +62,68 @@ class LeadingRunner(Runner):
     def _relay(self, number: int, change: Change) -> None:
         name = change.name.encode()
         payload = name + np.asarray(change.numbers, dtype=np.int32).tobytes() + change.data
-        self._leader.tell(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
+        self.ranks.tell(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        self._leader.check()
+        self.ranks.check()
         try:
             yield
         except BaseException as error:
-            self._leader.explain(error)
+            self.ranks.explain(error)
             raise
-        self._leader.check()
+        self.ranks.check()
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Tell all ranks' devices everything about the rows; see `Runner.stage`."""
         with self._together():
             super().stage(rows)
-            self._leader.tell(Command.STAGED, (len(rows), 0, 0))
+            self.ranks.tell(Command.STAGED, (len(rows), 0, 0))
 
     def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Compute staged chunks on all ranks; see `Runner.compute`."""
         with self._together():
-            self._leader.tell(Command.PASS, (len(chunks), 0, 0), _sizes(chunks))
+            self.ranks.tell(Command.PASS, (len(chunks), 0, 0), _sizes(chunks))
             return super().compute(chunks)
 
     def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
         """Let the source of drafts of all ranks see tokens; see `Runner.catch_up`."""
         with self._together():
             super().catch_up(chunks)
-            self._leader.tell(Command.CATCH_UP, (len(chunks), 0, 0), _sizes(chunks))
+            self.ranks.tell(Command.CATCH_UP, (len(chunks), 0, 0), _sizes(chunks))
 
     def launch(
-        self, num_rows: int, num_steps: int = 1, queries: int = 1, *, meanwhile: Callable[[], None] | None = None
+        self,
+        num_rows: int,
+        num_steps: int = 1,
+        queries: int = 1,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        along: Sequence[PromptChunk] = (),
     ) -> Launch:
         """Start steps on all ranks; see `Runner.launch`."""
         with self._together():
-            kind = Command.LAUNCH if meanwhile is None else Command.LAUNCH_HALVES
-            self._leader.tell(kind, (num_rows, num_steps, queries))
+            if along:
+                self.ranks.tell(Command.LAUNCH_ALONG, (num_rows, 0, 0), _sizes(along))
+            else:
+                kind = Command.LAUNCH if meanwhile is None else Command.LAUNCH_HALVES
+                self.ranks.tell(kind, (num_rows, num_steps, queries))
             both = None if meanwhile is None else lambda: self._handing(meanwhile)
-            return super().launch(num_rows, num_steps, queries, meanwhile=both)
+            return super().launch(num_rows, num_steps, queries, meanwhile=both, along=along)
 
     def _handing(self, meanwhile: Callable[[], None]) -> None:
         try:
             meanwhile()
         finally:
-            self._leader.tell(Command.HANDED)
+            self.ranks.tell(Command.HANDED)
 
     def close(self) -> None:
         """Release the graphs of all ranks, and end the other ranks, unless they go on with another model."""
         super().close()
         if self.ends_ranks:
-            self._leader.close(Command.END)
+            self.ranks.close(Command.END)
         else:
-            self._leader.tell(Command.UNLOAD)
+            self.ranks.tell(Command.UNLOAD)
 
 
 def _sizes(chunks: Sequence[PromptChunk]) -> bytes:

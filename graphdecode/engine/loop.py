@@ -16,6 +16,7 @@ from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.draft_gaps import draft_gaps
 from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.metrics import EngineStats
+from graphdecode.engine.prefill import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, Runner
 from graphdecode.engine.scheduler import Chunk, Scheduler
@@ -68,6 +69,7 @@ class EngineLoop:
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
+        self._to_prefill: list[PromptChunk] = []  # in this round
         self._prefilled = 0  # tokens of prompts since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
@@ -101,10 +103,11 @@ class EngineLoop:
 
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
-        self._prefill()
+        self._enter_prompts()
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         if goes_on:
             self._launch()
+        self._prefill()
         may_look_ahead = goes_on and not self._held
         while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
@@ -114,26 +117,40 @@ class EngineLoop:
     def reset(self) -> list[Event]:
         """Forget everything that runs or waits, in whatever state a failed step left it; return what it gave so far."""
         self._under_way.clear()
-        self._staged = []
+        self._staged, self._to_prefill = [], []
         self.scheduler.reset()
         events, self._events = self._events, []
         return events
 
-    def _prefill(self) -> None:
+    def _enter_prompts(self) -> None:
+        """Choose chunks of prompts for this round; whose prompt ends with one feeds its last token in it, too.
+
+        Those that a launch can take along wait for it; the others are computed at once.
+        """
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-        self._since = began = time.perf_counter()
-        if chunks:
-            found = self.runner.prefill([chunk.inputs(self.scheduler.cache) for chunk in chunks])
-            for chunk, scored in zip(chunks, found, strict=True):
+        self._since = time.perf_counter()
+        self._to_prefill = [chunk.inputs(self.scheduler.cache) for chunk in chunks]
+        is_wanted = any(chunk.sequence.unscored or chunk.sequence.is_full for chunk in chunks)
+        if is_wanted or not self.runner.takes_along(1, self._prefilled):
+            for chunk, scored in zip(chunks, self._prefill(), strict=True):
                 if scored is not None:
                     self._take_scores(chunk, scored)
-            self.stats.prefill_seconds += time.perf_counter() - began
-            self.stats.prefilled_tokens += self._prefilled
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
             self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
+
+    def _prefill(self) -> list[StepLogprobs | None]:
+        """Compute the chunks that wait by themselves, and return the log-probabilities that each wants."""
+        chunks, self._to_prefill = self._to_prefill, []
+        if not chunks:
+            return []
+        began = time.perf_counter()
+        found = self.runner.prefill(chunks)
+        self.stats.prefill_seconds += time.perf_counter() - began
+        self.stats.prefilled_tokens += self._prefilled
+        return found
 
     @staticmethod
     def _take_scores(chunk: Chunk, scored: StepLogprobs) -> None:
@@ -180,11 +197,24 @@ class EngineLoop:
         queries, meanwhile = self._queries(room), None
         if self._held and not is_new:
             meanwhile = self._masks_on_the_way(queries)
-        num_steps = min(num_steps, room // queries)
-        launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile)
+        along = self._taken_along() if queries == 1 and meanwhile is None else []
+        self._prefill()  # what does not go along
+        if along:
+            self.runner.stage_chunks(along)
+        num_steps = 1 if along else min(num_steps, room // queries)
+        launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile, along=along)
         self.stats.launch_seconds.append(time.perf_counter() - launch.started)
         under_way = _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
         self._under_way.append(under_way)
+
+    def _taken_along(self) -> list[PromptChunk]:
+        """Return this round's chunks if the next launch is to take them along."""
+        if not self._to_prefill or not self.runner.takes_along(len(self._staged), self._prefilled):
+            return []
+        chunks, self._to_prefill = self._to_prefill, []
+        self.stats.mixed_steps += 1
+        self.stats.prefilled_tokens += self._prefilled
+        return chunks
 
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
@@ -242,6 +272,7 @@ class EngineLoop:
             self._steps_with_pages = self.scheduler.steps_with_pages() - ahead
             return num_tokens, changed
         except CacheFullError:
+            self._prefill()  # whose pages may be taken
             self._drain()
             return self.scheduler.make_room(num_tokens), True
 

@@ -45,6 +45,7 @@ class EngineStats:
         finished_answers: answers that came to their end.
         prefilled_tokens: tokens whose keys and values were computed by prefill.
         prefill_seconds: host time of prefills.
+        mixed_steps: decode steps that took chunks of prompts along.
         batch_sizes: live rows of a decode step -> how many steps had so many.
         bucket_steps: bucket -> how often it was replayed.
         step_seconds: time of the last decode steps: from the launch, or from the tokens of the step before where that
@@ -60,6 +61,7 @@ class EngineStats:
     finished_answers: int = 0
     prefilled_tokens: int = 0
     prefill_seconds: float = 0.0
+    mixed_steps: int = 0
     batch_sizes: Counter[int] = field(default_factory=Counter)
     bucket_steps: Counter[int] = field(default_factory=Counter)
     step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES_KEPT), repr=False)
@@ -92,6 +94,8 @@ class EngineStats:
         parts = [f"{self.generated_tokens} tokens in {self.finished_answers} finished answers"]
         parts.append(f"{self.prefilled_tokens} prompt tokens prefilled in {self.prefill_seconds:.2f} s")
         steps = f"{sum(self.batch_sizes.values())} decode steps"
+        if self.mixed_steps:
+            steps += f", {self.mixed_steps} of them with prompts"
         parts.append(", ".join([steps, *self.step_times()]))
         parts.append("buckets " + (", ".join(f"{b} x{n}" for b, n in sorted(self.bucket_steps.items())) or "none"))
         parts.append(f"padding {100 * self.padding_share:.0f}%")

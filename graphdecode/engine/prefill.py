@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from graphdecode.attention import TokenByTokenAttention
 from graphdecode.buckets import BucketLadder
@@ -21,14 +20,13 @@ from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
 from graphdecode.graphs import CaptureError, GraphManager
+from graphdecode.models import Chunks
 
 _CHUNKS = "chunks"  # the staging block
 # tokens of a pass that has a graph; a CPU's graph keeps what is between its operators, and more tokens are worth less
 _GRAPH_TOKENS = {"cuda": (16, 32, 64, 128, 256, 512), "cpu": (8, 16, 32, 64)}
 _DUMMY_TOKEN = 1
 _ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
-_Tokens = tuple[Tensor, Tensor, Tensor, Tensor]  # of a pass, as `Model.prefill` takes them
-_Rows = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ class Prefill:
         else:
             adopt_model(self.buffers, self._model, self._caches)
 
-    def _make_graphs(self) -> GraphManager:
+    def _make_graphs(self, capture_when: str) -> GraphManager:
         config = self._setting.config
         sizes = [tokens for tokens in _GRAPH_TOKENS[self._model.device.type] if tokens < self.max_tokens]
         largest = min(_GRAPH_TOKENS[self._model.device.type][-1], self.max_tokens)
@@ -115,25 +113,42 @@ class Prefill:
             constants=self._model.constants,
             backend=config.backend,
             warmup_steps=config.warmup_steps,
-            capture_when=config.capture_when,
+            capture_when=capture_when,
             around=lambda tokens, _queries: self._setting.around(f"the pass of {tokens} prompt tokens"),
         )
 
     def _whole_pass(self, batch: Batch) -> None:
-        tokens = (batch.tokens, batch.rows, batch.positions, batch.live_rows)
-        rows = (batch.cu_seqlens_q, batch.cu_seqlens_kv, batch.page_table)
-        self._model.prefill(*tokens, *rows, self._caches, self._attention)
+        self._model.prefill(*self.chunks(batch.size), self._caches, self._attention)
 
-    def capture(self, progress: bool = True) -> None:
+    def chunks(self, tokens: int, rows: int | None = None) -> Chunks:
+        """Return what `stage` writes, narrowed to so many tokens and chunks; behind those that are there is padding.
+
+        Args:
+            tokens: of all chunks together.
+            rows: chunks; None: as many as there can be.
+        """
+        buffers, rows = self.buffers, self._rows if rows is None else rows
+        return Chunks(
+            buffers.tokens[:tokens],
+            buffers.rows[:tokens],
+            buffers.positions[:tokens],
+            buffers.live_rows,
+            buffers.cu_seqlens_q[: rows + 1],
+            buffers.cu_seqlens_kv[: rows + 1],
+            buffers.page_table[:rows],
+        )
+
+    def capture(self, progress: bool = True, *, are_rare: bool = False) -> None:
         """Capture the passes of few tokens; where that cannot be done, they stay as they are, and a warning says why.
 
         Args:
             progress: show a bar on standard error.
+            are_rare: capture each after its first use.
         """
         if self._attention is not None or self._setting.config.backend == "eager":
             return  # with `batch_invariant` tokens are taken one by one
         self.close()
-        graphs = self._make_graphs()
+        graphs = self._make_graphs("first-use" if are_rare else self._setting.config.capture_when)
         try:
             graphs.capture(progress=progress)
             self.graphs = graphs
@@ -162,23 +177,22 @@ class Prefill:
 
     def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
         """Do the same for chunks that were staged; of these it looks at the lengths and at what is scored."""
-        tokens, where = self._staged(chunks)
+        staged = self.staged(chunks)
         found: list[StepLogprobs | None] = [None] * len(chunks)
         end, is_scored = sum(len(chunk.token_ids) for chunk in chunks), any(chunk.scored for chunk in chunks)
         if self.graphs is not None and end <= self.graphs.buckets[-1] and not is_scored:
             self.graphs.replay(end)
         else:
-            stream = self._model.prefill(*tokens, *where, self._caches, self._attention)
+            stream = self._model.prefill(*staged, self._caches, self._attention)
             found = self._scored(chunks, stream)
         if self._follow is not None:
-            self._follow(*tokens, *where)
+            self._follow(*staged)
         return found
 
     def follow(self, chunks: Sequence[PromptChunk]) -> None:
         """Let `follow` alone have a pass over some staged chunks, whose keys and values the model has."""
         if self._follow is not None:
-            tokens, where = self._staged(chunks)
-            self._follow(*tokens, *where)
+            self._follow(*self.staged(chunks))
 
     def stage(self, chunks: Sequence[PromptChunk]) -> None:
         """Tell the device of some chunks."""
@@ -198,12 +212,9 @@ class Prefill:
         staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
         self.buffers.upload(_CHUNKS, end)
 
-    def _staged(self, chunks: Sequence[PromptChunk]) -> tuple[_Tokens, _Rows]:
-        """Return the tensors of staged tokens, and of their rows, as `Model.prefill` takes them."""
-        end, buffers, rows = sum(len(chunk.token_ids) for chunk in chunks), self.buffers, len(chunks)
-        tokens = (buffers.tokens[:end], buffers.rows[:end], buffers.positions[:end], buffers.live_rows)
-        where = (buffers.cu_seqlens_q[: rows + 1], buffers.cu_seqlens_kv[: rows + 1], buffers.page_table[:rows])
-        return tokens, where
+    def staged(self, chunks: Sequence[PromptChunk]) -> Chunks:
+        """Return some staged chunks as the device knows them, without padding; of these it looks at the lengths."""
+        return self.chunks(sum(len(chunk.token_ids) for chunk in chunks), len(chunks))
 
     def _scored(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
         found: list[StepLogprobs | None] = []

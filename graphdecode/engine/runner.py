@@ -15,6 +15,7 @@ from graphdecode.buffers import StepBuffers, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.mixed_steps import MixedSteps
 from graphdecode.engine.prefill import Prefill, PromptChunk
 from graphdecode.engine.steps import (
     DecodeStep,
@@ -27,7 +28,7 @@ from graphdecode.engine.steps import (
     StepSetting,
     StepTokens,
 )
-from graphdecode.graphs import GraphManager
+from graphdecode.graphs import GraphManager, GraphReport
 from graphdecode.models import Model
 
 P = ParamSpec("P")
@@ -112,6 +113,7 @@ class Runner:
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
         drafting = self.drafting
         self._prefill = Prefill(setting, prefill_budget, follow=None if drafting is None else drafting.prefill)
+        self._mixed = MixedSteps.of(setting, self.step, self._prefill)
         self.graphs = GraphManager(
             self.step,
             self.buffers,
@@ -158,8 +160,13 @@ class Runner:
         Returns:
             For each chunk the log-probabilities of the tokens that it has scored, or None.
         """
-        self._prefill.stage(chunks)
+        self.stage_chunks(chunks)
         return self.compute(chunks)
+
+    @_on_its_device
+    def stage_chunks(self, chunks: Sequence[PromptChunk]) -> None:
+        """Tell the device of chunks that go along with the next launch."""
+        self._prefill.stage(chunks)
 
     @_on_its_device
     def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
@@ -169,7 +176,7 @@ class Runner:
     @_on_its_device
     def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
         """Let the source of drafts see tokens that plain steps fed, all chunks in one pass."""
-        self._prefill.stage(chunks)
+        self.stage_chunks(chunks)
         self.follow_staged(chunks)
 
     @_on_its_device
@@ -189,7 +196,22 @@ class Runner:
         Args:
             progress: show a bar on standard error.
         """
-        self._prefill.capture(progress)
+        if self._mixed is not None:
+            self._mixed.capture(progress)
+        self._prefill.capture(progress, are_rare=self._mixed is not None and bool(self._mixed.graphs))
+
+    def reports(self) -> dict[str, GraphReport]:
+        """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
+        found = {"steps": self.graphs.report()}
+        if self._prefill.graphs is not None:
+            found["prompts"] = self._prefill.graphs.report()
+        if self._mixed is not None and self._mixed.graphs:
+            found["mixed"] = self._mixed.report()
+        return found
+
+    def takes_along(self, num_rows: int, num_tokens: int) -> bool:
+        """Whether so many tokens of prompts are to go along with a step of so many rows; see `launch`."""
+        return self._mixed is not None and self._mixed.takes(num_rows, num_tokens)
 
     @_on_its_device
     def stage(self, rows: Sequence[RowInputs]) -> None:
@@ -218,7 +240,13 @@ class Runner:
 
     @_on_its_device
     def launch(
-        self, num_rows: int, num_steps: int = 1, queries: int = 1, *, meanwhile: Callable[[], None] | None = None
+        self,
+        num_rows: int,
+        num_steps: int = 1,
+        queries: int = 1,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+        along: Sequence[PromptChunk] = (),
     ) -> Launch:
         """Start steps of the staged rows: one launch; or two, of the halves of one step.
 
@@ -227,10 +255,13 @@ class Runner:
             num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
             queries: of a row; one of the step's.
             meanwhile: what the host does while one step of one query is computed, up to its logits; it stages masks.
+            along: staged chunks of prompts whose keys and values one step of one query computes in the same pass.
         """
         first, started = self.steps_launched, time.perf_counter()
         try:
-            if meanwhile is not None:
+            if along and self._mixed is not None:
+                bucket = self._mixed.run(num_rows, along)
+            elif meanwhile is not None:
                 bucket = self.graphs.replay_halves(num_rows, meanwhile)
             elif self.steps_per_launch == 1:
                 bucket = self.graphs.replay(num_rows, queries)
@@ -264,4 +295,6 @@ class Runner:
         if self.model.device.type == "cuda":
             torch.cuda.synchronize(self.model.device)
         self.graphs.close()
+        if self._mixed is not None:
+            self._mixed.close()
         self._prefill.close()

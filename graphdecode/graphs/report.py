@@ -41,6 +41,7 @@ class BucketReport:
         loop_reason: why it is not "while" on a GPU.
         launches: how often the loop was launched.
         queries: of each row.
+        along: tokens beside the rows that the step takes along, such as those of prompts.
     """
 
     bucket: int
@@ -60,11 +61,13 @@ class BucketReport:
     loop_reason: str | None = None
     launches: int = 0
     queries: int = 1
+    along: int = 0
 
     @property
     def name(self) -> str:
-        """Its rows, and the queries of each where there are several."""
-        return str(self.bucket) if self.queries == 1 else f"{self.bucket}x{self.queries}"
+        """Its rows, the queries of each where there are several, and what it takes along."""
+        name = str(self.bucket) if self.queries == 1 else f"{self.bucket}x{self.queries}"
+        return f"{name}+{self.along}" if self.along else name
 
     @property
     def padding_share(self) -> float:

@@ -53,7 +53,7 @@ class Blocks(WeightForm):
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
         """Read a layer's blocks, or a part of them; a part whose columns are no whole blocks is put in plain panels."""
-        stored = _stored_blocks(source, names, shard)
+        stored = stored_blocks(source, names, shard) if cls.keeps(source, names) else None
         if stored is None:
             return Panels.load(source, names, shard, options)
         parts, sizes = [], []
@@ -64,6 +64,11 @@ class Blocks(WeightForm):
         shape = fused_shape(source, names.weights, shard)
         return cls(shape, read_bias(source, names, shard, options), tuple(parts), tuple(sizes))
 
+    @property
+    def row_panels(self) -> QuantisedPanels | None:
+        """The weight where it is in one part."""
+        return self.parts[0] if len(self.parts) == 1 else None
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
@@ -71,9 +76,9 @@ class Blocks(WeightForm):
             quantised_linear(columns, x, part, bias)
 
 
-def _stored_blocks(source: TensorSource, names: LinearNames, shard: Shard | None) -> list[tuple[str, Tensor]] | None:
+def stored_blocks(source: TensorSource, names: LinearNames, shard: Shard | None) -> list[tuple[str, Tensor]] | None:
     """Return types and blocks of a layer's tensors, or of a part; None where one has none, or is cut in a block."""
-    if not isinstance(source, BlockSource) or not Blocks.keeps(source, names):
+    if not isinstance(source, BlockSource):
         return None
     found = []
     for name in names.weights:

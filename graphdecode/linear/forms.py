@@ -11,18 +11,24 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
+    Int8Tiles,
     Int8,
     Fixed,
+    BlockTiles,
     Blocks,
+    GroupTiles,
+    GroupPanels,
     Panels,
     Packed,
     Plain,
@@ -73,6 +79,11 @@ def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> Weig
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
     return _with(form.of(weight, bias, options), choices)
+
+
+def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
+    """Whether the preferred form holds a layer's tensors as the source has them."""
+    return check_options(options)[0].keeps(source, names)
 
 
 def tied_linear(weight: Tensor, source: TensorSource, names: LinearNames, options: FormOptions) -> WeightForm:

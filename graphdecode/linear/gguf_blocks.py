@@ -187,3 +187,15 @@ _TYPES = {
     "MXFP4": _Type(32, 17, 4, (*_FP4, *(-value for value in _FP4)), _mxfp4),
 }
 GGUF_BLOCKS = frozenset(_TYPES)  # that can be put in panels
+
+
+def parts_of(stored: Tensor, block_type: str) -> tuple[Tensor, Numbers, Numbers | None]:
+    """Return the codes, uint8 [out_features, in_features], of rows of blocks, their scales and their least values.
+
+    Args:
+        stored: uint8 [out_features, bytes of a row], whole blocks.
+        block_type: one of GGUF_BLOCKS.
+    """
+    kind = _TYPES[block_type]
+    parts = kind.parts(stored.view(len(stored), -1, kind.nbytes))
+    return parts.codes.flatten(1), parts.scales, parts.mins

@@ -124,7 +124,8 @@ class Groups:
         if shard is None:
             return self
         rows, *columns = shard.slices(self.shape)
-        return self._columns(columns[0]) if columns else self.rows(rows)
+        kept = self.rows(slice(*rows.indices(self.shape[0])[:2]))
+        return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept
 
     def rows(self, rows: slice) -> Groups:
         """Return some rows, in memory that is shared."""

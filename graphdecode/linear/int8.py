@@ -22,9 +22,9 @@ class Int8(WeightForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: there is no fast product for the device."""
+        """Return why not: there is no product for the device."""
         where = options.device.type
-        return "" if where == "cpu" else f"works on a CPU alone, the device is {where}"
+        return "" if where == "cpu" else f"needs a CPU or a CUDA device, the device is {where}"
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:

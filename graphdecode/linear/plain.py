@@ -14,7 +14,7 @@ from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.weight_form import FormOptions, WeightForm
 
-_ROWS = 512  # that a small product takes at a time: more would need more workspace
+ROWS_AT_ONCE = 512  # that a small product takes at a time: more would need more workspace
 
 
 class SmallProduct(NamedTuple):
@@ -27,8 +27,8 @@ class SmallProduct(NamedTuple):
 
     def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
         """Write the product for `x` into `out`; see `small_linear` for what can be fused with it."""
-        for begin in range(0, x.shape[0], _ROWS):
-            rows = slice(begin, begin + _ROWS)
+        for begin in range(0, x.shape[0], ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
             small_linear(out[rows], x[rows], self.weight, self.bias, self.counters, self.config, **fused)
 
     def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:

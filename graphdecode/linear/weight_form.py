@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 
 
@@ -175,6 +176,11 @@ class WeightForm(ABC):
 
     def fused(self, rows: int) -> FusedProduct | None:
         """Return the product that does more than `apply` in its one launch; None: there is none for so many rows."""
+        return None
+
+    @property
+    def row_panels(self) -> QuantisedPanels | None:
+        """The weight in blocks whose rows can be gathered, for an embedding is a weight, too; None: it is in none."""
         return None
 
     @property

@@ -7,7 +7,7 @@ found by walking through it.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Self
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import AttentionOptions, HeadTurn
+from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.cap_logits import cap_logits
@@ -24,8 +25,7 @@ from graphdecode.kernels.model.embedding_norm import embedding_norm
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
 from graphdecode.linear.weight_form import FusedProduct, WeightForm
 
-LayerCache = tuple[Tensor, Tensor]
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionOptions], None]  # out, q, keys, values, options
+Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
 Vary = Callable[[WeightForm], WeightForm]
 
@@ -120,8 +120,8 @@ class Stream:
     is the product that a block ends with.
 
     Args:
-        tokens: of the pass.
-        stem: embeds them, together with the first norm where that is computed by itself.
+        parts: the tokens of the pass; those of a second part stand behind those of the first in all that it holds.
+        stem: embeds them, together with the first norm where that is computed by itself and there is one part.
         attend: attention over a layer's cache.
         operators: of the layers.
         append_and_attend: the same with the append before it, in one launch, where that can be had.
@@ -129,25 +129,50 @@ class Stream:
 
     def __init__(
         self,
-        tokens: Tokens,
+        parts: Sequence[Tokens],
         stem: Stem,
         attend: Attend,
         operators: StepOperators,
         append_and_attend: AppendAndAttend | None = None,
     ) -> None:
-        self.tokens = tokens
+        self._parts = parts
         self.attend = attend
         self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
         # while the residual is not made; a stem that has its own way of embedding takes it
-        self._stem: Stem | None = stem if type(stem).run is Stem.run else None
-        self._residual = stem.run(tokens) if self._stem is None else stem.residual(tokens)
+        self._stem: Stem | None = stem if type(stem).run is Stem.run and len(parts) == 1 else None
+        if self._stem is not None:
+            self._residual = stem.residual(parts[0])
+        else:
+            embedded = [stem.run(part) for part in parts]
+            self._residual = embedded[0] if len(parts) == 1 else torch.cat(embedded)
+        self._all_live: Tensor | None = None
         self._hidden = torch.empty_like(self._residual)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
         self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
         self._is_whole = True  # nothing is to be added to the residual
         self._post_norm: Norm | None = None
         self._scale = 1.0
+
+    @property
+    def tokens(self) -> Tokens:
+        """Those of a pass of one part.
+
+        Raises:
+            NotImplementedError: there are two, each with rows and a page table of its own.
+        """
+        if len(self._parts) > 1:
+            raise NotImplementedError("a block looks for its tokens' rows itself: it cannot be run over two parts")
+        return self._parts[0]
+
+    @property
+    def live(self) -> Tensor:
+        """How many tokens are live, int32 [1]; of a pass of two parts all, for the first one's padding is not last."""
+        if len(self._parts) == 1:
+            return self._parts[0].live
+        if self._all_live is None:
+            self._all_live = torch.full((1,), self._residual.shape[0], dtype=torch.int32, device=self._residual.device)
+        return self._all_live
 
     @property
     def residual(self) -> Tensor:
@@ -280,7 +305,6 @@ class Attention(Block):
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
         """Append the tokens' keys and values to the cache, and replace `hidden`."""
-        tokens = stream.tokens
         qkv = stream.empty(self.qkv.out_features)
         stream.feed(self.qkv, qkv)
         attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
@@ -289,10 +313,13 @@ class Attention(Block):
         if stream.append_and_attend is not None:
             stream.append_and_attend(attended, qkv, cache, turn, options)
         else:
-            q = torch.empty_like(attended)
+            tokens, q = stream.tokens, torch.empty_like(attended)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
-            stream.operators.rope_append(q, *cache, qkv, *where, *turn)
-            stream.attend(attended, q, *cache, options)
+            key, value, pages = cache.scales
+            stream.operators.rope_append(
+                q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages
+            )
+            stream.attend(attended, q, cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 
     def turn(self, qkv: Tensor) -> HeadTurn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from graphdecode.attention import (
     extend_attention,
 )
 from graphdecode.buffers import Batch
+from graphdecode.cache import LayerCache
 from graphdecode.models.blocks import (
     AppendAndAttend,
     Attend,
     Block,
     Head,
     Layer,
-    LayerCache,
     Stem,
     StepOperators,
     Stream,
@@ -29,6 +30,7 @@ from graphdecode.models.blocks import (
     Vary,
 )
 from graphdecode.models.config import ModelConfig
+from graphdecode.models.model import Chunks
 
 
 class Decoder:
@@ -40,16 +42,24 @@ class Decoder:
         layers: in order, each with a cache of its own.
         head: from the residual stream to logits.
         operators: of the layers; others than the fused ones are for measuring what fusing is worth.
+        cache_scales: see `Model`; None: 1.0 everywhere.
     """
 
     def __init__(
-        self, config: ModelConfig, stem: Stem, layers: list[Layer], head: Head, operators: StepOperators | None = None
+        self,
+        config: ModelConfig,
+        stem: Stem,
+        layers: list[Layer],
+        head: Head,
+        operators: StepOperators | None = None,
+        cache_scales: list[tuple[float, float]] | None = None,
     ) -> None:
         self.config = config
         self.stem = stem
         self.layers = layers
         self.head = head
         self._operators = operators or StepOperators()
+        self.cache_scales = cache_scales or [(1.0, 1.0)] * len(layers)
         self.dtype = stem.embedding.dtype
         self.device = stem.embedding.device
 
@@ -63,7 +73,7 @@ class Decoder:
         layers, head = self.layers, self.head
         if linear is not None:
             layers, head = [layer.varied(linear) for layer in layers], head.varied(linear)
-        return Decoder(self.config, self.stem, layers, head, operators or self._operators)
+        return Decoder(self.config, self.stem, layers, head, operators or self._operators, self.cache_scales)
 
     @property
     def blocks(self) -> list[Block]:
@@ -118,14 +128,40 @@ class Decoder:
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
-            attention.run(out, q, keys, values, batch.page_table, options)
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
 
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
-            attention.append_and_run(out, qkv, *cache, batch.page_table, turn, options)
+            attention.append_and_run(out, qkv, cache.keys, cache.values, batch.page_table, turn, options, cache.scales)
 
         # with the bits of a prompt's tokens, keys are in the cache before anybody looks at them
-        return self.head.run(self._run_layers(tokens, caches, attend, None if attention.is_invariant else append))
+        return self.head.run(self._run_layers([tokens], caches, attend, None if attention.is_invariant else append))
+
+    def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+        """Run one decode step and compute chunks of prompts in one pass; see `MixingModel.mix`.
+
+        Products, norms and what else takes each token by itself are one launch for all tokens, the chunks' first.
+        """
+        attention.plan(batch.pre_step_seqlens, batch.live_rows)
+        of_chunks = Tokens(chunks.token_ids, chunks.rows, chunks.positions, chunks.live, chunks.page_table)
+        of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
+        count = chunks.token_ids.shape[0]
+
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+            raise NotImplementedError("a pass of two parts appends where it attends")
+
+        def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
+            q, pages = torch.empty_like(out[:count]), (cache.keys, cache.values)
+            key, value, of_pages = cache.scales
+            self._operators.rope_append(
+                q, *pages, qkv[:count], *of_chunks[1:], *turn, k_scale=key, v_scale=value, scales=of_pages
+            )
+            extend_attention(out[:count], q, *pages, *chunks[4:], options=options, scales=cache.scales)
+            # last, for a row whose prompt ends here attends to the keys of its chunk
+            attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
+
+        stream = self._run_layers([of_chunks, of_rows], caches, attend, append)
+        return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
         self,
@@ -141,14 +177,24 @@ class Decoder:
     ) -> Stream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, keys, values, rows, positions, live, page_table, options)
+                attention.run(out, q, cache, rows, positions, live, page_table, options)
                 return
-            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
+            extend_attention(
+                out,
+                q,
+                cache.keys,
+                cache.values,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                page_table,
+                options=options,
+                scales=cache.scales,
+            )
 
         with torch.no_grad():
-            return self._run_layers(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
+            return self._run_layers([Tokens(token_ids, rows, positions, live, page_table)], caches, attend)
 
     def logits(self, stream: Stream, begin: int, end: int) -> Tensor:
         """Return the logits [end - begin, vocab] of some tokens of a prefill; once, for they are made in place.
@@ -162,10 +208,14 @@ class Decoder:
             return self.head.run(stream.narrowed(begin, end))
 
     def _run_layers(
-        self, tokens: Tokens, caches: list[LayerCache], attend: Attend, append: AppendAndAttend | None = None
+        self,
+        parts: Sequence[Tokens],
+        caches: list[LayerCache],
+        attend: Attend,
+        append: AppendAndAttend | None = None,
     ) -> Stream:
         """Return the stream that the last layer leaves."""
-        stream = Stream(tokens, self.stem, attend, self._operators, append)
+        stream = Stream(parts, self.stem, attend, self._operators, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream

@@ -98,7 +98,7 @@ class SparseMlp(FeedForward):
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, slots), (rows * slots,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
         weights = logits.new_empty((rows, slots), dtype=torch.float32)
-        moe_route(ids, weights, order, offsets, logits[:, :count], stream.tokens.live, self.renormalise)
+        moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalise)
         parts = self.experts.run(stream.hidden, order, offsets)
         if self.shared is None:
             moe_combine(stream.hidden, parts, ids, weights)

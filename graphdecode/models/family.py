@@ -13,6 +13,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.across_ranks import Gathered
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Head, Layer, Stem
+from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
@@ -53,9 +54,13 @@ class Family(ABC):
 
     def stem(self, config: ModelConfig, weights: Weights) -> Stem:
         """Return what comes before the layers."""
-        table = weights.tensor("embedding")
         # rounded as the rows are: models were trained so
-        scale, shared = float(torch.tensor(config.embedding_scale, dtype=table.dtype)), weights.shared
+        scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
+        panels = weights.embedding_panels()
+        if panels is not None:
+            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype)
+            return BlocksStem(no_rows, scale, table=panels, vocab_size=config.vocab_size)
+        table = weights.tensor("embedding")
         if shared is None:
             return Stem(table, scale)
         return SplitStem(table, scale, begin=config.vocab_size * shared.rank // shared.count, collectives=shared)

@@ -20,6 +20,7 @@ from graphdecode.linear.forms import check_options, has_form, keeping
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
+from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
@@ -179,16 +180,19 @@ def load_model(
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
+    scales = read_cache_scales(source, config.num_hidden_layers)
     if shared is None:
-        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), progress)
+        return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), scales, progress)
     shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
     weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
-    return _build(split_config(config, shared.count), weights, progress)
+    return _build(split_config(config, shared.count), weights, scales, progress)
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     unused = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    scales = cache_scale_names(source.tensors, config.num_hidden_layers)
+    unused |= {name for pair in scales if pair is not None for name in pair}
     # quantisers give each layer a bias, of zeros where the model has none
     named = {part.name for part in parts(weight_map)}
     of_groups = {name for name, stored in source.tensors.items() if stored.dtype in GROUP_TYPES}
@@ -209,7 +213,7 @@ def _check_form(source: TensorSource, options: FormOptions, quantize: str) -> No
             raise ArgumentError(f"quantize={quantize!r} cannot be had here: nothing multiplies {kind} on a {where}")
 
 
-def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
+def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, float]], progress: bool) -> Decoder:
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
@@ -218,7 +222,7 @@ def _build(config: ModelConfig, weights: Weights, progress: bool) -> Decoder:
     ):
         layers.append(family.layer(config, weights, index))
         _return_free_memory()
-    decoder = Decoder(config, stem, layers, family.head(config, weights, stem))
+    decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     return decoder

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention, TokenByTokenAttention
 from graphdecode.buffers import Batch
+from graphdecode.cache import LayerCache
 
-LayerCache = tuple[Tensor, Tensor]
+
+class Chunks(NamedTuple):
+    """Chunks of prompts: many tokens of some rows, as `Model.prefill` takes them.
+
+    Attributes:
+        token_ids: int64 [t], the rows' tokens one after another.
+        rows: int32 [t], the row of each token.
+        positions: int32 [t].
+        live: int32 [1]; tokens from there on are padding.
+        cu_seqlens_q: int32 [b + 1], where each row's tokens begin.
+        cu_seqlens_kv: int32 [b + 1], cumulative lengths, these tokens included.
+        page_table: int32 [b, pages].
+    """
+
+    token_ids: Tensor
+    rows: Tensor
+    positions: Tensor
+    live: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    page_table: Tensor
 
 
 class ModelShape(Protocol):
@@ -63,10 +84,12 @@ class Model(Protocol):
     Attributes:
         dtype: of weights, activations and cache.
         device: where it runs.
+        cache_scales: what an fp8 cache divides keys and values of each layer by, as the checkpoint says.
     """
 
     dtype: torch.dtype
     device: torch.device
+    cache_scales: list[tuple[float, float]]
 
     @property
     def config(self) -> ModelShape:
@@ -140,4 +163,21 @@ class Model(Protocol):
             passed: what `prefill` returned; no other pass came after it.
             begin: first token.
             end: behind the last one.
+        """
+
+
+@runtime_checkable
+class MixingModel(Protocol):
+    """What a model has beside that of `Model` whose decode steps can take chunks of prompts along."""
+
+    def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
+        """Do what `decode` and `prefill` do in one pass, and return the logits [b, vocab] of the rows.
+
+        A row may be the one whose prompt ends with a chunk of the pass: it feeds the token behind it.
+
+        Args:
+            batch: of `decode`.
+            chunks: of other tokens.
+            caches: keys and values of each layer.
+            attention: of the rows.
         """

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.across_ranks import Summed
-from graphdecode.linear.forms import load_linear, tied_linear
+from graphdecode.linear.forms import keeps, load_linear, tied_linear
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
@@ -46,12 +47,23 @@ class Weights:
         self._options = options
         self._positions = positions
         self._norm_offset = norm_offset
+        self._embedding: WeightForm | None = None  # in blocks
         self._angles: dict[tuple[RopeConfig | None, int], Tensor] = {}
 
     def tensor(self, place: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return what is at a place, in memory of its own; None: of the model's dtype."""
         dtype = self._options.dtype if dtype is None else dtype
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
+
+    def embedding_panels(self) -> QuantisedPanels | None:
+        """Return the embedding in blocks, if products keep the source's; a tied output layer shares them."""
+        names = LinearNames(self._names("embedding"))
+        if self.shared is not None or not keeps(self._source, names, self._options):
+            return None
+        form = load_linear(self._source, names, None, self._options)
+        if form.row_panels is not None:
+            self._embedding = form
+        return form.row_panels
 
     def experts(self, place: str, count: int) -> Iterator[Tensor]:
         """Yield what is at a place of experts, one expert after another, each in memory of its own.
@@ -78,6 +90,11 @@ class Weights:
                 yield read_fused(self._source, own, None, dtype, device)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the activations."""
+        return self._options.dtype
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a row's bits may not depend on the other rows."""
         return self._options.batch_invariant
@@ -95,9 +112,11 @@ class Weights:
 
         Args:
             place: in the model.
-            tied: the plain embedding, which serves where the map has no such place.
+            tied: the plain embedding, which serves where the map has no such place, unless it is in blocks.
             is_partial: leave what a rank has of a sum as it is: something later sums it.
         """
+        if place not in self._map and self._embedding is not None:
+            return self._embedding
         if place not in self._map and tied is not None:
             return tied_linear(tied, self._source, LinearNames(self._names("embedding")), self._options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))

@@ -143,7 +143,7 @@ def _add_whole(vocabulary: _Vocabulary, tokenizer: Any) -> None:
 
 def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     """Return BPE over bytes (GPT-2's), whose merges the file lists."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.array("merges", str))]
     wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
@@ -152,11 +152,17 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     tokenizer = Tokenizer(_bpe(models, vocabulary, merges, ignore_merges=pre.ignores_merges))
     if pre.nfc:
         tokenizer.normalizer = normalizers.NFC()
-    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_alone])
+    tokenizer.pre_tokenizer = cut_by(pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def cut_by(pre: PreTokenizer) -> Any:
+    """Return what cuts texts into the pieces that byte-level BPE takes."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in pre.expressions]
+    return pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def _sentencepiece(vocabulary: _Vocabulary) -> Any:

@@ -4,6 +4,7 @@
 #ifndef GRAPHDECODE_ATTENTION_PAIRS_H
 #define GRAPHDECODE_ATTENTION_PAIRS_H
 
+#include "native_codes.h"
 #include "native_products.h"
 
 #define LOG2_OF_E 1.44269504f
@@ -16,15 +17,47 @@ struct paged {
     int64_t count, size, entry; /* pages of the cache, tokens of one, elements of a token */
 };
 
+static int64_t page_of(const struct paged *row, int64_t at) {
+    int64_t page = row->pages[at];
+    return page < 0 || page >= row->count ? row->count - 1 : page; /* the trash page: never other memory */
+}
+
 /* Find where the entries of `count` tokens from `first` on begin. */
 static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
     int64_t at = first / row->size, offset = first % row->size;
     for (int64_t j = 0; j < count; j++) {
-        int64_t page = row->pages[at];
-        page = page < 0 || page >= row->count ? row->count - 1 : page; /* the trash page: never other memory */
-        places[j] = (page * row->size + offset) * row->entry;
+        places[j] = (page_of(row, at) * row->size + offset) * row->entry;
         if (++offset == row->size) offset = 0, at++;
     }
+}
+
+/* What is asked for of the block that is next: entries of some heads, in the order in which they stand, which the
+ * processor takes for a stream and runs ahead of. It is asked for a few lines at a time, between what is done with the
+ * block that is here: a core waits where it has asked for more lines than it can. */
+struct coming {
+    const char *heads; /* the first one's entries */
+    const int64_t *places;
+    int64_t count, bytes, size; /* tokens; of all heads' entries of one, and of a value */
+    int64_t token, byte;        /* asked for so far */
+};
+
+INLINE void ask_for(struct coming *next, int64_t bytes) {
+    for (; bytes > 0 && next->token < next->count; bytes -= 64) {
+        __builtin_prefetch(next->heads + next->places[next->token] * next->size + next->byte, 0, 2);
+        if ((next->byte += 64) >= next->bytes) next->byte = 0, next->token++;
+    }
+}
+
+/* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
+ * nobody sees, and behind the last, up to a whole panel, they are zeros. */
+static void read_scales(float *to, const uint16_t *scales, const struct paged *row, int64_t heads, int64_t head,
+                        int64_t first, int64_t begin, int64_t count) {
+    int64_t at = first / row->size, offset = first % row->size;
+    for (int64_t j = 0; j < count; at++, offset = 0) {
+        const uint16_t *of_page = scales + (page_of(row, at) * heads + head) * row->size;
+        for (; offset < row->size && j < count; offset++, j++) to[j] = j < begin ? 0.0f : float_of_bf16(of_page[offset]);
+    }
+    for (int64_t j = count; j % PANEL; j++) to[j] = 0.0f;
 }
 
 #ifdef WITH_PAIRS
@@ -80,36 +113,47 @@ struct pair_queries {
     float scale, cap;
 };
 
-/* Room for a block: of KEYS keys and values in panels, and of what becomes of TOGETHER_IN_PAIRS queries. */
+/* Room for a block: of KEYS keys and values in panels, their scales where they have any, and of what becomes of
+ * TOGETHER_IN_PAIRS queries. */
 struct pair_room {
     uint16_t *keys, *values, *weights, *zeros;
-    float *logits, *added;
+    float *logits, *added, *key_scales, *value_scales;
 };
 
 static int64_t pair_room_floats(int64_t dim) {
-    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS / 2 + KEYS + PANEL) + dim / 2 + 6 * LANES;
+    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS / 2 + KEYS + PANEL) + dim / 2 + 2 * KEYS + 8 * LANES;
 }
 
-static struct pair_room pair_room_at(float **at, int64_t dim) {
-    struct pair_room room;
+static struct pair_room pair_room_at(float **at, int64_t dim, int has_scales) {
+    struct pair_room room = {0};
     room.keys = (uint16_t *)carved(at, KEYS * dim / 2), room.values = (uint16_t *)carved(at, KEYS * dim / 2);
     room.weights = (uint16_t *)carved(at, TOGETHER_IN_PAIRS * KEYS / 2);
     room.zeros = (uint16_t *)carved(at, dim / 2);
     room.logits = carved(at, TOGETHER_IN_PAIRS * KEYS), room.added = carved(at, TOGETHER_IN_PAIRS * PANEL);
+    if (has_scales) {
+        room.key_scales = carved(at, KEYS), room.value_scales = carved(at, KEYS);
+        memset(room.key_scales, 0, 2 * KEYS * sizeof *room.key_scales);
+    }
     memset(room.zeros, 0, dim * sizeof *room.zeros);
     memset(room.weights, 0, TOGETHER_IN_PAIRS * KEYS * sizeof *room.weights);
     return room;
 }
 
+/* PANEL values of an entry in bf16, which may stand in codes; `code` is a constant where this is used. */
+INLINE __m512i panel_of(const int64_t code, const void *entries, int64_t at) {
+    if (code) return bf16_of_codes(code, (const uint8_t *)entries + at);
+    return _mm512_loadu_si512((const uint16_t *)entries + at);
+}
+
 /* Bring the keys of one head into panels, [feature / 2][key][2]. Before `begin`, which nobody sees, and from `count` to
  * the end of the last panel they are zeros. */
-static void gather_keys(const struct pair_room *room, const uint16_t *keys, const int64_t *places, int64_t begin,
-                        int64_t count, int64_t dim) {
+INLINE void gather_keys_of(const int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
+                           int64_t begin, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES)
         for (int64_t i = 0; i < dim; i += PANEL) {
             __m512i words[LANES];
             for (int64_t k = 0; k < LANES; k++)
-                words[k] = _mm512_loadu_si512((j + k >= begin && j + k < count ? keys + places[j + k] : room->zeros) + i);
+                words[k] = j + k >= begin && j + k < count ? panel_of(code, keys, places[j + k] + i) : _mm512_setzero_si512();
             write_turned((uint32_t *)(room->keys + j / PANEL * PANEL * dim) + i / 2 * PANEL + j % PANEL, PANEL, words);
         }
     if ((count - 1) / LANES % 2 == 0) /* the last panel's second half */
@@ -117,20 +161,41 @@ static void gather_keys(const struct pair_room *room, const uint16_t *keys, cons
             memset((uint32_t *)(room->keys + count / PANEL * PANEL * dim) + i * PANEL + LANES, 0, 4 * LANES);
 }
 
+static void gather_keys(int64_t code, const struct pair_room *room, const void *keys, const int64_t *places,
+                        int64_t begin, int64_t count, int64_t dim) {
+    switch (code) {
+        case CODE_INT8: gather_keys_of(CODE_INT8, room, keys, places, begin, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: gather_keys_of(CODE_FLOAT8_E4M3FN, room, keys, places, begin, count, dim); break;
+        default: gather_keys_of(0, room, keys, places, begin, count, dim);
+    }
+}
+
 /* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
  * 8 neighbours, so that two instructions make pairs: see `in_order`. */
-static void gather_values(const struct pair_room *room, const uint16_t *values, const int64_t *places, int64_t begin,
-                          int64_t count, int64_t dim) {
+INLINE void gather_values_of(const int64_t code, const struct pair_room *room, const void *values,
+                             const int64_t *places, struct coming *next, int64_t begin, int64_t count,
+                             int64_t dim) {
     int64_t whole = (count + PANEL - 1) / PANEL * PANEL;
     for (int64_t j = 0; j < whole; j += 2) {
-        const uint16_t *even = j >= begin && j < count ? values + places[j] : room->zeros;
-        const uint16_t *odd = j + 1 >= begin && j + 1 < count ? values + places[j + 1] : room->zeros;
+        const void *even = j >= begin && j < count ? values : room->zeros;
+        const void *odd = j + 1 >= begin && j + 1 < count ? values : room->zeros;
+        int64_t even_at = even == values ? places[j] : 0, odd_at = odd == values ? places[j + 1] : 0;
+        ask_for(next, 2 * dim * next->size);
         for (int64_t i = 0; i < dim; i += PANEL) {
-            __m512i low = _mm512_loadu_si512(even + i), high = _mm512_loadu_si512(odd + i);
+            __m512i low = panel_of(code, even, even_at + i), high = panel_of(code, odd, odd_at + i);
             uint16_t *to = room->values + i * KEYS + j * PANEL;
             _mm512_storeu_si512(to, _mm512_unpacklo_epi16(low, high));
             _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(low, high));
         }
+    }
+}
+
+static void gather_values(int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
+                          struct coming *next, int64_t begin, int64_t count, int64_t dim) {
+    switch (code) {
+        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, next, begin, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, next, begin, count, dim); break;
+        default: gather_values_of(0, room, values, places, next, begin, count, dim);
     }
 }
 
@@ -145,17 +210,18 @@ static inline void in_order(float *sums) {
 
 /* Turn one query's logits, `panels` (a constant) times PANEL, into weights; return by what to multiply what was summed
  * before. It sees the keys from `begin` to `end`, of which there is at least one. */
-INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, int64_t begin, int64_t end,
-                               float scale, float cap, float *largest, float *total) {
+INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, const struct pair_room *room,
+                               int64_t begin, int64_t end, float scale, float cap, float *largest, float *total) {
     const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     vec v[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
     for (int n = 0; n < panels * VECTORS; n++) {
-        const float *at = logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES;
+        v[n] = load_f32(logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES);
+        if (room->key_scales) v[n] *= load_f32(room->key_scales + n * LANES);
         if (cap > 0.0f) {
-            vec twice = load_f32(at) * (2.0f * scale / cap); /* cap * tanh(logit / cap), as in cap_logits */
+            vec twice = v[n] * (2.0f * scale / cap); /* cap * tanh(logit / cap), as in cap_logits */
             v[n] = (cap - 2.0f * cap / (exp_lanes(twice) + 1.0f)) * LOG2_OF_E;
         } else {
-            v[n] = load_f32(at) * (scale * LOG2_OF_E);
+            v[n] = v[n] * (scale * LOG2_OF_E);
         }
     }
     if (begin > 0 || end < panels * PANEL)
@@ -175,19 +241,20 @@ INLINE float weights_of_panels(const int panels, uint16_t *weights, const float 
     for (int n = 0; n < panels * VECTORS; n++) {
         vec weight = exp2_lanes(v[n] - *largest);
         sum += weight;
+        if (room->value_scales) weight *= load_f32(room->value_scales + n * LANES);
         store_bf16(weights + n * LANES, weight);
     }
     *total = *total * shrink + sum_lanes(sum);
     return shrink;
 }
 
-static float weights_of(int64_t panels, uint16_t *weights, const float *logits, int64_t begin, int64_t end, float scale,
-                        float cap, float *largest, float *total) {
+static float weights_of(int64_t panels, uint16_t *weights, const float *logits, const struct pair_room *room,
+                        int64_t begin, int64_t end, float scale, float cap, float *largest, float *total) {
     switch (panels) {
-        case 1: return weights_of_panels(1, weights, logits, begin, end, scale, cap, largest, total);
-        case 2: return weights_of_panels(2, weights, logits, begin, end, scale, cap, largest, total);
-        case 3: return weights_of_panels(3, weights, logits, begin, end, scale, cap, largest, total);
-        default: return weights_of_panels(4, weights, logits, begin, end, scale, cap, largest, total);
+        case 1: return weights_of_panels(1, weights, logits, room, begin, end, scale, cap, largest, total);
+        case 2: return weights_of_panels(2, weights, logits, room, begin, end, scale, cap, largest, total);
+        case 3: return weights_of_panels(3, weights, logits, room, begin, end, scale, cap, largest, total);
+        default: return weights_of_panels(4, weights, logits, room, begin, end, scale, cap, largest, total);
     }
 }
 _Static_assert(KEYS == 4 * PANEL, "a block has up to four panels");
@@ -204,7 +271,7 @@ static void weigh_values(const struct pair_queries *queries, const struct pair_r
         int64_t unseen = queries->window >= 0 && own > queries->window ? own - queries->window : 0;
         uint16_t *weights = room->weights + r * KEYS;
         if (unseen < seen) {
-            shrinks[r] = weights_of(panels, weights, room->logits + r * PANEL, unseen, seen, queries->scale,
+            shrinks[r] = weights_of(panels, weights, room->logits + r * PANEL, room, unseen, seen, queries->scale,
                                     queries->cap, queries->largest + from + r, queries->total + from + r);
         } else {
             shrinks[r] = 1.0f;
@@ -237,8 +304,9 @@ static void attend_panels(const struct pair_queries *queries, const struct pair_
 #ifdef WITH_TILES
 /* Logits of TILE_ROWS queries, which stand as a tile takes them, [feature / 2][query][2], with keys as they are in their
  * pages: few queries are not worth a panel of keys. */
-static void key_logits(float *logits, const uint16_t *q, const uint16_t *keys, const struct paged *row,
-                       const int64_t *places, int64_t first, int64_t count, int64_t dim) {
+INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, const void *keys,
+                          const struct paged *row, const int64_t *places, struct coming *next, int64_t first,
+                          int64_t count, int64_t dim) {
     float turned[2 * TILE_ROWS * LANES];
     for (int64_t j = 0; j < count; j += 2 * TILE_ROWS) {
         uint16_t copied[2][TILE_ROWS * MOST_DIM];
@@ -246,13 +314,15 @@ static void key_logits(float *logits, const uint16_t *q, const uint16_t *keys, c
         int64_t stride[2];
         for (int64_t half = 0; half < 2; half++) {
             int64_t from = j + half * TILE_ROWS;
+            ask_for(next, TILE_ROWS * dim * next->size);
             if (from >= count) {
                 at[half] = at[0], stride[half] = stride[0];
-            } else if ((first + from) % row->size + TILE_ROWS <= row->size) {
-                at[half] = keys + places[from], stride[half] = row->entry;
+            } else if (!code && (first + from) % row->size + TILE_ROWS <= row->size) {
+                at[half] = (const uint16_t *)keys + places[from], stride[half] = row->entry;
             } else {
                 for (int64_t k = 0; k < least_of(TILE_ROWS, count - from); k++)
-                    memcpy(copied[half] + k * dim, keys + places[from + k], dim * sizeof *keys);
+                    for (int64_t i = 0; i < dim; i += PANEL)
+                        _mm512_storeu_si512(copied[half] + k * dim + i, panel_of(code, keys, places[from + k] + i));
                 at[half] = copied[half], stride[half] = dim;
             }
         }
@@ -272,6 +342,15 @@ static void key_logits(float *logits, const uint16_t *q, const uint16_t *keys, c
             for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(turned + (half * TILE_ROWS + k) * LANES);
             write_turned(logits + j / PANEL * TOGETHER_IN_PAIRS * PANEL + half * LANES, PANEL, words);
         }
+    }
+}
+
+static void key_logits(int64_t code, float *logits, const uint16_t *q, const void *keys, const struct paged *row,
+                       const int64_t *places, struct coming *next, int64_t first, int64_t count, int64_t dim) {
+    switch (code) {
+        case CODE_INT8: key_logits_of(CODE_INT8, logits, q, keys, row, places, next, first, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: key_logits_of(CODE_FLOAT8_E4M3FN, logits, q, keys, row, places, next, first, count, dim); break;
+        default: key_logits_of(0, logits, q, keys, row, places, next, first, count, dim);
     }
 }
 

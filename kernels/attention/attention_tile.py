@@ -24,7 +24,11 @@ _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.fl
 
 @triton.jit
 def dequantise(x, KV_BITS: tl.constexpr, COMPUTE: tl.constexpr):
-    """Widen cached values to the compute type; fp8 that comes as bytes is decoded by its bits, on any architecture."""
+    """Widen cached values to the compute type; what comes as bytes is decoded by its bits, on any architecture."""
+    if KV_BITS == "int8" and tl.float16 == COMPUTE:  # integers of fp16 from 1024 on; conversions are four times as slow
+        return ((x.to(tl.uint16) ^ 0x80) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    if KV_BITS == "int8":
+        return x.to(tl.int8, bitcast=True).to(COMPUTE)
     if KV_BITS == "e4m3":
         # fp16 has the same layout with a bias of 15 in place of 7: right but for a factor of 2^8, subnormals too
         wide = x.to(tl.uint16)
@@ -55,6 +59,23 @@ def quantise(x, KV_BITS: tl.constexpr, element):
         x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
         x = tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
     return x.to(element)
+
+
+@triton.jit
+def int8_scale(x, axis: tl.constexpr):
+    """Return what int8 codes are multiplied with: the largest size over 127 in bf16, NaN if one is not finite."""
+    size = tl.abs(x)
+    most = tl.max(tl.where(size < float("inf"), size, 0.0), axis=axis)
+    are_bad = tl.sum(tl.where(size < float("inf"), 0, 1), axis=axis)
+    return tl.where(are_bad > 0, float("nan"), most / 127.0).to(tl.bfloat16)
+
+
+@triton.jit
+def int8_codes(x, unit):
+    """Return values divided by their scale as bytes, to nearest, ties to even."""
+    steps = tl.where(unit > 0.0, x / tl.where(unit > 0.0, unit, 1.0), 0.0)
+    steps = tl.minimum(tl.maximum(steps, -127.0), 127.0)
+    return ((steps + 12582912.0) - 12582912.0).to(tl.int8).to(tl.uint8, bitcast=True)  # 1.5 * 2^23
 
 
 @triton.jit
@@ -113,6 +134,8 @@ def attend_span(
     slopes,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     pages,
     begin,
     end,
@@ -123,6 +146,7 @@ def attend_span(
     v_page_stride,
     v_token_stride,
     v_dim_stride,
+    scales_stride,
     scale,
     window_left,
     soft_cap,
@@ -147,8 +171,9 @@ def attend_span(
 
     Returns the three, and the pages of the keys behind `end`, as `page` [BLOCK_N] holds those from `begin` on. `q`
     [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
-    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, `pages` at the row's page table,
-    which is read up to the key `last`. `scale` holds log2(e). A PAGE_SIZE of 0 says that the row is all in one page.
+    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, and with int8 `k_scales` and
+    `v_scales`, too; `pages` at the row's page table, which is read up to the key `last`. `scale` holds log2(e). A
+    PAGE_SIZE of 0 says that the row is all in one page.
     Without IS_RAGGED the span is of whole tiles, and seen by every query.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -190,6 +215,11 @@ def attend_span(
                 k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=held, other=0.0)
             scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
         scores = scores * scale
+        if KV_BITS == "int8":
+            scales_at = page * scales_stride + place
+            k_unit = tl.load(k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
+            v_unit = tl.load(v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
+            scores = scores * k_unit[None, :]
         if HAS_CAP:
             scores = capped(scores, soft_cap)
         if MODE == "ALIBI":
@@ -214,7 +244,12 @@ def attend_span(
             held = inside[:, None] & (values < VALUE_DIM)[None, :]
             v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=held, other=0.0)
         v = dequantise(v, KV_BITS, COMPUTE)
-        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
+        if KV_BITS == "int8":  # weights stay within what the compute type has, however small values are
+            most = tl.maximum(tl.max(v_unit), 1e-30)
+            weights = weights * (v_unit / most)[None, :]
+            acc = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision=PRECISION) * most
+        else:
+            acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
         page = next_page
     return acc, total, top, page
@@ -233,8 +268,8 @@ def with_sinks(acc, total, top, sinks, head, taken):
 def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
     """Return the Triton type of the matrix products: q's where the cache's values fit into it exactly, else fp32.
 
-    fp8 is widened to fp16, which holds it exactly and which hardware converts it to two at a time; bf16 takes five
-    instructions for each value.
+    8 bits are widened to fp16, which holds them exactly and to which hardware converts fp8 two at a time; bf16 takes
+    five instructions for each value.
     """
     if cache.itemsize == 1:
         return tl.float32 if q == torch.float32 else tl.float16
@@ -242,7 +277,9 @@ def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
 
 
 def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
-    """Return what the kernel loads, and how it decodes it: fp8 as bytes where the hardware does not convert it."""
+    """Return what the kernel loads, and how it decodes it; int8, and fp8 that hardware does not convert, are bytes."""
+    if cache.dtype == torch.int8:
+        return cache.view(torch.uint8), "int8"
     if cache.dtype not in _FP8_BITS:
         return cache, ""
     if cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.page_scales import PageScales, decoded
 from .flash_attention import flash_attention
 
 _FOLDED_QUERIES = 16  # up to so many queries a row, the group is folded into the query dimension
@@ -43,7 +44,9 @@ class LogitOptions(NamedTuple):
         return self.soft_cap <= 0.0 and self.position_mode == "NONE"
 
 
-def row_entries(k_cache: Tensor, v_cache: Tensor, pages: np.ndarray, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def row_entries(
+    k_cache: Tensor, v_cache: Tensor, pages: np.ndarray, begin: int, end: int, scales: PageScales | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the keys and values of the positions [begin, end) of one row: views, or copies of its own pages.
 
     Args:
@@ -52,6 +55,7 @@ def row_entries(k_cache: Tensor, v_cache: Tensor, pages: np.ndarray, begin: int,
         pages: the row's page table, on the host.
         begin: first position.
         end: one past the last position.
+        scales: of an int8 cache, whose entries are widened to fp32.
 
     Returns:
         [1, heads, end - begin, d] and [1, heads, end - begin, dv].
@@ -62,6 +66,13 @@ def row_entries(k_cache: Tensor, v_cache: Tensor, pages: np.ndarray, begin: int,
     listed = own.tolist()
     begin -= first * page_size
     end -= first * page_size
+    if scales is not None:
+        chosen = torch.from_numpy(own).long()
+        k, v = (
+            decoded(cache[chosen], own_scales[chosen]).flatten(0, 1)[begin:end].transpose(0, 1).unsqueeze(0)
+            for cache, own_scales in zip((k_cache, v_cache), scales, strict=True)
+        )
+        return k, v
     if len(listed) == 1:
         return _view(k_cache, listed[0], begin, end), _view(v_cache, listed[0], begin, end)
     consecutive = listed[-1] - listed[0] == len(listed) - 1 and listed == list(range(listed[0], listed[-1] + 1))

@@ -77,6 +77,13 @@ static void cap_logits(float *logits, float cap) {
     }
 }
 
+/* Multiply the logits or weights of some queries with the scales of a block's entries. */
+static void scale_block(float *logits, const float *scales, int64_t queries) {
+    for (int64_t r = 0; r < queries; r++)
+        for (int64_t j = 0; j < BLOCK; j += LANES)
+            store_f32(logits + r * BLOCK + j, load_f32(logits + r * BLOCK + j) * load_f32(scales + j));
+}
+
 /* Turn the logits of one block into weights; shrink what was summed before if the largest logit grew. */
 static void soften(float *logits, int64_t count, float *sums, float *largest, float *total, int64_t dim) {
     for (int64_t j = count; j < BLOCK; j++) logits[j] = -INFINITY;
@@ -127,59 +134,72 @@ INLINE void NAME(add_dots)(const int heads, float *logits, const float *q, const
 
 /* sums[head] += weights[head][key] * values[key] over `vectors` vectors of each; `heads` and `vectors` are constants. */
 INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, const float *weights,
-                               const element *const *values, int64_t offset, int64_t count, int64_t dim) {
+                               const element *const *values, struct coming *next, int64_t offset, int64_t count,
+                               int64_t dim) {
     vec held[4][4];
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
-    for (int64_t j = 0; j < count; j++)
+    for (int64_t j = 0; j < count; j++) {
+        if (next) ask_for(next, dim * next->size);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             vec value = load(values[j] + offset + v * LANES);
 #pragma GCC unroll 4
             for (int h = 0; h < heads; h++) held[h][v] += value * weights[h * BLOCK + j];
         }
+    }
 #pragma GCC unroll 4
     for (int h = 0; h < heads; h++)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) store_f32(sums + h * dim + offset + v * LANES, held[h][v]);
 }
 
-INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found, int64_t count,
-                       int64_t dim) {
-    for (int64_t j = 0; j < count; j += LANES / heads) NAME(add_dots)(heads, logits + j, q, found + j, dim);
+INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found,
+                       struct coming *next, int64_t count, int64_t dim) {
+    for (int64_t j = 0; j < count; j += LANES / heads) {
+        if (next) ask_for(next, LANES / heads * dim * next->size);
+        NAME(add_dots)(heads, logits + j, q, found + j, dim);
+    }
 }
 
-INLINE void NAME(weigh)(const int heads, float *sums, const float *weights, const element *const *values, int64_t count,
-                        int64_t dim) {
+INLINE void NAME(weigh)(const int heads, float *sums, const float *weights, const element *const *values,
+                        struct coming *next, int64_t count, int64_t dim) {
     int64_t i = 0;
-    for (; i + 4 * LANES <= dim; i += 4 * LANES) NAME(add_weighted)(heads, 4, sums, weights, values, i, count, dim);
-    for (; i < dim; i += LANES) NAME(add_weighted)(heads, 1, sums, weights, values, i, count, dim);
+    for (; i + 4 * LANES <= dim; i += 4 * LANES, next = 0)
+        NAME(add_weighted)(heads, 4, sums, weights, values, next, i, count, dim);
+    for (; i < dim; i += LANES, next = 0) NAME(add_weighted)(heads, 1, sums, weights, values, next, i, count, dim);
 }
 
 /* Both for all queries of a key head, as many at once as leave the sums in registers. */
-static void NAME(group_dots)(float *logits, const float *q, const element *const *found, int64_t group, int64_t count,
-                             int64_t dim) {
+static void NAME(group_dots)(float *logits, const float *q, const element *const *found, struct coming *next,
+                             int64_t group, int64_t count, int64_t dim) {
     int64_t h = 0;
-    for (; h + 4 <= group; h += 4) NAME(dots)(4, logits + h * BLOCK, q + h * dim, found, count, dim);
-    for (; h + 2 <= group; h += 2) NAME(dots)(2, logits + h * BLOCK, q + h * dim, found, count, dim);
-    for (; h < group; h++) NAME(dots)(1, logits + h * BLOCK, q + h * dim, found, count, dim);
+    for (; h + 4 <= group; h += 4, next = 0) NAME(dots)(4, logits + h * BLOCK, q + h * dim, found, next, count, dim);
+    for (; h + 2 <= group; h += 2, next = 0) NAME(dots)(2, logits + h * BLOCK, q + h * dim, found, next, count, dim);
+    for (; h < group; h++, next = 0) NAME(dots)(1, logits + h * BLOCK, q + h * dim, found, next, count, dim);
 }
 
-static void NAME(group_weigh)(float *sums, const float *weights, const element *const *values, int64_t group,
-                              int64_t count, int64_t dim) {
+static void NAME(group_weigh)(float *sums, const float *weights, const element *const *values,
+                              struct coming *next, int64_t group, int64_t count, int64_t dim) {
     int64_t h = 0;
-    for (; h + 4 <= group; h += 4) NAME(weigh)(4, sums + h * dim, weights + h * BLOCK, values, count, dim);
-    for (; h + 2 <= group; h += 2) NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, count, dim);
-    for (; h < group; h++) NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, count, dim);
+    for (; h + 4 <= group; h += 4, next = 0) NAME(weigh)(4, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
+    for (; h + 2 <= group; h += 2, next = 0) NAME(weigh)(2, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
+    for (; h < group; h++, next = 0) NAME(weigh)(1, sums + h * dim, weights + h * BLOCK, values, next, count, dim);
 }
 
-/* Let the next block's entries of some heads come while others are worked on. */
-static void NAME(ask_for)(const element *cache, const int64_t *places, int64_t count, int64_t elements) {
-    for (int64_t j = 0; j < count; j++)
-        for (int64_t byte = 0; byte < elements * (int64_t)sizeof(element); byte += 64)
-            __builtin_prefetch((const char *)(cache + places[j]) + byte);
+/* Find one head's entries of a block, from `begin` to `count`; the others are one of these. Codes are widened in `room`. */
+static void NAME(find_entries)(const element **found, element *room, int64_t code, const void *of_head,
+                               const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
+    if (code)
+        for (int64_t j = begin; j < count; j++)
+            for (int64_t i = 0; i < dim; i += LANES)
+                store(room + j * dim + i, load_codes(code, (const uint8_t *)of_head + places[j] + i));
+    for (int64_t j = 0; j < BLOCK; j++) {
+        int64_t entry = j < begin ? begin : j < count ? j : count - 1;
+        found[j] = code ? room + entry * dim : (const element *)of_head + places[entry];
+    }
 }
 
 /* The queries of some key heads of one row, and what becomes of them over a span of keys. */
@@ -202,24 +222,31 @@ static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t
     int64_t dim = a->k_cache.size[3], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
     const element *found[BLOCK];
     int64_t memory[2][BLOCK], *places = memory[0], *next = memory[1], heads = p->last - p->head;
+    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(element);
     float *scaled = carved(&at, heads * queries * dim), *logits = carved(&at, heads * queries * BLOCK);
+    float scales[BLOCK], *widened = carved(&at, code ? BLOCK * dim : 0);
     for (int64_t h = 0; h < heads; h++)
         for (int64_t r = 0; r < queries; r++) {
             const element *q = (const element *)a->q.data + NAME(place_of)(p, p->head + h, r);
             for (int64_t i = 0; i < dim; i++) scaled[(h * queries + r) * dim + i] = widen(q[i]) * (float)a->sm_scale;
         }
+    const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
+    const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
     int64_t count = least_of(end - first, BLOCK), coming;
     locate(places, &p->entries, first, count);
     for (; count > 0; count = coming, first += BLOCK) {
         coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
         locate(next, &p->entries, first + BLOCK, coming);
-        const element *keys = (const element *)a->k_cache.data, *values = (const element *)a->v_cache.data;
+        struct coming of_keys = {all_keys, next, coming, heads * dim * size, size};
+        struct coming of_values = {all_values, next, coming, heads * dim * size, size};
         int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
         for (int64_t h = 0; h < heads; h++) {
-            const element *of_head = keys + (p->head + h) * dim;
-            NAME(ask_for)(of_head, next, coming, dim);
-            for (int64_t j = 0; j < BLOCK; j++) found[j] = of_head + places[j < unseen ? unseen : j < count ? j : count - 1];
-            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, queries, count, dim);
+            const char *of_head = all_keys + h * dim * size;
+            NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
+            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, &of_keys, queries, count, dim);
+            if (!a->k_scales.data) continue;
+            read_scales(scales, a->k_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
+            scale_block(logits + h * queries * BLOCK, scales, queries);
         }
         for (int64_t r = 0; r < heads * queries; r++) {
             float *own = logits + r * BLOCK;
@@ -230,10 +257,13 @@ static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t
                 memset(own, 0, BLOCK * sizeof *own);
         }
         for (int64_t h = 0; h < heads; h++) {
-            const element *of_head = values + (p->head + h) * dim;
-            NAME(ask_for)(of_head, next, coming, dim);
-            for (int64_t j = 0; j < count; j++) found[j] = of_head + places[j < unseen ? unseen : j];
-            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, queries, count, dim);
+            const char *of_head = all_values + h * dim * size;
+            NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
+            if (a->v_scales.data) {
+                read_scales(scales, a->v_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
+                scale_block(logits + h * queries * BLOCK, scales, queries);
+            }
+            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, &of_values, queries, count, dim);
         }
         int64_t *done = places;
         places = next, next = done;
@@ -246,7 +276,8 @@ static void attend_span_in_tiles(const struct NAME(part) *p, int64_t first, int6
     int64_t dim = a->k_cache.size[3], queries = p->queries, heads = p->last - p->head;
     int64_t padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     uint16_t *q = (uint16_t *)carved(&at, heads * padded * dim / 2), *own = (uint16_t *)carved(&at, TILE_ROWS * dim / 2);
-    struct pair_room room = pair_room_at(&at, dim);
+    struct pair_room room = pair_room_at(&at, dim, a->k_scales.data != 0);
+    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(uint16_t), kv_heads = a->k_cache.size[2];
     int64_t memory[2][KEYS], *places = memory[0], *next = memory[1];
     for (int64_t h = 0; h < heads; h++)
         for (int64_t from = 0; from < queries; from += TILE_ROWS) {
@@ -257,24 +288,31 @@ static void attend_span_in_tiles(const struct NAME(part) *p, int64_t first, int6
         }
     struct tile_shapes shapes = tiles_begun();
     set_tile_rows(TILE_ROWS, TILE_ROWS);
+    struct coming nothing = {0};
+    const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
+    const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
     int64_t count = least_of(end - first, KEYS), coming;
     locate(places, &p->entries, first, count);
     for (; count > 0; count = coming, first += KEYS) {
         coming = first + KEYS < end ? least_of(end - first - KEYS, KEYS) : 0;
         locate(next, &p->entries, first + KEYS, coming);
+        struct coming of_keys = {all_keys, next, coming, heads * dim * size, size};
+        struct coming of_values = {all_values, next, coming, heads * dim * size, size};
         for (int64_t h = 0; h < heads; h++) {
-            const uint16_t *keys = (const uint16_t *)a->k_cache.data + (p->head + h) * dim;
-            const uint16_t *values = (const uint16_t *)a->v_cache.data + (p->head + h) * dim;
+            const char *keys = all_keys + h * dim * size, *values = all_values + h * dim * size;
+            int64_t unseen = p->seen.begin - first;
             struct pair_queries given = {0, p->sums + h * queries * dim, p->largest + h * queries, p->total + h * queries,
                                          queries, dim, p->seen.position, a->q.size[1] / a->k_cache.size[2],
                                          a->window_left, (float)a->sm_scale, (float)a->soft_cap};
-            NAME(ask_for)(keys, next, coming, dim);
-            NAME(ask_for)(values, next, coming, dim);
-            gather_values(&room, values, places, p->seen.begin - first, count, dim);
+            if (room.key_scales) {
+                read_scales(room.key_scales, a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
+                read_scales(room.value_scales, a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
+            }
+            gather_values(code, &room, values, places, &of_values, unseen, count, dim);
             for (int64_t from = 0; from < queries; from += TOGETHER_IN_PAIRS) {
                 for (int64_t r = from; r < least_of(queries, from + TOGETHER_IN_PAIRS); r += TILE_ROWS)
-                    key_logits(room.logits + (r - from) * PANEL, q + (h * padded + r) * dim, keys, &p->entries, places,
-                               first, count, dim);
+                    key_logits(code, room.logits + (r - from) * PANEL, q + (h * padded + r) * dim, keys, &p->entries, places,
+                               r ? &nothing : &of_keys, first, count, dim);
                 weigh_values(&given, &room, from, first, count);
             }
         }
@@ -321,7 +359,7 @@ static void NAME(attend_heads)(const struct sharing *job, int64_t row, int64_t h
         return;
     }
     if (span < first_span || span >= spans) return;
-    int64_t room = count * (dim + BLOCK);
+    int64_t room = count * (dim + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     int64_t padded = (last - head) * ((queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
     if (NAME(decodes_in_tiles)(a)) room = (padded + TILE_ROWS) * dim / 2 + pair_room_floats(dim);
@@ -345,7 +383,7 @@ static void NAME(attend_heads)(const struct sharing *job, int64_t row, int64_t h
     NAME(attend_span)(&part, first, end, at);
     float *partial = is_split ? NAME(partial_of)(job, row, span) + head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
-        float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? 1.0f / part.total[r] : 0.0f;
+        float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
         element *out = (element *)a->out.data + NAME(place_of)(&part, head + r / queries, r % queries);
         if (is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
@@ -388,7 +426,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
                 store_f32(sums + i, load_f32(sums + i) * shrinks[0] + load_f32(from + i) * shrinks[1]);
             total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;
         }
-        float whole = total > 0.0f ? 1.0f / total : 0.0f;
+        float whole = total > 0.0f ? (float)a->v_scale / total : 0.0f;
         for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i] * whole);
     }
 }

@@ -10,9 +10,10 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
+from ..cache.page_scales import PageScales
 from ..native.library import LANES
 from ..native.registration import operator
-from ..native.signature import Float32, Int32, OneOf, Written
+from ..native.signature import CODES, AnyElement, Float32, Int32, OneOf, Written
 from .attention_tile import LOG2_E
 from .attention_torch import LogitOptions, attend_row, row_entries
 from .split_decode import decode_attention_triton
@@ -54,13 +55,13 @@ def _is_served(
     indptr: Tensor | None,
     *_plan: Tensor,
     q_len: int,
-    v_scale: float,
     position_mode: str,
-    **_others: float | Tensor | None,
+    **_others: float | Tensor | PageScales | None,
 ) -> bool:
     dense = (out, q, k_cache, v_cache, table)
-    is_bare = position_mode == "NONE" and v_scale == 1.0 and lse is None and indptr is None
+    is_bare = position_mode == "NONE" and lse is None and indptr is None
     is_bare = is_bare and k_cache.shape == v_cache.shape and k_cache.shape[3] % LANES == 0
+    is_bare = is_bare and k_cache.dtype == v_cache.dtype and k_cache.dtype in (q.dtype, *CODES)
     return is_bare and all(tensor.is_contiguous() for tensor in dense)
 
 
@@ -69,8 +70,8 @@ def decode_attention(
     out: Written[Tensor],
     lse: Written[Float32] | None,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: AnyElement,
+    v_cache: AnyElement,
     table: Int32,
     indptr: Int32 | None,
     kv_lens: Int32,
@@ -89,6 +90,7 @@ def decode_attention(
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
     sinks: Float32 | None = None,
+    scales: PageScales | None = None,
 ) -> None:
     """Write the attention of each row's newest `q_len` tokens over the row's own pages into `out`.
 
@@ -96,7 +98,8 @@ def decode_attention(
         out: [rows * q_len, hq, dv], contiguous.
         lse: fp32 [rows * q_len, hq], contiguous, base 2; or None.
         q: [rows * q_len, hq, d], any strides but the last; fp16, bf16 or fp32.
-        k_cache: [pages, page_size, hkv, d], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2.
+        k_cache: [pages, page_size, hkv, d], any strides; fp16, bf16, fp32, fp8 e4m3 or e5m2, or int8
+            with `scales`.
         v_cache: [pages, page_size, hkv, dv].
         table: int32, pages of each row: [rows, max_pages], or with `indptr` the concatenation of all rows' pages.
         indptr: int32 [rows + 1], where each row begins in `table`; None for a dense table.
@@ -116,6 +119,7 @@ def decode_attention(
         rope_scale: divides the rotation angles.
         rope_theta: base of the rotation frequencies.
         sinks: fp32 [hq], contiguous, a logit of each head that takes weight and has no value; or None.
+        scales: of the entries of an int8 cache; else None.
     """
     rows = q.shape[0] // q_len
     kv_heads, dim = k_cache.shape[2:]
@@ -136,7 +140,7 @@ def decode_attention(
             continue
         begin = max(kv_len - q_len - window_left, 0) if window_left >= 0 else 0
         own = pages[row] if starts is None else pages[starts[row] :]
-        k, v = row_entries(k_cache, v_cache, own, begin, kv_len)
+        k, v = row_entries(k_cache, v_cache, own, begin, kv_len, scales)
         result, row_lse = attend_row(row_queries[row], k, v, kv_len, options)
         outs.append(result.transpose(1, 2))
         lses.append(row_lse.transpose(1, 2) * LOG2_E)

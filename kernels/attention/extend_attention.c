@@ -85,15 +85,30 @@ static void all_values(float *sums, const float *weights, const float *values, i
 
 /* Bring a block of one head's keys and values out of their pages: keys as [feature][key], values as [key][feature].
  * Before `begin`, which nobody sees, and from `count` on they are zeros. */
-static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, const int64_t *places,
-                               int64_t head, int64_t begin, int64_t count) {
-    int64_t dim = a->k_cache.size[3];
+static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, const struct paged *row,
+                               const int64_t *places, int64_t head, int64_t first, int64_t begin, int64_t count) {
+    int64_t dim = a->k_cache.size[3], heads = a->k_cache.size[2], code = a->k_cache.code;
+    float key_scales[BLOCK], value_scales[BLOCK];
+    if (a->k_scales.data) {
+        read_scales(key_scales, a->k_scales.data, row, heads, head, first, begin, count);
+        read_scales(value_scales, a->v_scales.data, row, heads, head, first, begin, count);
+    }
     for (int64_t j = 0; j < BLOCK; j++) {
         if (j < begin || j >= count) {
             for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = values[j * dim + i] = 0.0f;
             continue;
         }
         int64_t at = places[j] + head * dim;
+        if (code) {
+            const uint8_t *key = (const uint8_t *)a->k_cache.data + at, *value = (const uint8_t *)a->v_cache.data + at;
+            float key_scale = a->k_scales.data ? key_scales[j] : 1.0f, value_scale = a->k_scales.data ? value_scales[j] : 1.0f;
+            for (int64_t i = 0; i < dim; i += LANES) {
+                vec wide = load_codes(code, key + i) * key_scale;
+                for (int lane = 0; lane < LANES; lane++) keys[(i + lane) * BLOCK + j] = wide[lane];
+                store_f32(values + j * dim + i, load_codes(code, value + i) * value_scale);
+            }
+            continue;
+        }
         const element *key = (const element *)a->k_cache.data + at, *value = (const element *)a->v_cache.data + at;
         for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = widen(key[i]);
         for (int64_t i = 0; i < dim; i += LANES) store_f32(values + j * dim + i, load(value + i));
@@ -127,7 +142,7 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
     for (int64_t first = begins / BLOCK * BLOCK; first < last; first += BLOCK) {
         int64_t count = last - first < BLOCK ? last - first : BLOCK;
         locate(places, &entries, first, count);
-        NAME(gather_block)(keys, values, a, places, head, begins - first, count);
+        NAME(gather_block)(keys, values, a, &entries, places, head, first, begins - first, count);
         all_logits(logits, q, keys, queries, dim);
         for (int64_t r = 0; r < queries; r++) {
             if (a->soft_cap > 0.0) cap_logits(logits + r * BLOCK, (float)a->soft_cap);
@@ -140,7 +155,7 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
     }
     for (int64_t r = 0; r < queries; r++)
         for (int64_t i = 0; i < dim; i++) {
-            float value = total[r] > 0.0f ? sums[r * dim + i] / total[r] : 0.0f;
+            float value = total[r] > 0.0f ? sums[r * dim + i] / total[r] * (float)a->v_scale : 0.0f;
             out[(r / group * heads + r % group) * dim + i] = narrow(value);
         }
 }
@@ -150,12 +165,14 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
 static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
     int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], group = heads / kv_heads;
+    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(uint16_t);
+    struct coming nothing = {0}; /* to be asked for: many queries share a block */
     int64_t queries = (end - begin) * group, padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
     int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
     float *at = scratch(padded * (dim / 2 + dim + 2) + pair_room_floats(dim) + 4 * LANES);
     uint16_t *q = (uint16_t *)carved(&at, padded * dim / 2);
     float *sums = carved(&at, queries * dim), *largest = carved(&at, queries), *total = carved(&at, queries);
-    struct pair_room room = pair_room_at(&at, dim);
+    struct pair_room room = pair_room_at(&at, dim, a->k_scales.data != 0);
     struct pair_queries given = {q, sums, largest, total, queries, dim, position, group, a->window_left,
                                  (float)a->sm_scale, (float)a->soft_cap};
     struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
@@ -175,12 +192,17 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
     for (int64_t first = begins / KEYS * KEYS; first < last; first += KEYS) {
         int64_t count = least_of(last - first, KEYS);
         locate(places, &entries, first, count);
-        gather_keys(&room, (const uint16_t *)a->k_cache.data + head * dim, places, begins - first, count, dim);
-        gather_values(&room, (const uint16_t *)a->v_cache.data + head * dim, places, begins - first, count, dim);
+        if (room.key_scales) {
+            read_scales(room.key_scales, a->k_scales.data, &entries, kv_heads, head, first, begins - first, count);
+            read_scales(room.value_scales, a->v_scales.data, &entries, kv_heads, head, first, begins - first, count);
+        }
+        gather_keys(code, &room, (const char *)a->k_cache.data + head * dim * size, places, begins - first, count, dim);
+        gather_values(code, &room, (const char *)a->v_cache.data + head * dim * size, places, &nothing, begins - first, count,
+                      dim);
         attend_panels(&given, &room, first, count);
     }
     for (int64_t r = 0; r < queries; r++) {
-        float whole = total[r] > 0.0f ? 1.0f / total[r] : 0.0f;
+        float whole = total[r] > 0.0f ? (float)a->v_scale / total[r] : 0.0f;
         uint16_t *to = out + (r / group * heads + r % group) * dim;
         for (int64_t i = 0; i < dim; i += PANEL) in_order(sums + r * dim + i);
         for (int64_t i = 0; i < dim; i += LANES) store_bf16(to + i, load_f32(sums + r * dim + i) * whole);

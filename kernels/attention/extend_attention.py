@@ -8,10 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..cache.page_scales import PageScales
 from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Float32, Int32, Written
+from ..native.signature import CODES, AnyElement, Float32, Int32, Written
 from .attention_tile import (
     LOG2_E,
     attend_span,
@@ -39,6 +40,8 @@ def _extend_attention_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     table,
     cu_seqlens_q,
     cu_seqlens_kv,
@@ -65,7 +68,10 @@ def _extend_attention_kernel(
     v_token_stride,
     v_head_stride,
     v_dim_stride,
+    scales_page_stride,
+    scales_head_stride,
     scale,
+    v_scale,
     window_left,
     soft_cap,
     PACKED: tl.constexpr,
@@ -120,6 +126,9 @@ def _extend_attention_kernel(
         begin = tl.maximum(first - window_left, 0)
     pages = table + row.to(tl.int64) * table_stride
     page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
+    if KV_BITS == "int8":
+        k_scales += kv_head.to(tl.int64) * scales_head_stride
+        v_scales += kv_head.to(tl.int64) * scales_head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -136,6 +145,8 @@ def _extend_attention_kernel(
             q_at,
             k_cache + kv_head.to(tl.int64) * k_head_stride,
             v_cache + kv_head.to(tl.int64) * v_head_stride,
+            k_scales,
+            v_scales,
             pages,
             begin,
             ragged,
@@ -146,6 +157,7 @@ def _extend_attention_kernel(
             v_page_stride,
             v_token_stride,
             v_dim_stride,
+            scales_page_stride,
             scale,
             window_left,
             soft_cap,
@@ -178,6 +190,8 @@ def _extend_attention_kernel(
         q_at,
         k_cache + kv_head.to(tl.int64) * k_head_stride,
         v_cache + kv_head.to(tl.int64) * v_head_stride,
+        k_scales,
+        v_scales,
         pages,
         begin,
         end,
@@ -188,6 +202,7 @@ def _extend_attention_kernel(
         v_page_stride,
         v_token_stride,
         v_dim_stride,
+        scales_page_stride,
         scale,
         window_left,
         soft_cap,
@@ -212,7 +227,7 @@ def _extend_attention_kernel(
         acc, total, top = with_sinks(acc, total, top, sinks, head, held)
     norm = tl.where(total > 0.0, total, 1.0)
     values = tl.arange(0, BLOCK_V)
-    result = (acc / norm[:, None]).to(out.dtype.element_ty)
+    result = (acc / norm[:, None] * v_scale).to(out.dtype.element_ty)
     place = out + row_of * out_row_stride + token * out_token_stride + head * out_head_stride
     kept = held[:, None] & (values < VALUE_DIM)[None, :]
     tl.store(place[:, None] + values[None, :] * out_dim_stride, result, mask=kept)
@@ -240,6 +255,8 @@ def extend_attention_triton(
     window_left: int,
     soft_cap: float,
     sinks: Tensor | None,
+    v_scale: float = 1.0,
+    scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `extend_attention`. It has run in Triton's interpreter and been compiled ahead of time."""
     rows = cu_seqlens_q.shape[0] - 1
@@ -262,6 +279,7 @@ def extend_attention_triton(
         q,
         keys,
         values,
+        *(scales or (None, None)),
         table,
         cu_seqlens_q,
         cu_seqlens_kv,
@@ -277,7 +295,9 @@ def extend_attention_triton(
         *((0, 0, 0)[: out.dim() - 1] if lse is None else lse.stride()),
         *keys.stride(),
         *values.stride(),
+        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
         scale=sm_scale * LOG2_E,
+        v_scale=v_scale,
         window_left=window_left,
         soft_cap=soft_cap,
         PACKED=packed,
@@ -304,9 +324,11 @@ def _is_served(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor,
     page_table: Tensor | None,
-    **_others: float | Tensor | None,
+    **_others: float | Tensor | PageScales | None,
 ) -> bool:
     if lse is not None or page_table is None or q.dim() != 3 or k_cache.shape[3] % LANES:
+        return False
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q.dtype, *CODES):
         return False
     dense = (out, q, k_cache, v_cache, page_table)
     return k_cache.shape == v_cache.shape and all(tensor.is_contiguous() for tensor in dense)
@@ -317,8 +339,8 @@ def extend_attention(
     out: Written[Tensor],
     lse: Written[Float32] | None,
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: AnyElement,
+    v_cache: AnyElement,
     cu_seqlens_q: Int32,
     cu_seqlens_kv: Int32,
     page_table: Int32 | None,
@@ -327,6 +349,8 @@ def extend_attention(
     window_left: int = -1,
     soft_cap: float = 0.0,
     sinks: Float32 | None = None,
+    v_scale: float = 1.0,
+    scales: PageScales | None = None,
 ) -> None:
     """Write the causal attention of each row's newest tokens over the row's own pages into `out`.
 
@@ -334,7 +358,7 @@ def extend_attention(
         out: like q with dv, any strides but the last. What belongs to no query is left alone.
         lse: fp32, like out without its last dimension, base 2; or None.
         q: [tokens, hq, d] packed, or [rows, width, hq, d] with each row's queries at its beginning.
-        k_cache: [pages, page_size, hkv, d], any strides.
+        k_cache: [pages, page_size, hkv, d], any strides; as for `decode_attention`.
         v_cache: [pages, page_size, hkv, dv].
         cu_seqlens_q: int32 [rows + 1], queries of each row, cumulative.
         cu_seqlens_kv: int32 [rows + 1], tokens of each row, queries included, cumulative.
@@ -343,9 +367,11 @@ def extend_attention(
         window_left: keeps the newest `window_left + 1` keys of each query where it is >= 0.
         soft_cap: caps the logits where it is > 0.
         sinks: fp32 [hq], contiguous, a logit of each head that takes weight and has no value; or None.
+        v_scale: multiplies the output.
+        scales: of the entries of an int8 cache; else None.
     """
     kv_heads = k_cache.shape[2]
-    options = LogitOptions(sm_scale, 1.0, window_left, soft_cap, sinks=sinks)
+    options = LogitOptions(sm_scale, v_scale, window_left, soft_cap, sinks=sinks)
     q_ends = cu_seqlens_q.tolist()
     kv_ends = cu_seqlens_kv.tolist()
     pages = None if page_table is None else page_table.numpy()
@@ -364,7 +390,7 @@ def extend_attention(
         first = max(kv_len - queries - window_left, 0) if window_left >= 0 else 0
         own = np.array([row], dtype=np.int32) if pages is None else pages[row]
         row_q = q[chosen].unflatten(1, (kv_heads, -1)).transpose(0, 1).unsqueeze(0)  # [1, hkv, queries, group, d]
-        k, v = row_entries(k_cache, v_cache, own, first, kv_len)
+        k, v = row_entries(k_cache, v_cache, own, first, kv_len, scales)
         result, row_lse = attend_row(row_q, k, v, kv_len, options)
         row_out.unflatten(1, (kv_heads, -1)).copy_(result[0].transpose(0, 1))
         if lse is not None:

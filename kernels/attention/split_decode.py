@@ -6,6 +6,7 @@ time by the tests.
 
 from torch import Tensor
 
+from ..cache.page_scales import PageScales
 from ..native.optional_triton import tl, triton
 from .attention_tile import (
     PLAN_TILE,
@@ -38,6 +39,8 @@ def _decode_attention_kernel(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     table,
     indptr,
     kv_lens,
@@ -58,6 +61,8 @@ def _decode_attention_kernel(
     v_token_stride,
     v_head_stride,
     v_dim_stride,
+    scales_page_stride,
+    scales_head_stride,
     scale,
     v_scale,
     window_left,
@@ -125,6 +130,9 @@ def _decode_attention_kernel(
         queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0)
         queries = to_compute(queries, COMPUTE)
         queries_high = queries
+    if KV_BITS == "int8":
+        k_scales += kv_head.to(tl.int64) * scales_head_stride
+        v_scales += kv_head.to(tl.int64) * scales_head_stride
     acc, total, top, _ = attend_span(
         tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -136,6 +144,8 @@ def _decode_attention_kernel(
         alibi_slope(head, ALIBI_POWER),
         k_cache + kv_head.to(tl.int64) * k_head_stride,
         v_cache + kv_head.to(tl.int64) * v_head_stride,
+        k_scales,
+        v_scales,
         pages,
         begin,
         end,
@@ -146,6 +156,7 @@ def _decode_attention_kernel(
         v_page_stride,
         v_token_stride,
         v_dim_stride,
+        scales_page_stride,
         scale,
         window_left,
         soft_cap,
@@ -219,6 +230,7 @@ def decode_attention_triton(
     rope_scale: float,
     rope_theta: float,
     sinks: Tensor | None,
+    scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `decode_attention` for the arguments."""
     rows = q.shape[0] // q_len
@@ -242,6 +254,7 @@ def decode_attention_triton(
         q,
         keys,
         values,
+        *(scales or (None, None)),
         table,
         indptr,
         kv_lens,
@@ -254,6 +267,7 @@ def decode_attention_triton(
         *q.stride(),
         *keys.stride(),
         *values.stride(),
+        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
         v_scale=v_scale,
         window_left=window_left,
         **logit_arguments(head_dim, heads, sm_scale, soft_cap, position_mode, rope_scale, rope_theta),

@@ -1,5 +1,6 @@
 /* Rotary embedding and append to the paged cache; see rope_append.py for the formulas and the shapes. */
 #include "native.h"
+#include "native_codes.h"
 
 /* One over the root of the mean square of some channels. */
 static float NAME(inverse_root)(const element *x, int64_t count, float eps) {
@@ -8,30 +9,54 @@ static float NAME(inverse_root)(const element *x, int64_t count, float eps) {
     return 1.0f / sqrtf(squares / (float)count + eps);
 }
 
-/* Write one head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */
-static void NAME(rotate_head)(element *out, const element *x, const float *weight, float scale, const float *cos,
-                              int64_t half, int64_t dim, float *wide) {
+/* Some heads of a token as they are kept: in the element type, or in codes that are divided by `unit` or have scales. */
+struct NAME(kept) {
+    void *at;
+    int64_t code, scale_stride;
+    float unit;
+    uint16_t *scales;
+};
+
+static void NAME(keep_head)(const struct NAME(kept) *to, int64_t head, const float *wide, int64_t dim) {
+    uint8_t *codes = (uint8_t *)to->at + head * dim;
+    if (to->code == CODE_INT8) to->scales[head * to->scale_stride] = store_int8(codes, wide, dim);
+    else if (to->code == CODE_FLOAT8_E4M3FN) store_e4m3(codes, wide, to->unit, dim);
+    else
+        for (int64_t i = 0; i < dim; i++) ((element *)to->at)[head * dim + i] = narrow(wide[i]);
+}
+
+/* One head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */
+static void NAME(rotate_head)(float *wide, const element *x, const float *weight, float scale, const float *cos,
+                              int64_t half, int64_t dim) {
     for (int64_t i = 0; i < dim; i++) wide[i] = widen(x[i]);
     if (weight)
         for (int64_t i = 0; i < dim; i++) wide[i] = wide[i] * scale * weight[i];
     const float *sin = cos + half;
     for (int64_t i = 0; i < half; i++) {
         float first = wide[i], second = wide[half + i];
-        out[i] = narrow(first * cos[i] - second * sin[i]);
-        out[half + i] = narrow(second * cos[i] + first * sin[i]);
+        wide[i] = first * cos[i] - second * sin[i];
+        wide[half + i] = second * cos[i] + first * sin[i];
     }
-    for (int64_t i = 2 * half; i < dim; i++) out[i] = narrow(wide[i]);
 }
 
 /* The same for some heads, whose norm is of each by itself, or of all where the weight is as long as they are. */
-static void NAME(rotate_heads)(element *out, const element *x, const float *weight, int64_t weights, float eps,
-                               const float *cos, int64_t half, int64_t heads, int64_t dim, float *wide) {
+static void NAME(rotate_heads)(const struct NAME(kept) *to, const element *x, const float *weight, int64_t weights,
+                               float eps, const float *cos, int64_t half, int64_t heads, int64_t dim, float *wide) {
     int64_t normed = weights > dim ? weights : dim;
     float scale = 0.0f;
-    for (int64_t at = 0; at < heads * dim; at += dim) {
+    for (int64_t head = 0; head < heads; head++) {
+        int64_t at = head * dim;
         if (weight && at % normed == 0) scale = NAME(inverse_root)(x + at, normed, eps);
-        NAME(rotate_head)(out + at, x + at, weight ? weight + at % normed : weight, scale, cos, half, dim, wide);
+        NAME(rotate_head)(wide, x + at, weight ? weight + at % normed : weight, scale, cos, half, dim);
+        NAME(keep_head)(to, head, wide, dim);
     }
+}
+
+/* Where one token's heads stand in a cache: `place` values behind its beginning. */
+static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place, float unit, uint16_t *scales,
+                                       int64_t scale_place, int64_t page_size) {
+    int64_t size = code ? 1 : sizeof(element);
+    return (struct NAME(kept)){(char *)cache + place * size, code, page_size, unit, scales ? scales + scale_place : 0};
 }
 
 /* Append one token, and write its queries; `wide` has room for a head. */
@@ -43,16 +68,22 @@ static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t
     float eps = (float)a->eps;
     if (position < 0 || position >= a->cos_sin.size[0]) return; /* no angle, so no place either */
     const float *cos = a->cos_sin.data + position * 2 * half;
-    element *q_out = (element *)a->q_out.data + token * qo_heads * dim;
-    NAME(rotate_heads)(q_out, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
+    struct NAME(kept) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
+    NAME(rotate_heads)(&queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
     if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
     int64_t page = a->page_table.data[row * row_pages + position / page_size];
     if (page < 0 || page >= pages) return; /* a page table that is wrong must not reach other memory */
-    int64_t place = (page * page_size + position % page_size) * kv_heads * dim;
-    element *keys = (element *)a->k_cache.data + place, *values = (element *)a->v_cache.data + place;
+    int64_t offset = position % page_size, place = (page * page_size + offset) * kv_heads * dim;
+    int64_t scale_place = page * kv_heads * page_size + offset;
+    struct NAME(kept) keys = NAME(kept_at)(a->k_cache.data, a->k_cache.code, place, (float)a->k_scale, a->k_scales.data,
+                                           scale_place, page_size);
+    struct NAME(kept) values = NAME(kept_at)(a->v_cache.data, a->v_cache.code, place, (float)a->v_scale,
+                                             a->v_scales.data, scale_place, page_size);
     x += qo_heads * dim;
-    NAME(rotate_heads)(keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
-    memcpy(values, x + kv_heads * dim, kv_heads * dim * sizeof(element));
+    NAME(rotate_heads)(&keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
+    x += kv_heads * dim;
+    if (values.code) NAME(rotate_heads)(&values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, wide);
+    else memcpy(values.at, x, kv_heads * dim * sizeof(element));
 }
 
 static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {

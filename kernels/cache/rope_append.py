@@ -8,11 +8,12 @@ Queries and keys may be RMS-normed before, each head by itself or all heads toge
 import torch
 from torch import Tensor
 
-from ..attention.attention_tile import cache_bytes, quantise
+from ..attention.attention_tile import cache_bytes, int8_codes, int8_scale, quantise
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import AnyElement, Float32, Int32, Written
+from ..native.signature import CODES, AnyElement, Float32, Int32, Written
 from ..norm.rms_norm import normed
+from .page_scales import PageScales, encoded
 
 _HEADS_AT_ONCE = 4  # of one program on a GPU
 
@@ -46,9 +47,13 @@ def _rope_append_kernel(
     cos_sin,
     q_norm,
     k_norm,
+    k_scales,
+    v_scales,
     qo_heads,
     kv_heads,
     eps,
+    k_unit,
+    v_unit,
     qkv_stride,
     table_stride,
     k_page_stride,
@@ -57,6 +62,8 @@ def _rope_append_kernel(
     v_page_stride,
     v_token_stride,
     v_head_stride,
+    scales_page_stride,
+    scales_head_stride,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -65,6 +72,7 @@ def _rope_append_kernel(
     HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     KV_BITS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):
     token = tl.program_id(0)
     if token >= tl.load(live):
@@ -120,14 +128,30 @@ def _rope_append_kernel(
         mask=is_query[:, None] & turned,
     )
     k_at = k_cache + page * k_page_stride + place * k_token_stride + (head - qo_heads) * k_head_stride
-    new_k = quantise(rotated, KV_BITS, k_cache.dtype.element_ty)
+    scales_at = page * scales_page_stride + place
+    if KV_BITS == "int8":
+        of_heads = int8_scale(rotated, 1)
+        tl.store(k_scales + scales_at + (head - qo_heads) * scales_head_stride, of_heads, mask=is_key)
+        new_k = int8_codes(rotated, of_heads.to(tl.float32)[:, None])
+    elif IS_FP8:
+        new_k = quantise(rotated / k_unit, KV_BITS, k_cache.dtype.element_ty)
+    else:
+        new_k = quantise(rotated, KV_BITS, k_cache.dtype.element_ty)
     tl.store(k_at[:, None] + dims[None, :], new_k, mask=is_key[:, None] & turned)
 
     value_head = head - qo_heads - kv_heads
-    is_value = ((value_head >= 0) & (value_head < kv_heads))[:, None] & (dims < HEAD_DIM)[None, :]
-    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0)
+    is_value_head = (value_head >= 0) & (value_head < kv_heads)
+    is_value = is_value_head[:, None] & (dims < HEAD_DIM)[None, :]
+    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0).to(tl.float32)
     v_at = v_cache + page * v_page_stride + place * v_token_stride + value_head * v_head_stride
-    new_v = quantise(value.to(tl.float32), KV_BITS, v_cache.dtype.element_ty)
+    if KV_BITS == "int8":
+        of_heads = int8_scale(value, 1)
+        tl.store(v_scales + scales_at + value_head * scales_head_stride, of_heads, mask=is_value_head)
+        new_v = int8_codes(value, of_heads.to(tl.float32)[:, None])
+    elif IS_FP8:
+        new_v = quantise(value / v_unit, KV_BITS, v_cache.dtype.element_ty)
+    else:
+        new_v = quantise(value, KV_BITS, v_cache.dtype.element_ty)
     tl.store(v_at[:, None] + dims[None, :], new_v, mask=is_value)
 
 
@@ -144,6 +168,9 @@ def rope_append_triton(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
     tokens, qo_heads, head_dim = q_out.shape
@@ -162,13 +189,17 @@ def rope_append_triton(
         cos_sin,
         q_norm,
         k_norm,
+        *(scales or (None, None)),
         qo_heads,
         kv_heads,
         eps,
+        k_scale,
+        v_scale,
         qkv.stride(0),
         page_table.stride(0),
         *k_cache.stride()[:3],
         *v_cache.stride()[:3],
+        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
         HEAD_DIM=head_dim,
         HALF=cos_sin.shape[-1],
         PAGE_SIZE=page_size,
@@ -177,6 +208,7 @@ def rope_append_triton(
         HEADS=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim),
         KV_BITS=kv_bits,
+        IS_FP8=k_cache.dtype.is_floating_point and k_cache.itemsize == 1,
         num_warps=2,
     )
 
@@ -192,8 +224,9 @@ def _is_served(
     page_table: Tensor,
     cos_sin: Tensor,
     *_norms: Tensor | float | None,
+    **_scales: PageScales | float | None,
 ) -> bool:
-    if not k_cache.dtype == v_cache.dtype == qkv.dtype:
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (qkv.dtype, *CODES):
         return False
     return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
 
@@ -212,13 +245,17 @@ def rope_append(
     q_norm: Float32 | None = None,
     k_norm: Float32 | None = None,
     eps: float = 0.0,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    scales: Written[PageScales] | None = None,
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache.
 
     Args:
         q_out: [t, num_qo_heads, head_dim], contiguous.
-        k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type; the last page is the trash page. fp8
-            e4m3 takes what is too large for it as its largest value.
+        k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
+            the trash page. fp8 e4m3 takes what is too large for it as its largest value.
         v_cache: the same shape.
         qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values.
         rows: int32 [t], the page-table row of each token.
@@ -230,6 +267,9 @@ def rope_append(
             together; or None.
         k_norm: the same of the keys, by themselves or together as the queries are.
         eps: of these norms.
+        k_scale: divides keys before fp8 holds them.
+        v_scale: the same of values.
+        scales: written with the entries of an int8 cache.
     """
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     capacity, qo_heads = q_out.shape[:2]
@@ -246,10 +286,14 @@ def rope_append(
     first, second = wide[..., :half], wide[..., half : 2 * half]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
     q_out[:count] = rotated[:, :qo_heads]
-    pages = page_table[row, position // page_size].long()
-    for cache, new in ((k_cache, rotated[:, qo_heads:]), (v_cache, values)):
+    pages, places = page_table[row, position // page_size].long(), position % page_size
+    units, of_pages = (k_scale, v_scale), scales or (None, None)
+    for cache, new, unit, own in zip((k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True):
+        if own is not None:
+            cache[pages, places], own[pages, :, places] = encoded(new)
+            continue
         entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
-        entries[pages, position % page_size] = narrowed(new, cache.dtype).view(entries.dtype)
+        entries[pages, places] = narrowed(new / unit if unit != 1.0 else new, cache.dtype).view(entries.dtype)
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:

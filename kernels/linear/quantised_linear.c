@@ -90,7 +90,7 @@ static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
 
 static void many_rows_of_panels(const void *given, int64_t begin, int64_t end) {
     const struct quantised_job_bf16 *job = given;
-    int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * BLOCK;
+    int64_t tiles = (job->of.rows + TILE_ROWS - 1) / TILE_ROWS, features = job->of.weight->blocks * QUANTISED_BLOCK;
     int64_t together = least_of(tiles, items_of(TILED_BYTES, features * 2 * TILE_ROWS));
     float *sums = lasting(together * TILE_ROWS * PANEL);
     struct tile_shapes before = tiles_begun();
@@ -114,15 +114,15 @@ static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
 static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) {
     const struct NAME(quantised_job) *job = given;
     const struct block_weight *weight = job->of.weight;
-    int64_t rows = job->of.rows, features = weight->blocks * BLOCK, words = weight->bits * BLOCK_SIZE / 16;
+    int64_t rows = job->of.rows, features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
     _Alignas(64) quantised_input codes[CHUNK * PANEL];
     _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
     float *sums = lasting(rows * PANEL);
     for (int64_t panel = begin; panel < end; panel++) {
         memset(sums, 0, rows * PANEL * sizeof *sums);
         for (int64_t first = 0, span = 0; first < features; first += CHUNK) {
-            int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / BLOCK;
-            for (int64_t each = 0; each < count / BLOCK; each++)
+            int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / QUANTISED_BLOCK;
+            for (int64_t each = 0; each < count / QUANTISED_BLOCK; each++)
                 UNDONE(codes + each * BLOCK_SIZE, weight->panels + (block + each) * words, weight);
             for (int64_t at = 0; at < count; at += weight->span, span++) {
                 vec scale[VECTORS], least[VECTORS];

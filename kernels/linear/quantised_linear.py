@@ -1,9 +1,9 @@
 """Linear layers with a weight in blocks of few bits, which is never undone in memory.
 
-A weight is codes of 2 to 6 or of 8 bits; what a code means, an integer, says a table. A group of neighbouring input
-features has a scale for each output feature, and perhaps a least value: weight = scale * integer + least value. Both
-may be int8 times a factor, of which each serves some neighbouring groups. These are the blocks of GGUF, and integers
-with any of the usual groups.
+A weight is codes of 2 to 6 or of 8 bits; what a code means, an integer, says a table, or it is a float8. A group of
+neighbouring input features has a scale for each output feature, and perhaps a least value: weight = scale * meaning +
+least value. Both may be int8 times a factor, of which each serves some neighbouring groups. These are the blocks of
+GGUF, and integers and float8 with any of the usual groups.
 
 A panel is 32 output features, a block 32 input features. Layout of codes: int16 `[panels, blocks, 64 * bits]`. The low
 bits of all codes of a block stand first (8, 4 or 2 of a code), then the bits above them (2 or 1). Within these a row
@@ -40,6 +40,7 @@ class QuantisedPanels(NamedTuple):
         factors: [panels, groups of factors, 32], of scale_dtype, or None.
         min_factors: likewise, of the least values.
         scale_dtype: "float16", "bfloat16" or "float32".
+        code: "e4m3" for codes of 8 bits that are float8, else "integer".
     """
 
     panels: AnyElement
@@ -49,6 +50,7 @@ class QuantisedPanels(NamedTuple):
     factors: AnyElement | None
     min_factors: AnyElement | None
     scale_dtype: Annotated[str, OneOf(("float16", "bfloat16", "float32"))]
+    code: Annotated[str, OneOf(("integer", "e4m3"))] = "integer"
 
 
 class Numbers(NamedTuple):
@@ -69,7 +71,7 @@ def quantised_panels(
     """Return a weight in panels; output features that are missing to a whole panel are zeros.
 
     Args:
-        codes: uint8 [out_features, in_features], in_features a multiple of 32.
+        codes: uint8 or float8_e4m3fn [out_features, in_features], in_features a multiple of 32.
         bits: of a code: 2, 3, 4, 5, 6 or 8.
         table: int8 [2 ** bits], what codes mean; None for 8 bits, which are signed.
         scales: of groups of input features, equal in size: a multiple of 16, or all.
@@ -77,13 +79,14 @@ def quantised_panels(
     """
     factors, min_factors = scales.factors, None if mins is None else mins.factors
     return QuantisedPanels(
-        _words(_padded(codes), bits),
+        _words(_padded(codes.view(torch.uint8)), bits),
         _by_panel(scales.values),
         table,
         None if mins is None else _by_panel(mins.values),
         None if factors is None else _by_panel(factors),
         None if min_factors is None else _by_panel(min_factors),
         _SCALE_DTYPES[scales.values.dtype if factors is None else factors.dtype],
+        "e4m3" if codes.dtype == torch.float8_e4m3fn else "integer",
     )
 
 
@@ -154,8 +157,11 @@ def _places(words: Tensor, bits: int) -> Tensor:
 def undone(weight: QuantisedPanels) -> Tensor:
     """Return what a weight in panels stands for, float32 [panels * 32, in_features]."""
     codes = codes_of(weight.panels)
-    integers = (codes ^ 128) - 128 if weight.table is None else weight.table[codes]
-    by_group = integers.view(len(codes), weight.scales.shape[1], -1).float()
+    if weight.code == "e4m3":
+        values = codes.to(torch.uint8).view(torch.float8_e4m3fn)
+    else:
+        values = (codes ^ 128) - 128 if weight.table is None else weight.table[codes]
+    by_group = values.float().view(len(codes), weight.scales.shape[1], -1)
     by_group *= _numbers(weight.scales, weight.factors)
     if weight.mins is not None:
         by_group += _numbers(weight.mins, weight.min_factors)

@@ -82,16 +82,16 @@ INLINE void few_rows_of_panel(const int tiles, float *sums, const struct span_jo
                               uint16_t *ring, int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
     _Alignas(64) float found[2][FEW_ROWS * PANEL];
-    int64_t step = least_of(weight->span, BLOCK), features = weight->blocks * BLOCK, span = 0;
+    int64_t step = least_of(weight->span, QUANTISED_BLOCK), features = weight->blocks * QUANTISED_BLOCK, span = 0;
     memset(sums, 0, job->rows * PANEL * sizeof *sums);
     for (int64_t feature = 0, left = 0; feature < features; feature += step) {
-        int64_t block = panel * weight->blocks + feature / BLOCK;
-        if (feature % BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
+        int64_t block = panel * weight->blocks + feature / QUANTISED_BLOCK;
+        if (feature % QUANTISED_BLOCK == 0) undo_ahead(ring, weight, block + UNDONE_AHEAD, end);
         if (left == 0) {
             begin_sums(tiles);
             left = least_of(weight->span, features - feature);
         }
-        tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % BLOCK * PANEL);
+        tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % QUANTISED_BLOCK * PANEL);
         left -= step;
         if (left > 0) continue;
         vec scale[VECTORS], least[VECTORS];
@@ -112,12 +112,12 @@ struct tile_chunk {
 
 static void undo_tile_chunk(struct tile_chunk *chunk, const struct span_job *job, int64_t panel, int64_t first) {
     const struct block_weight *weight = job->weight;
-    int64_t features = weight->blocks * BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
+    int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16, span = first / weight->span;
     chunk->first = first, chunk->count = least_of(CHUNK, features - first), chunk->totals = job->totals + span;
     chunk->spans = (chunk->count + weight->span - 1) / weight->span;
-    for (int64_t block = 0; block < chunk->count / BLOCK; block++)
+    for (int64_t block = 0; block < chunk->count / QUANTISED_BLOCK; block++)
         pairs_undone(chunk->codes + block * BLOCK_SIZE,
-                     weight->panels + (panel * weight->blocks + first / BLOCK + block) * words, weight);
+                     weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK + block) * words, weight);
     for (int64_t place = 0; place < chunk->spans; place++)
         read_numbers(chunk->scales[place], chunk->mins[place], weight, panel, span + place);
 }
@@ -129,7 +129,7 @@ INLINE void span_of_tile(const int tile, float *sums, const uint16_t *x, const u
     else _tile_zero(1);
     for (int64_t end = at + span; at < end; at += TILE_IN) {
         _tile_loadd(6, codes + at * PANEL, 4 * PANEL);
-        _tile_loadd(4, x + at / BLOCK * BLOCK * TILE_ROWS + at % BLOCK, 2 * BLOCK);
+        _tile_loadd(4, x + at / QUANTISED_BLOCK * QUANTISED_BLOCK * TILE_ROWS + at % QUANTISED_BLOCK, 2 * QUANTISED_BLOCK);
         if (tile == 0) _tile_dpbf16ps(0, 4, 6);
         else _tile_dpbf16ps(1, 4, 6);
     }
@@ -175,7 +175,7 @@ INLINE void tile_of_rows(const int has_mins, float *out, const uint16_t *x, cons
 static void many_rows_of_panel(float *sums, const struct span_job *job, const uint16_t *x, int64_t tile, int64_t tiles,
                                int64_t panel) {
     struct tile_chunk chunk;
-    int64_t features = job->weight->blocks * BLOCK;
+    int64_t features = job->weight->blocks * QUANTISED_BLOCK;
     memset(sums, 0, tiles * TILE_ROWS * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
         undo_tile_chunk(&chunk, job, panel, first);
@@ -190,15 +190,15 @@ static void many_rows_of_panel(float *sums, const struct span_job *job, const ui
     }
 }
 
-/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][BLOCK], with zeros for rows that are missing. */
+/* Rows as `many_rows_of_panel` takes them: [tiles][blocks][TILE_ROWS][QUANTISED_BLOCK], with zeros for rows that are missing. */
 static void pack_tiles(uint16_t *out, const uint16_t *x, int64_t stride, int64_t rows, int64_t blocks, int64_t begin,
                        int64_t end) {
     for (int64_t tile = begin; tile < end; tile++)
         for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++)
             for (int64_t block = 0; block < blocks; block++) {
-                uint16_t *to = out + ((tile * blocks + block) * TILE_ROWS + row % TILE_ROWS) * BLOCK;
-                if (row < rows) memcpy(to, x + row * stride + block * BLOCK, BLOCK * sizeof *to);
-                else memset(to, 0, BLOCK * sizeof *to);
+                uint16_t *to = out + ((tile * blocks + block) * TILE_ROWS + row % TILE_ROWS) * QUANTISED_BLOCK;
+                if (row < rows) memcpy(to, x + row * stride + block * QUANTISED_BLOCK, QUANTISED_BLOCK * sizeof *to);
+                else memset(to, 0, QUANTISED_BLOCK * sizeof *to);
             }
 }
 #endif

@@ -30,10 +30,15 @@ from .small_linear_kernels import dot_linear_kernel, gemv_linear_kernel
 
 KINDS = ("dot", "gemv")
 EPILOGUES = OneOf(("store", "add", *ACTIVATIONS))
-_PREFETCH_BYTES = 64 << 10  # of one program: two on each multiprocessor then ask for 4 us of reading at 4 TB/s
+PREFETCH_BYTES = 64 << 10  # of one program: two on each multiprocessor then ask for 4 us of reading at 4 TB/s
 _PARTS_AT_ONCE = 8  # partial sums of each place that are on their way at a time, as far as registers reach:
 _PART_REGISTERS = 32  # of a thread
-_FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them could leave the range of fp16
+FP16_RANGE = 1 / 16  # gains are multiplied by this where products with them could leave the range of fp16
+
+
+def parts_at_once(sums: int, num_warps: int) -> int:
+    """Return how many parts of a program's sums are asked for at a time where columns are split."""
+    return min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
 
 
 def small_linear_triton(
@@ -63,17 +68,16 @@ def small_linear_triton(
     splits = triton.cdiv(depth, part)  # none is empty
     is_even = depth % block_k == 0
     sizes = {"BLOCK_N": block_n, "BLOCK_K": block_k, "EVEN_K": is_even, "SPLIT": splits > 1}
-    sums = block_n * (block_m if kind == "dot" else rows)
-    sizes["AT_ONCE"] = min(max(32 * num_warps * _PART_REGISTERS // sums, 1), _PARTS_AT_ONCE)
+    sizes["AT_ONCE"] = parts_at_once(block_n * (block_m if kind == "dot" else rows), num_warps)
     options: dict[str, Any] = {"PDL": pdl, "PREFETCH": pdl and is_even, "EPILOGUE": epilogue, "num_warps": num_warps}
     if pdl:
         options["launch_pdl"] = True
     operands = (out, x, weight, bias, gain, partial, counters)
-    ahead = _PREFETCH_BYTES // block_n // weight.element_size()
+    ahead = PREFETCH_BYTES // block_n // weight.element_size()
     values = (width, depth, x.stride(0), splits, part, ahead, eps, scale)
     blocks = triton.cdiv(weight.shape[0], block_n)
     if kind == "dot":
-        reach = _FP16_RANGE if x.dtype == torch.float16 else 1.0
+        reach = FP16_RANGE if x.dtype == torch.float16 else 1.0
         dot_linear_kernel[(triton.cdiv(rows, block_m), blocks, splits)](
             *operands, rows, *values, BLOCK_M=block_m, RANGE=reach, num_stages=num_stages, **sizes, **options
         )

@@ -14,7 +14,7 @@ from ..native.optional_triton import tl, triton
 
 
 @triton.jit
-def _block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
+def block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
     """Return the weight's rows of a block; a gated one has rows of the gate, and then those of the same places above.
 
     Past the last row of the weight the last one is read again, which needs no mask.
@@ -28,8 +28,9 @@ def _block_rows(block, width, BLOCK_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 @triton.jit
 def _write(
-    out, acc, held, m, rows, block, width, factor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, EPILOGUE: tl.constexpr
-):
+    out, acc, held, m, rows, block, width, out_stride, factor, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+):  # fmt: skip
     """Write a block's sums [BLOCK_N, BLOCK_M] as the layer's result."""
     if EPILOGUE == "store" or EPILOGUE == "add":
         n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -41,15 +42,15 @@ def _write(
         acc = activated(gate, EPILOGUE) * up
         n = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
     kept = (n < width)[:, None] & (m < rows)[None, :]
-    place = m[None, :] * width + n[:, None]
+    place = m[None, :] * out_stride + n[:, None]
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=kept)
 
 
 @triton.jit
-def _held(out, m, rows, block, width, BLOCK_N: tl.constexpr):
+def held_sums(out, m, rows, block, width, out_stride, BLOCK_N: tl.constexpr):
     """Return what a block's result is added to."""
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = m[None, :] * width + n[:, None]
+    place = m[None, :] * out_stride + n[:, None]
     return tl.load(out + place, mask=(n < width)[:, None] & (m < rows)[None, :], other=0.0).to(tl.float32)
 
 
@@ -64,7 +65,7 @@ def _sums(acc, squares, offsets, depth, eps, RANGE: tl.constexpr, IS_NORMED: tl.
 
 
 @triton.jit
-def _finish(
+def finish(
     out,
     partial,
     counters,
@@ -77,6 +78,7 @@ def _finish(
     block,
     blocks,
     width,
+    out_stride,
     depth,
     splits,
     eps,
@@ -104,7 +106,7 @@ def _finish(
         counter = counters + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
             if EPILOGUE == "add":
-                held = _held(out, m, rows, block, width, BLOCK_N)
+                held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
             total = tl.zeros_like(acc)
             total_squares = tl.zeros_like(squares)
             for first in range(0, splits, AT_ONCE):
@@ -117,11 +119,11 @@ def _finish(
                         at = part + m_rows + blocks * BLOCK_N + block
                         total_squares += tl.load(at, mask=there, other=0.0, cache_modifier=".cg")
             total = _sums(total, total_squares, offsets, depth, eps, RANGE, IS_NORMED, HAS_BIAS)
-            _write(out, total, held, m, rows, block, width, factor, BLOCK_N, BLOCK_M, EPILOGUE)
+            _write(out, total, held, m, rows, block, width, out_stride, factor, BLOCK_N, BLOCK_M, EPILOGUE)
             tl.store(counter, 0)  # ready for the next product
     else:
         acc = _sums(acc, squares, offsets, depth, eps, RANGE, IS_NORMED, HAS_BIAS)
-        _write(out, acc, held, m, rows, block, width, factor, BLOCK_N, BLOCK_M, EPILOGUE)
+        _write(out, acc, held, m, rows, block, width, out_stride, factor, BLOCK_N, BLOCK_M, EPILOGUE)
 
 
 @triton.jit
@@ -131,6 +133,21 @@ def _load_row(x, row, x_stride, k, end, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(at).to(tl.float32)
     return tl.load(at, mask=k < end, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def activations(x_rows, gain, squares, there, k, depth, RANGE: tl.constexpr, EVEN_K: tl.constexpr):
+    """Return columns k of some rows of x, times the gain where there is one, and the sums of squares with theirs."""
+    if EVEN_K:
+        a = tl.load(x_rows, mask=there, other=0.0)
+    else:
+        a = tl.load(x_rows, mask=there & (k < depth)[None, :], other=0.0)
+    if gain is not None:
+        wide = a.to(tl.float32)
+        squares += wide * wide
+        g = _load_row(gain, 0, 0, k, depth, EVEN_K)
+        a = (wide * (g * RANGE)[None, :]).to(a.dtype)
+    return a, squares
 
 
 # One program multiplies block_m rows with block_n rows of the weight, over one part of the columns: it reads
@@ -170,7 +187,7 @@ def dot_linear_kernel(
     begin = tl.program_id(2) * part
     end = tl.minimum(begin + part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = _block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
     if PREFETCH:
         prefetch_l2(w_begin + begin, tl.minimum(end - begin, ahead) * (weight.dtype.element_ty.primitive_bitwidth // 8))
@@ -185,25 +202,18 @@ def dot_linear_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     held = acc
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
-        held = _held(out, m, rows, block, width, BLOCK_N)
+        held = held_sums(out, m, rows, block, width, width, BLOCK_N)
     squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for at in range(begin, end, BLOCK_K):
         if EVEN_K:
             w = tl.load(w_rows + at, eviction_policy="evict_first")
-            a = tl.load(x_rows + at, mask=there, other=0.0)
         else:
-            inside = (at + k < end)[None, :]
-            w = tl.load(w_rows + at, mask=inside, other=0.0, eviction_policy="evict_first")
-            a = tl.load(x_rows + at, mask=there & inside, other=0.0)
-        if gain is not None:
-            wide = a.to(tl.float32)
-            squares += wide * wide
-            g = _load_row(gain, 0, 0, at + k, end, EVEN_K)
-            a = (wide * (g * RANGE)[None, :]).to(x.dtype.element_ty)
+            w = tl.load(w_rows + at, mask=(at + k < end)[None, :], other=0.0, eviction_policy="evict_first")
+        a, squares = activations(x_rows + at, gain, squares, there, at + k, end, RANGE, EVEN_K)
         acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
-    _finish(
+    finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
+        width, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
         bias is not None,
     )  # fmt: skip
 
@@ -243,7 +253,7 @@ def gemv_linear_kernel(
     begin = tl.program_id(2) * part
     end = tl.minimum(begin + part, depth)
     k = tl.arange(0, BLOCK_K)
-    row = _block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
     w_begin = weight + row.to(tl.int64) * depth
     if PREFETCH:
         prefetch_l2(w_begin + begin, tl.minimum(end - begin, ahead) * (weight.dtype.element_ty.primitive_bitwidth // 8))
@@ -255,7 +265,7 @@ def gemv_linear_kernel(
     m = tl.arange(0, ROWS)
     held = tl.zeros([BLOCK_N, ROWS], tl.float32)
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
-        held = _held(out, m, ROWS, block, width, BLOCK_N)
+        held = held_sums(out, m, ROWS, block, width, width, BLOCK_N)
     w_rows = w_begin[:, None] + k[None, :]
     sums_0 = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     sums_1 = sums_0
@@ -285,7 +295,7 @@ def gemv_linear_kernel(
     if ROWS > 1:
         acc = tl.where((m == 0)[None, :], acc, tl.sum(sums_1, axis=1)[:, None])
         squares = tl.where(m == 0, squares, tl.sum(squares_1, axis=0))
-    _finish(
-        out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, depth, splits,
-        eps, factor, ROWS, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, 1.0, gain is not None, bias is not None,
+    finish(
+        out, partial, counters, acc, squares, offsets, held, m, ROWS, block, tl.num_programs(0), width, width, depth,
+        splits, eps, factor, ROWS, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, 1.0, gain is not None, bias is not None,
     )  # fmt: skip

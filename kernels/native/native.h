@@ -36,12 +36,13 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 /* Kernels are given one struct, which is made from the operation's signature (signature.py): a tensor is where it
- * begins, its sizes and its strides in elements; null is no tensor. */
+ * begins, its sizes, its strides in elements and what its elements are if they have 8 bits; null is no tensor. */
 #define TENSOR(type)             \
     struct {                     \
         type *data;              \
         int64_t size[4];         \
         int64_t stride[4];       \
+        int64_t code;            \
     }
 
 /* A kernel of an operation: it sees its arguments as `a`, and may have `threads` threads for each job of its. All kernels

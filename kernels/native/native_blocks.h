@@ -10,11 +10,10 @@
 #if defined(__F16C__) || LANES == 16
 #include <immintrin.h>
 #endif
-#define BLOCK QUANTISED_BLOCK
 #define HALF_PANEL 16 /* output features whose words stand together */
-#define BLOCK_SIZE (BLOCK * PANEL)
+#define BLOCK_SIZE (QUANTISED_BLOCK * PANEL)
 #define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
-#define CHUNK (CHUNK_BLOCKS * BLOCK)
+#define CHUNK (CHUNK_BLOCKS * QUANTISED_BLOCK)
 #define LEAST_GROUP 16
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
@@ -32,6 +31,7 @@ struct block_weight {
     const uint16_t *panels;
     int64_t blocks; /* of a panel */
     int bits;
+    int is_e4m3;   /* codes of 8 bits are float8 */
     int is_linear; /* a code means what it is, less `zero` */
     int zero;
     int64_t span; /* input features that are summed up before they are scaled */
@@ -92,8 +92,17 @@ INLINE uvec codes_at(const int bits, const uint16_t *at, const int k, const int 
     return codes;
 }
 
+/* float8 with four bits of exponent: those of a float's, moved; without one the fraction's eighths of 2^-6. */
+static inline vec e4m3(uvec codes) {
+    uvec normal = ((codes & 127) << 20) + ((uint32_t)(127 - 7) << 23);
+    uvec small = (uvec)(__builtin_convertvector((ivec)(codes & 7), vec) * 0x1p-9f);
+    uvec has_exponent = (uvec)((codes & 120) != 0);
+    return (vec)((normal & has_exponent) | (small & ~has_exponent) | (codes & 128) << 24);
+}
+
 INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) {
     vec found;
+    if (bits == 8 && weight->is_e4m3) return e4m3(codes & 255);
     if (bits == 8) return __builtin_convertvector((ivec)(codes << 24) >> 24, vec);
     if (weight->is_linear) return __builtin_convertvector((ivec)codes - weight->zero, vec);
     for (int lane = 0; lane < LANES; lane++) found[lane] = weight->floats[codes[lane]];
@@ -103,7 +112,7 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
 /* The codes of a block as the floats that they mean, [in][PANEL]. */
 INLINE void undo_floats(const int bits, float *out, const uint16_t *at, const struct block_weight *weight) {
 #pragma GCC unroll 32
-    for (int k = 0; k < BLOCK; k++) { /* a pair of input features, and half of the panel */
+    for (int k = 0; k < QUANTISED_BLOCK; k++) { /* a pair of input features, and half of the panel */
         float *to = out + k / 2 * 2 * PANEL + k % 2 * HALF_PANEL;
         for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
             store_f32(to + lane, meant(bits, weight, codes_at(bits, at, k, lane, 0)));
@@ -129,13 +138,27 @@ static void floats_undone(float *out, const uint16_t *at, const struct block_wei
 #ifdef WITH_PAIRS
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
-    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
         for (int half = 0; half < 2; half++) {
             uvec both = load_words(at);
             vec even = __builtin_convertvector((ivec)(both << (24 - 8 * half)) >> 24, vec);
             vec odd = __builtin_convertvector((ivec)(both << (8 - 8 * half)) >> 24, vec);
             uvec pairs = (uvec)even >> 16 | (uvec)odd;
             memcpy(out + half * PANEL, &pairs, sizeof pairs);
+        }
+}
+
+/* The same of float8; those without an exponent stand in the table. */
+static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
+    const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
+    const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
+    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+        for (int half = 0; half < 2; half++) {
+            __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
+            __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
+            found = _mm512_mask_permutexvar_epi16(found, _mm512_testn_epi16_mask(codes, exponent), codes, small);
+            found = _mm512_or_si512(found, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
+            _mm512_storeu_si512(out + half * PANEL, found);
         }
 }
 
@@ -150,7 +173,7 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
     const __m512i first = _mm512_loadu_si512(weight->pairs), second = _mm512_loadu_si512(weight->pairs + TABLE / 2);
     const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
 #pragma GCC unroll 32
-    for (int k = 0; k < BLOCK; k++) {
+    for (int k = 0; k < QUANTISED_BLOCK; k++) {
         __m512i codes = shifted(_mm512_loadu_si512(at + k * low / 16 * ROW_WORDS), -(k * low % 16));
         if (high > 0) {
             const uint16_t *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
@@ -163,7 +186,8 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
 }
 
 static void pairs_undone(uint16_t *out, const uint16_t *at, const struct block_weight *weight) {
-    if (weight->bits == 8) undo_byte_pairs(out, at);
+    if (weight->bits == 8 && weight->is_e4m3) undo_e4m3_pairs(out, at, weight->pairs);
+    else if (weight->bits == 8) undo_byte_pairs(out, at);
     else FOR_BITS(undo_pairs, out, at, weight)
 }
 #endif
@@ -177,7 +201,7 @@ static int64_t span_of(int64_t features, int64_t groups) {
 
 /* Say which groups share what, and what codes mean. */
 static void read_weight(struct block_weight *weight, const int8_t *table) {
-    int64_t features = weight->blocks * BLOCK, groups = weight->scales.groups;
+    int64_t features = weight->blocks * QUANTISED_BLOCK, groups = weight->scales.groups;
     weight->span = span_of(features, groups);
     struct block_numbers *numbers[] = {&weight->scales, &weight->mins};
     for (int i = 0; i < 2; i++) {
@@ -185,6 +209,8 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
         if (numbers[i]->factors) numbers[i]->groups_of_factor = (uint32_t)(groups / numbers[i]->factor_groups);
     }
     weight->is_linear = weight->bits < 8;
+    for (int code = 0; weight->is_e4m3 && code < TABLE; code++)
+        weight->pairs[code] = bf16_of_float((float)(code % 8) * 0x1p-9f);
     if (weight->bits == 8) return;
     int codes = 1 << weight->bits;
     weight->zero = -table[0];
@@ -201,6 +227,7 @@ static void read_weight(struct block_weight *weight, const int8_t *table) {
     {.panels = (a)->panels.data,                                                                                     \
      .blocks = (a)->panels.size[1],                                                                                  \
      .bits = (int)((a)->panels.size[2] * 16 / BLOCK_SIZE),                                                           \
+     .is_e4m3 = (a)->code == CODE_E4M3,                                                                              \
      .scales = {(a)->scales.data, (a)->factors.data, (a)->scales.size[1], (a)->factors.size[1], (a)->scale_dtype},   \
      .mins = {(a)->mins.data, (a)->min_factors.data, (a)->mins.size[1], (a)->min_factors.size[1], (a)->scale_dtype}}
 #endif

@@ -5,7 +5,7 @@ signatures, and the sources themselves, once for each element type.
 import importlib
 from pathlib import Path
 
-from .signature import Signature
+from .signature import CODES, Signature
 
 FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
 _PACKAGE = __package__.rpartition(".")[0]
@@ -24,7 +24,7 @@ def declare(signature: Signature, constants: dict[str, int]) -> None:
         ValueError: a name stands for two integers.
     """
     _STRUCTS[signature.name] = signature.c_struct
-    for name, value in constants.items():
+    for name, value in (constants | signature.choices).items():
         if _CONSTANTS.setdefault(name, value) != value:
             raise ValueError(f"{name} is {_CONSTANTS[name]} for one kernel and {value} for another")
 
@@ -39,10 +39,11 @@ def unit_text() -> str:
     sources = sorted(FOLDER.parent.glob("*/*.c"))
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
-    constants = ", ".join(f"{name} = {value}" for name, value in sorted(_CONSTANTS.items()))
+    codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
+    constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
     structs = "".join(_STRUCTS[name] for name in sorted(_STRUCTS))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
-    given = f'#include "native.h"\nenum {{ {constants} }};\n{structs}'
+    given = f'enum {{ {constants} }};\n#include "native.h"\n{structs}'
     return f"{given}{includes}#define ELEMENT_BF16\n{includes}{_END}"
 
 

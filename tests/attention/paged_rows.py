@@ -9,7 +9,16 @@ import torch
 from attention_oracle import Options, attend
 from torch import Tensor
 
+from graphdecode.kernels.cache.page_scales import PageScales
+
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-2}
+
+
+def int8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads [..., d] as integers of at most 127, and what they are multiplied with, in float64."""
+    wide = x.double()
+    unit = (wide.abs().amax(-1, keepdim=True) / 127).to(torch.bfloat16).double()
+    return (wide / unit.clamp(min=1e-300)).round().clamp(-127, 127), unit
 
 
 @dataclass
@@ -25,6 +34,7 @@ class PagedRows:
     lens: list[int]
     keys: list[Tensor]
     values: list[Tensor]
+    scales: PageScales | None = None  # of an int8 cache
 
     @classmethod
     def random(
@@ -47,17 +57,26 @@ class PagedRows:
         unused = order[-1]
         value_dim = head_dim if value_dim is None else value_dim
         scale = 0.1 if dtype.itemsize == 1 else 1.0
-        caches, rows = [], []
+        caches, rows, scales = [], [], []
         for dim in (head_dim, value_dim):
-            cache = torch.full((pool, page_size, kv_heads, dim), math.nan)
-            rows.append([(scale * torch.randn(n, kv_heads, dim, generator=draw)).to(dtype).float() for n in lens])
+            is_int8 = dtype == torch.int8
+            cache = torch.full((pool, page_size, kv_heads, dim), -127.0 if is_int8 else math.nan)
+            units = torch.full((pool, kv_heads, page_size), math.nan)
+            drawn = [(1.0 if is_int8 else scale) * torch.randn(n, kv_heads, dim, generator=draw) for n in lens]
             place = 0
-            for tokens, count in zip(rows[-1], counts, strict=True):
+            rows.append([])
+            for tokens, count in zip(drawn, counts, strict=True):
+                stored, unit = int8_codes(tokens) if is_int8 else (tokens.to(dtype).float(), torch.ones(1))
+                rows[-1].append(stored * unit)
                 for page in range(count):
-                    part = tokens[page * page_size : (page + 1) * page_size]
-                    cache[order[place], : len(part)] = part
+                    own = slice(page * page_size, (page + 1) * page_size)
+                    part = stored[own]
+                    cache[order[place], : len(part)] = part.float()
+                    if is_int8:
+                        units[order[place], :, : len(part)] = unit[own, :, 0].T.float()
                     place += 1
             caches.append(cache.to(dtype).to(device))
+            scales.append(units.to(torch.bfloat16).to(device))
         if layout == "HND":
             caches = [cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in caches]
         elif layout == "joined" and value_dim == head_dim:
@@ -71,8 +90,9 @@ class PagedRows:
             table[row, :count] = indices[starts[row] : starts[row] + count]
         last = torch.tensor([(n - 1) % page_size + 1 if n else 0 for n in lens], dtype=torch.int32)
         return cls(
-            *caches, table.to(device), indices.to(device), starts.to(device), last.to(device), lens, rows[0], rows[1]
-        )
+            *caches, table.to(device), indices.to(device), starts.to(device), last.to(device), lens, rows[0], rows[1],
+            PageScales(*scales) if dtype == torch.int8 else None,
+        )  # fmt: skip
 
     def expected(self, q: Tensor, q_len: int, options: Options) -> tuple[Tensor, Tensor]:
         """Return the oracle's output and log-sum-exp for queries [rows * q_len, hq, d]."""

@@ -6,11 +6,12 @@ import pytest
 import torch
 from attention_oracle import Options, attend
 from covering import pairwise
-from paged_rows import tolerance
+from paged_rows import int8_codes, tolerance
 
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
+from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
@@ -25,7 +26,11 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
     "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+    "bf16-int8": (torch.bfloat16, torch.int8),
+    "fp32-int8": (torch.float32, torch.int8),
+    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
 }
+UNITS = {torch.float8_e4m3fn: (0.03, 0.25)}  # what divides keys and values
 CHOICES = {
     "dtype": tuple(DTYPES),
     "group": (1, 3, 8),
@@ -43,8 +48,18 @@ CHOICES = {
 }
 CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
-    {**CHOICES, "dtype": ("fp32", "bf16"), "head_dim": (16, 64, 128), "lens": (*CHOICES["lens"], (500,))}
+    {
+        **CHOICES,
+        "dtype": ("fp32", "bf16", "bf16-e4m3", "bf16-int8", "fp32-int8", "fp32-e4m3"),
+        "head_dim": (16, 64, 128),
+        "lens": (*CHOICES["lens"], (500,)),
+    }
 )
+
+
+def takes_whole(version):
+    """Whether a version takes scales as one argument, as Triton's do; the others take them one by one."""
+    return version is append_attention_triton
 
 
 def as_integers(cache):
@@ -91,27 +106,55 @@ class Problem:
         self.table = torch.full((self.rows, width), pages - 1, dtype=torch.int32)
         order = torch.randperm(pages - 1, generator=draw).to(torch.int32)
         shape = (pages, page_size, kv_heads, dim)
-        self.caches = [torch.full(shape, math.nan).to(self.kv_dtype) for _ in range(2)]
+        empty = -127 if self.kv_dtype == torch.int8 else math.nan
+        self.caches = [torch.full(shape, empty).to(self.kv_dtype) for _ in range(2)]
+        self.scales = [torch.full((pages, kv_heads, page_size), math.nan).to(torch.bfloat16) for _ in range(2)]
+        self.units = UNITS.get(self.kv_dtype, (1.0, 1.0))
         self.old = []
         for row, length in enumerate(self.lens):
             self.table[row] = order[row * width : (row + 1) * width]
             at = torch.arange(length - 1)
-            old = torch.randn(2, length - 1, kv_heads, dim, generator=draw).to(self.kv_dtype)
-            for cache, entries in zip(self.caches, old, strict=True):
-                places = self.table[row, at // page_size].long(), at % page_size
-                as_integers(cache)[places] = as_integers(entries)
-            self.old.append(old)
+            places = self.table[row, at // page_size].long(), at % page_size
+            self.old.append([])
+            for drawn, cache, scales, unit in zip(
+                torch.randn(2, length - 1, kv_heads, dim, generator=draw),
+                self.caches,
+                self.scales,
+                self.units,
+                strict=True,
+            ):
+                codes, own = self.stored(drawn, unit)
+                as_integers(cache)[places] = as_integers(codes.to(self.kv_dtype))
+                scales[places[0], :, places[1]] = own[..., 0].to(torch.bfloat16)
+                self.old[-1].append(codes.double() * own)
         self.options = Options(dim**-0.5, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=self.sinks)
+
+    def stored(self, x, unit):
+        """Return what is kept of heads [..., d], and what it is multiplied with."""
+        if self.kv_dtype == torch.int8:
+            return int8_codes(x)
+        codes = (x.double() / unit).clamp(-448, 448) if self.kv_dtype.itemsize == 1 else x
+        return codes.float().to(self.kv_dtype), torch.full((*x.shape[:-1], 1), unit).double()
+
+    def widened(self, caches, scales):
+        """Return the caches as numbers, in float64."""
+        if self.kv_dtype == torch.int8:
+            return [
+                codes.double() * own.double().transpose(1, 2)[..., None]
+                for codes, own in zip(caches, scales, strict=True)
+            ]
+        return [codes.double() * unit for codes, unit in zip(caches, self.units, strict=True)]
 
     def expected(self):
         """Return output, and the caches, in float64."""
         dim, kv_heads = self.case["head_dim"], self.case["kv_heads"]
         out = torch.zeros(self.rows, self.heads, dim, dtype=torch.float64)
-        caches = [cache.double() for cache in self.caches]
+        caches = self.widened(self.caches, self.scales)
         for row, length in enumerate(self.lens):
             q, k, v = self.qkv[row].double().view(-1, dim).split((self.heads, kv_heads, kv_heads))
             q, k = (turned(normed(x, w), self.cos_sin[length - 1]) for x, w in zip((q, k), self.gains, strict=True))
-            new = [x.to(self.kv_dtype).double() for x in (k, v)]
+            kept = [self.stored(x, unit) for x, unit in zip((k, v), self.units, strict=True)]
+            new = [codes.double() * unit for codes, unit in kept]
             for cache, entry in zip(caches, new, strict=True):
                 place = self.table[row, (length - 1) // self.case["page_size"]]
                 cache[place, (length - 1) % self.case["page_size"]] = entry
@@ -141,10 +184,14 @@ class Problem:
         given = (out, *(cache.clone() for cache in self.caches), self.qkv, self.table)
         given = [tensor.to(self.device) for tensor in given]
         constants = [None if t is None else t.to(self.device) for t in (self.cos_sin, *self.gains, self.sinks)]
-        options = (EPS, items, self.options.sm_scale, self.options.window_left, self.options.soft_cap)
-        version(*given, kv_lens, plan, *workspace, *constants, *options)
+        scales = [own.clone().to(self.device) for own in self.scales] if self.kv_dtype == torch.int8 else [None, None]
+        options = (EPS, items, self.options.sm_scale, self.options.window_left, self.options.soft_cap, *self.units)
+        of_pages = (PageScales(*scales) if scales[0] is not None else None,) if takes_whole(version) else scales
+        version(*given, kv_lens, plan, *workspace, *constants, *options, *of_pages)
         assert not workspace[-1].any(), "the next launch counts from 0"
-        return given[0].cpu(), [cache.cpu() for cache in given[1:3]]
+        return given[0].cpu(), self.widened(
+            *([x.cpu() for x in some if x is not None] for some in (given[1:3], scales))
+        )
 
     def check(self, version, **split):
         out, caches = self.run(version, **split)
@@ -152,7 +199,13 @@ class Problem:
         # a key that was rounded the other way is an eighth of itself away
         close = 0.1 if self.kv_dtype.itemsize == 1 else tolerance(self.dtype, self.dtype)
         torch.testing.assert_close(out.double(), expected, atol=close, rtol=close)
-        steps = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float8_e4m3fn: 0.13}
+        steps = {
+            torch.float32: 1e-5,
+            torch.float16: 2e-3,
+            torch.bfloat16: 2e-2,
+            torch.float8_e4m3fn: 0.13,
+            torch.int8: 0.03,
+        }
         one_step = steps[self.kv_dtype]
         for cache, wanted in zip(caches, expected_caches, strict=True):
             torch.testing.assert_close(cache.double(), wanted, atol=one_step, rtol=one_step, equal_nan=True)
@@ -191,7 +244,7 @@ def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
     together, caches = problem.run(append_attention_triton)
 
     def apart(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
-        q_norm, k_norm, sinks, eps, items, scale, window, cap = given
+        q_norm, k_norm, sinks, eps, items, scale, window, cap, *_ = given
         q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
         live = (kv_lens > 0).sum().to(torch.int32).view(1)
         rope_append_triton(q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps)

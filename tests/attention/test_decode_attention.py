@@ -32,9 +32,15 @@ DTYPES = {
     "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
     "bf16-e5m2": (torch.bfloat16, torch.float8_e5m2),
     "fp32-fp16": (torch.float32, torch.float16),
+    "bf16-int8": (torch.bfloat16, torch.int8),
+    "fp16-int8": (torch.float16, torch.int8),
+    "fp32-int8": (torch.float32, torch.int8),
+    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
 }
+KERNEL_DTYPES = ("fp16", "bf16", "fp32", "fp16-e4m3", "bf16-e5m2", "fp32-fp16", "bf16-int8", "fp32-int8")
 CHOICES = {
-    "dtype": tuple(DTYPES),
+    "dtype": KERNEL_DTYPES,
     "group": (1, 3, 5, 8),
     "kv_heads": (1, 2),
     "head_dim": (16, 64, 80, 96, 128),
@@ -53,7 +59,7 @@ CHOICES = {
 KERNEL_CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
     {
-        "dtype": ("bf16", "fp32"),
+        "dtype": ("bf16", "fp32", "bf16-int8", "fp32-int8", "bf16-e4m3", "fp32-e4m3"),
         "group": (1, 3, 8),
         "kv_heads": (1, 2),
         "head_dim": (16, 64, 80, 128),
@@ -63,9 +69,15 @@ NATIVE_CASES = pairwise(
         "q_len": (1, 3, 5),
         "lens": ((511, 0, 512, 513), (1300,), (0, 7, 0, 260, 3, 0), (130, 1030)),
         "sinks": (False, True),
+        "v_scale": (1.0, 0.5),
         "threads": (1, 3),
     }
 )
+
+
+def scales_of(version, rows):
+    """The scales as a version takes them: Triton's as one, the others one by one."""
+    return (rows.scales,) if version is decode_attention_triton else rows.scales or (None, None)
 
 
 def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0, dense=False, lse=True):
@@ -106,6 +118,7 @@ def run(version, rows: PagedRows, q, options: Options, *, q_len=1, fixed_split=0
         options.rope_scale,
         options.rope_theta,
         None if options.sinks is None else options.sinks.to(device),
+        *scales_of(version, rows),
     )
     assert not counters.any(), "the next launch counts from 0"
     return out, sums
@@ -165,7 +178,7 @@ def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number):
     threads = torch.get_num_threads()
     torch.set_num_threads(case["threads"])
     try:
-        given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True, "v_scale": 1.0}
+        given = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
         check(decode_attention_native, given | case, "cpu", number)
     finally:
         torch.set_num_threads(threads)

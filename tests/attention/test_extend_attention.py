@@ -12,6 +12,7 @@ from paged_rows import PagedRows, tolerance
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention_triton
+from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -23,9 +24,13 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp32": (torch.float32, torch.float32),
     "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
+    "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
+    "bf16-int8": (torch.bfloat16, torch.int8),
+    "fp32-int8": (torch.float32, torch.int8),
 }
 CHOICES = {
-    "dtype": tuple(DTYPES),
+    "dtype": ("fp16", "bf16", "fp32", "fp16-e4m3", "bf16-int8", "fp32-int8"),
     "group": (1, 3, 8),
     "kv_heads": (1, 2),
     "head_dim": (16, 64, 80, 128),
@@ -42,7 +47,7 @@ CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
     {
         **CHOICES,
-        "dtype": ("bf16", "fp32"),
+        "dtype": ("bf16", "fp32", "bf16-e4m3", "fp32-e4m3", "bf16-int8", "fp32-int8"),
         "page_size": (1, 3, 16),
         "layout": ("NHD",),
         "packed": (True,),
@@ -62,7 +67,7 @@ def check(version, case, device, seed, with_lse=True):
     rows = PagedRows.random(
         lens, page_size=max(lens) + 2 if contiguous else case["page_size"], layout=case["layout"], seed=seed, **shape
     )
-    k_cache, v_cache, table = rows.k_cache, rows.v_cache, rows.table
+    k_cache, v_cache, table, scales = rows.k_cache, rows.v_cache, rows.table, rows.scales
     if contiguous:
         order = table[:, 0].long()
         as_bytes = kv_dtype.itemsize == 1
@@ -71,6 +76,7 @@ def check(version, case, device, seed, with_lse=True):
             for cache in (k_cache, v_cache)
         )
         table = None
+        scales = None if scales is None else PageScales(*(own[order] for own in scales))
     heads, width = case["kv_heads"] * case["group"], max(q_lens)
     draw = torch.Generator().manual_seed(seed)
     if case["packed"]:
@@ -82,8 +88,9 @@ def check(version, case, device, seed, with_lse=True):
     lse = torch.full(q.shape[:-1], 7.0, device=device) if with_lse else None
     cu_q, cu_kv = (torch.tensor([0, *n]).cumsum(0).to(torch.int32).to(device) for n in (q_lens, lens))
     sinks = 2 * torch.randn(heads, generator=draw) if case["sinks"] else None
-    options = Options(0.2, window_left=case["window_left"], soft_cap=case["soft_cap"], sinks=sinks)
+    options = Options(0.2, 0.5 if seed % 2 else 1.0, case["window_left"], soft_cap=case["soft_cap"], sinks=sinks)
     given = (options.sm_scale, options.window_left, options.soft_cap, None if sinks is None else sinks.to(device))
+    given += (options.v_scale, *((scales,) if version is extend_attention_triton else scales or (None, None)))
     version(out, lse, q, k_cache, v_cache, cu_q, cu_kv, table, *given)
     close = tolerance(q_dtype, kv_dtype)
     touched = torch.zeros(q.shape[:-2], dtype=torch.bool)
@@ -127,7 +134,10 @@ def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, devic
     q = torch.randn(3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device)
     out, lse = torch.empty_like(q), torch.empty(3, 2, device=device)
     cu_q = torch.tensor([0, 3], dtype=torch.int32, device=device)
-    version(out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0, None)
+    scales = (None,) if version is extend_attention_triton else (None, None)
+    version(
+        out, lse, q, rows.k_cache, rows.v_cache, cu_q, rows.indptr * 2, rows.table, 0.25, -1, 0.0, None, 1.0, *scales
+    )
     expected, expected_lse = attend(q, rows.keys[0], rows.values[0], Options(0.25))
     torch.testing.assert_close(out.double().cpu(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=1e-5, rtol=1e-5)

@@ -39,11 +39,11 @@ def test_operators_pass_opcheck(rows, device):
     workspace = decode_workspace(torch.device(device), 3, 8, HEADS, DIM)
     caches = (rows.k_cache.nan_to_num(), rows.v_cache.nan_to_num())
     arguments = (torch.empty_like(q), lse, q, *caches, rows.table, None, lens, plan, *workspace, 1, 8)
-    arguments = (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4, torch.randn(HEADS, device=device))
+    arguments = (*arguments, 0.2, 1.0, -1, 0.0, "NONE", 1.0, 1e4, torch.randn(HEADS, device=device), None, None)
     opcheck(OPERATORS.decode_attention.default, arguments, test_utils=CHECKS)
     cu_q = torch.tensor([0, 1, 1, 3], dtype=torch.int32, device=device)
     cu_kv = torch.tensor([0, *rows.lens], device=device).cumsum(0).to(torch.int32)
-    arguments = (torch.zeros_like(q), lse, q, *caches, cu_q, cu_kv, rows.table, 0.2, -1, 0.0, None)
+    arguments = (torch.zeros_like(q), lse, q, *caches, cu_q, cu_kv, rows.table, 0.2, -1, 0.0, None, 1.0, None, None)
     opcheck(OPERATORS.extend_attention.default, arguments, test_utils=CHECKS)
     at = torch.tensor([0, 2, 2], dtype=torch.int32, device=device)
     new = torch.randn(3, KV_HEADS, DIM, device=device)
@@ -56,7 +56,23 @@ def test_operators_pass_opcheck(rows, device):
     opcheck(OPERATORS.merge_state_in_place.default, (*pair, None), test_utils=CHECKS)
     cos_sin = torch.randn(64, 2, DIM // 2, device=device)
     qkv = torch.randn(3, (HEADS + 2 * KV_HEADS) * DIM, device=device)
-    arguments = (torch.empty_like(q), *caches, qkv, at, at, live, rows.table, cos_sin, None, None, 1e-6)
+    arguments = (
+        torch.empty_like(q),
+        *caches,
+        qkv,
+        at,
+        at,
+        live,
+        rows.table,
+        cos_sin,
+        None,
+        None,
+        1e-6,
+        1.0,
+        1.0,
+        None,
+        None,
+    )
     opcheck(OPERATORS.rope_append.default, arguments, test_utils=CHECKS)
 
 

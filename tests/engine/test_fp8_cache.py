@@ -15,8 +15,7 @@ PROMPTS = {"417+385=": "802", "12+30=": "42", "999+1=": "1000", "rev oceanic=": 
 def test_answers_are_right_over_keys_of_eight_bits(backend):
     params = SamplingParams(temperature=0.0, max_tokens=12)
     with LLM("demo", kv_cache_dtype="fp8", max_batch_size=3, backend=backend, dtype="float32") as llm:
-        keys, _ = llm.engine.runner.cache.layers[0]
-        assert keys.dtype == torch.float8_e4m3fn
+        assert llm.engine.runner.cache.layers[0].keys.dtype == torch.float8_e4m3fn
         given = [llm.generate(prompt, params)[0].outputs[0].text.strip() for prompt in PROMPTS]
         assert given == list(PROMPTS.values())
         together = llm.generate(list(PROMPTS), params)  # now with prefixes of the cache, and neighbours
@@ -27,7 +26,7 @@ def test_the_same_memory_has_room_for_twice_as_many_tokens():
     model = load_model("demo", device="cpu", dtype="bfloat16")
     config = BucketConfig(max_batch_size=2)
     runners = [make_runner(model, config, kv_cache_dtype=name) for name in ("auto", "fp8_e4m3")]
-    wide, narrow = (runner.cache.layers[0][0] for runner in runners)
+    wide, narrow = (runner.cache.layers[0].keys for runner in runners)
     assert wide.shape == narrow.shape
     assert wide.nbytes == 2 * narrow.nbytes
     plans = [

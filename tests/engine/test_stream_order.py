@@ -246,7 +246,7 @@ FAULTS = [
     Fault(StagingBlock, "wait", "self._copied.synchronize()", "pass"),
     Fault(StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
     Fault(StagingBlock, "upload", "self._copied.record(", "str("),
-    Fault(Prefill, "_stage", "self._buffers.staging(_CHUNKS)", "self._buffers._blocks[_CHUNKS].arrays"),
+    Fault(Prefill, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
     # the rings
     Fault(step, "ring_length", "max(2 * steps, steps + config.warmup_steps + 2)", "steps"),
     Fault(step, "ring_length", "steps + config.warmup_steps + 2", "0"),

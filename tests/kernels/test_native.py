@@ -36,6 +36,7 @@ sample_torch = versions("sample").torch
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 EPS = 1e-5
+NO_SCALES = (1.0, 1.0, None, None)  # of caches that do not have 8 bits
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_rotation_and_append_are_the_torch_version(dim, half, norms, dtype, gene
         q_out = torch.zeros(8, 5, dim, dtype=dtype)
         caches = torch.zeros(2, pages, page_size, 2, dim, dtype=dtype)
         alive = torch.tensor([live], dtype=torch.int32)
-        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *weights, EPS)
+        version(q_out, *caches, qkv, row_of, positions, alive, table, cos_sin, *weights, EPS, *NO_SCALES)
         results.append((q_out, caches))
     for actual, expected in zip(*results, strict=True):
         close(actual, expected, dtype)
@@ -176,7 +177,7 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     for version in (decode_attention_torch, lambda *given: native_decode_attention(*given)()):
         out = torch.full_like(q, torch.nan)
         given = (out, None, q, k_cache, v_cache, table, None, lengths, no_plan, nothing, nothing, no_plan, 1, 1)
-        version(*given, dim**-0.5, 1.0, window, soft_cap, "NONE", 1.0, 1e4, sinks)
+        version(*given, dim**-0.5, 1.0, window, soft_cap, "NONE", 1.0, 1e4, sinks, None, None)
         results.append(out)
     torch.testing.assert_close(*results, rtol=2 * TOLERANCE[dtype], atol=2 * TOLERANCE[dtype])
     assert not results[1][0].any()
@@ -275,13 +276,13 @@ def test_a_wrong_page_table_reaches_no_other_memory(generator):
     position = torch.zeros(1, dtype=torch.int32)
     q_out, qkv, one = torch.zeros(1, 1, 16), torch.randn(1, 48, generator=generator), torch.ones(1, dtype=torch.int32)
     native_rope_append(
-        q_out, k_cache, v_cache, qkv, position, position, one, table, torch.ones(4, 2, 8), None, None, EPS
+        q_out, k_cache, v_cache, qkv, position, position, one, table, torch.ones(4, 2, 8), None, None, EPS, *NO_SCALES
     )()
     assert torch.equal(k_cache, before)
     out, nothing = torch.zeros_like(q_out), torch.zeros(1)
     no_plan = torch.zeros(1, dtype=torch.int32)
     given = (out, None, q_out, k_cache, v_cache, table, None, one, no_plan, nothing, nothing, no_plan, 1, 1)
-    native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
+    native_decode_attention(*given, 0.25, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None, None, None)()
     assert torch.equal(out[0, 0], v_cache[-1, 0, 0])  # the trash page
 
 
@@ -325,7 +326,7 @@ def test_tokens_and_positions_that_cannot_be_reach_no_other_memory(generator):
     q_out, qkv = torch.zeros(5, 1, 16), torch.randn(5, 48, generator=generator)
     live = torch.tensor([5], dtype=torch.int32)
     native_rope_append(
-        q_out, k_cache, v_cache, qkv, rows, positions, live, table, torch.ones(8, 2, 8), None, None, EPS
+        q_out, k_cache, v_cache, qkv, rows, positions, live, table, torch.ones(8, 2, 8), None, None, EPS, *NO_SCALES
     )()
     written = k_cache.flatten(0, 2).any(1).nonzero().flatten().tolist()
     assert written == [1]  # the first token's place alone
@@ -338,16 +339,18 @@ def test_no_model_is_too_large_for_the_stack(dim, generator):
     table, one = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
     out = torch.empty(1, 1, dim)
     given = (out, None, q[0], k_cache, v_cache, table, None, one, plan, nothing, nothing, plan, 1, 1)
-    native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None)()
+    native_decode_attention(*given, 0.01, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None, None, None)()
     torch.testing.assert_close(out, v_cache[0])
     ends = torch.tensor([0, 1], dtype=torch.int32)
     extended = torch.empty(1, 1, dim)
-    native_extend_attention(extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0, None)()
+    native_extend_attention(
+        extended, None, q[0], k_cache, v_cache, ends, ends, table, 0.01, -1, 0.0, None, 1.0, None, None
+    )()
     torch.testing.assert_close(extended, v_cache[0])
     appended = torch.zeros(1, 1, dim)
     qkv, zero = torch.randn(1, 3 * dim, generator=generator), torch.zeros(1, dtype=torch.int32)
     given = (appended, k_cache, v_cache, qkv, zero, zero, one, table, torch.ones(1, 2, 8), None, None, EPS)
-    native_rope_append(*given)()
+    native_rope_append(*given, *NO_SCALES)()
     torch.testing.assert_close(v_cache[0, 0, 0], qkv[0, 2 * dim :])
 
 

@@ -116,6 +116,26 @@ def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scal
             check(product(x[:rows], held, 70), x[:rows], weight)
 
 
+@compiled
+@pytest.mark.parametrize("groups", [1, 3, 24])
+def test_float8_keeps_each_of_its_values(groups):
+    codes = torch.arange(256).to(torch.uint8).repeat(70, 2)[:, :384].clone()
+    codes[codes & 127 == 127] = 0  # not a number
+    floats = codes.view(torch.float8_e4m3fn)
+    scales = torch.rand(70, groups, generator=torch.Generator().manual_seed(6))
+    held = quantised_panels(floats, 8, None, Numbers(scales))
+    weight = (floats.double().view(70, groups, -1) * scales.double()[..., None]).flatten(1)
+    torch.testing.assert_close(undone(held)[:70].double(), weight, rtol=1e-7, atol=0)
+    eye = torch.eye(384)
+    assert torch.equal(product(eye, held, 70).T, undone(held)[:70])
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
+        for rows in (1, 9, 37):
+            check(product(x[:rows], held, 70), x[:rows], weight)
+    with native.switched_off():
+        check(product(x, held, 70), x, weight)
+
+
 def test_parts_of_a_row_that_are_written_leave_the_rest_alone():
     stored, weight = stored_weight("Q4_K", (70, 256))
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5))

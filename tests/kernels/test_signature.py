@@ -49,7 +49,6 @@ def test_the_schema_says_what_is_written_and_what_may_be_none(signature):
 
 def test_the_struct_has_the_fields_by_name_and_inputs_are_constant(signature):
     assert signature.c_struct == (
-        "enum { MODE_PLAIN = 0, MODE_ODD = 1 };\n"
         "typedef struct {\n"
         "    TENSOR(void) out;\n"
         "    TENSOR(const int32_t) left;\n"
@@ -61,6 +60,7 @@ def test_the_struct_has_the_fields_by_name_and_inputs_are_constant(signature):
         "    int64_t is_last;\n"
         "} mix_args;\n"
     )
+    assert signature.choices == {"MODE_PLAIN": 0, "MODE_ODD": 1}
 
 
 def test_groups_go_in_whole_and_through_the_dispatcher_one_by_one(signature):
@@ -90,6 +90,6 @@ def test_what_c_would_misread_is_not_packed(signature):
     given = [torch.zeros(2, 3, dtype=torch.bfloat16), left, right, None, None, "odd", 0.5, True]
     packed, element = signature.packed(given)
     assert element == torch.bfloat16
-    assert len(packed) == 8 * (5 * 9 + 3)
+    assert len(packed) == 8 * (5 * 10 + 3)
     for place, wrong in ((1, left.long()), (2, right.double()), (4, right), (0, torch.zeros(1, 1, 1, 1, 1))):
         assert signature.packed([*given[:place], wrong, *given[place + 1 :]]) is None

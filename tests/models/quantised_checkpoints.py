@@ -197,7 +197,7 @@ FORMS = {
     "fp8 tensor": compressed("float-quantized", num_bits=8, type="float", strategy="tensor", activations=DYNAMIC),
     "fp8 channel": compressed("float-quantized", num_bits=8, type="float", strategy="channel", activations=DYNAMIC),
     "fp8 block": compressed(
-        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 40], activations=DYNAMIC
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[48, 48], activations=DYNAMIC
     ),
     "gptq": gptq(4, 32, is_symmetric=True),
     "gptq asym": gptq(4, 32, is_symmetric=False),
@@ -205,7 +205,7 @@ FORMS = {
     "gptq v2 int8": gptq(8, 16, is_symmetric=False, version="gptq_v2"),
     "awq": awq(32),
     "fp8 128x128": float8((128, 128)),
-    "fp8 blocks with tails": float8((48, 40)),
+    "fp8 blocks with tails": float8((48, 48)),
     "fp8 scalar": float8(None),
     "nf4": nf4(32, nested=False),
     "nf4 nested": nf4(32, nested=True),

@@ -10,8 +10,12 @@ from gguf_checkpoints import random_model, write
 
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.panels import Panels
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard
 from graphdecode.models import load_model
+from graphdecode.models.blocks import Tokens
+from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
@@ -90,3 +94,34 @@ def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Pat
     form = load_model(path, device="cpu", dtype="bfloat16", quantize="gguf").head.lm_head
     assert isinstance(form, Blocks)
     assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biases"])
+def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_path: Path, name: str) -> None:
+    path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q5_1", "output.weight": "Q8_0"})
+    model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
+    stem, lm_head = model.stem, model.head.lm_head
+    assert isinstance(stem, BlocksStem)
+    assert isinstance(lm_head, Blocks)
+    assert (lm_head.parts[0] is stem.table) == (name == "llama-tied-biases")
+    assert any(held is stem.table.panels for held in model.constants)
+    table = values(Gguf(path), "model.embed_tokens.weight")
+    assert not any(held.shape == table.shape for held in model.constants)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
+    torch.testing.assert_close(stem.run(tokens), table[[3, 1, 4]] * stem.scale)
+
+
+@pytest.mark.parametrize(("axis", "kept"), [(0, (slice(32, 64),)), (1, (slice(None), slice(32, 64)))])
+def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Path, axis: int, kept: tuple) -> None:
+    path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
+    source, names = Gguf(path), LinearNames(("model.layers.0.self_attn.o_proj.weight",))
+    options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
+    form = Blocks.load(source, names, Shard(1, 2, axis), options)
+    weight = values(source, *names.weights)
+    assert weight.shape == (64, 64)
+    assert isinstance(form, Blocks)
+    out = torch.empty(form.in_features, form.out_features)
+    form.apply(out, torch.eye(form.in_features))
+    torch.testing.assert_close(out, weight[kept].T)
+    assert not isinstance(Blocks.load(source, names, Shard(1, 4, 1), options), Blocks)  # a cut within blocks

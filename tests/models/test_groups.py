@@ -92,6 +92,12 @@ def test_parts_by_columns_begin_with_a_group(kind):
         groups.part(Shard(1, 2, 1))
 
 
+def test_a_part_may_be_of_rows_and_of_columns():
+    whole = made("int4", zeros=True)
+    part = Shard(0, 1, 1, begin=32, size=32, within=Shard(2, 3, 0))
+    assert torch.equal(whole.part(part).dequantised(), whole.dequantised()[8:, 32:64])
+
+
 def test_columns_of_one_scale_are_shared_out_anywhere():
     groups = made("int8")
     channel = Groups("integer", 8, groups.codes, groups.scales[:, :1], None, COLUMNS)

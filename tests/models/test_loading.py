@@ -174,7 +174,7 @@ def test_an_empty_folder_says_what_it_lacks(tmp_path: Path) -> None:
         load_model(tmp_path, device="cpu")
 
 
-@pytest.mark.parametrize("options", [{"dtype": "int3"}, {"quantize": "int4"}])
+@pytest.mark.parametrize("options", [{"dtype": "int3"}, {"quantize": "int3"}])
 def test_unknown_options_are_refused(options: dict) -> None:
     with pytest.raises(ValueError, match="must be"):
         load_model("demo", device="cpu", **options)

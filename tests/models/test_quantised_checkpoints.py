@@ -11,7 +11,10 @@ from quantised_checkpoints import FORMS, write_pair
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
 from graphdecode.models.checkpoint import Checkpoint
@@ -49,6 +52,21 @@ def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> N
     groups = packed.read_groups(MLP, shard)
     if groups is not None:
         torch.testing.assert_close(groups.dequantised(), expected, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
+    packed, plain = (load_model(folder, device="cpu", dtype="float32") for folder in pair)
+    is_kept = Checkpoint(pair[0]).tensors[MLP].dtype != "NF4"
+    for index, layer in enumerate(packed.layers):
+        for place, form in layer.linears.items():
+            is_plain = not is_kept or (index == 1 and place in ("gate_up", "down"))
+            assert type(form) is (Panels if is_plain else GroupPanels), (index, place)
+            x = torch.randn(3, form.in_features, generator=torch.Generator().manual_seed(index))
+            found, expected = torch.empty(2, 3, form.out_features)
+            form.apply(found, x)
+            plain.layers[index].linears[place].apply(expected, x)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_are_those_of_the_dequantised_model(pair: tuple[Path, Path]) -> None:

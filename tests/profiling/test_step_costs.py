@@ -55,7 +55,7 @@ def test_the_variants_share_one_cache():
     config = BucketConfig(max_batch_size=2, max_sequence_length=64)
     with captured_variants("demo", torch.device("cpu"), "float32", config) as runners:
         assert len(runners) >= 2
-        places = {layer[0].data_ptr() for runner in runners.values() for layer in runner.cache.layers}
+        places = {layer.keys.data_ptr() for runner in runners.values() for layer in runner.cache.layers}
         assert len(places) == runners[FULL].model.num_layers
 
 

@@ -292,6 +292,7 @@ def recorded_step(
     max_sequence_length: int = 4352,
     batch_invariant: bool = False,
     dtype: str = "bfloat16",
+    quantize: str | None = None,
 ) -> RecordedStep:
     """Return the launches of one step of so many rows.
 
@@ -304,6 +305,7 @@ def recorded_step(
         max_sequence_length: tokens of a row at most.
         batch_invariant: as the engine's option.
         dtype: of weights, activations and cache.
+        quantize: as the engine's option.
     """
     config = BucketConfig(
         max_batch_size=max(max_batch_size, rows),
@@ -319,6 +321,7 @@ def recorded_step(
             max_sequence_length=max_sequence_length,
             batch_sizes=config.ladder.sizes,
             batch_invariant=batch_invariant,
+            quantize=quantize,
             model_impl="native",
         )
         assert isinstance(decoder, Decoder)
@@ -339,7 +342,7 @@ def recorded_step(
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
             step(batch)
-    token_bytes = sum(2 * keys[0, 0].nbytes for keys, _ in cache.layers)
+    token_bytes = sum(layer.nbytes for layer in cache.layers) // (cache.total_num_pages + 1) // cache.page_size
     return RecordedStep(
         noting.launches,
         decoder,

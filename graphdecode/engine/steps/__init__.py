@@ -11,7 +11,7 @@ from graphdecode.engine.steps.row_inputs import (
     StepTokens,
 )
 from graphdecode.engine.steps.speculative import SpeculativeStep
-from graphdecode.engine.steps.step import Drafting, HeldStep, Step, StepSetting
+from graphdecode.engine.steps.step import Drafting, HeldStep, MixingStep, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",
@@ -19,6 +19,7 @@ __all__ = [
     "DecodeStep",
     "Drafting",
     "HeldStep",
+    "MixingStep",
     "RowInputs",
     "RowSampling",
     "SpeculativeStep",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch, Slot, StepBuffers
-from graphdecode.cache import fill_page_row
+from graphdecode.cache import LayerCache, fill_page_row
 from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
@@ -35,7 +35,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SlotSpec,
     sampling_slots,
 )
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 _ROWS = "rows"  # staging block: everything that the host knows of a row, but its pages
 _PAGES = "pages"  # staging block: the page table
@@ -109,6 +109,10 @@ class DecodeStep:
     def __call__(self, batch: Batch) -> None:
         """Run one decode step of a bucket's rows."""
         self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
+
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        """Run one decode step of a bucket's rows, and compute chunks of prompts, in one pass of a `MixingModel`."""
+        self._take_plain(batch, self._model.mix(batch, chunks, self._caches, self._attention))  # type: ignore[attr-defined]
 
     def _compute(self, batch: Batch) -> None:
         """The first half of a step that is one launch: up to the logits."""
@@ -254,11 +258,11 @@ def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:
         staged[position % BAD_WORD_LENGTH] = inputs.token_ids[position]
 
 
-def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerCache]) -> None:
     """Declare what a pass of a model writes beside the slots: its cache, and workspaces of its products."""
-    for layer, (keys, values) in enumerate(caches):
-        buffers.adopt(f"k_cache_{layer}", keys)
-        buffers.adopt(f"v_cache_{layer}", values)
+    for layer, cache in enumerate(caches):
+        for name, tensor in cache.tensors.items():
+            buffers.adopt(f"{name}_{layer}", tensor)
     for index, tensor in enumerate(model.workspace):
         buffers.adopt(f"linear_workspace_{index}", tensor)
 
@@ -280,7 +284,7 @@ def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: boo
         page_size=setting.page_size,
         max_pages_per_row=setting.max_pages_per_row,
         dtype=setting.model.dtype,
-        kv_dtype=setting.caches[0][0].dtype,
+        kv_dtype=setting.caches[0].keys.dtype,
         windows=config.windows,
         batch_invariant=batch_invariant,
         device=setting.model.device,

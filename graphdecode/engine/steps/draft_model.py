@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.buffers import Batch
+from graphdecode.cache import LayerCache
 from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.engine.steps.step import StepSetting
@@ -43,14 +44,13 @@ class ModelDrafts(DraftSource):
                 f"a draft model needs the target's vocabulary of {setting.model.config.vocab_size} tokens, got "
                 f"{config.vocab_size}"
             )
-        pages = setting.caches[0][0].shape[0]
+        pages = setting.caches[0].keys.shape[0]
         shape = (pages, setting.page_size, config.num_key_value_heads, config.head_dim)
         self._model = model
         self._num_drafts = num_drafts
-        self._caches = [
-            (torch.zeros(shape, dtype=model.dtype, device=device), torch.zeros(shape, dtype=model.dtype, device=device))
-            for _ in range(model.num_layers)
-        ]
+        has_codes = setting.caches[0].keys.itemsize == 1
+        dtype = setting.caches[0].keys.dtype if has_codes else model.dtype
+        self._caches = [LayerCache.zeros(shape, dtype, device) for _ in range(model.num_layers)]
         own = replace(setting, model=model, caches=self._caches)
         self._attention = decode_attention_of(own, 2 * setting.config.max_batch_size, batch_invariant=False)
         self._rows = torch.arange(2 * setting.config.max_batch_size, dtype=torch.int32, device=device)

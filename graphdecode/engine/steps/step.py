@@ -11,11 +11,12 @@ import numpy as np
 from torch import Tensor
 
 from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,7 @@ class StepSetting:
 
     Attributes:
         model: the decoder.
-        caches: keys and values of each layer, [pages + 1, page_size, kv_heads, head_dim]; the last page is the trash
-            page.
+        caches: keys and values of each layer.
         page_size: tokens of a page.
         max_pages_per_row: width of the page table.
         config: rows, steps a launch, warm-up.
@@ -34,7 +34,7 @@ class StepSetting:
     """
 
     model: Model
-    caches: list[tuple[Tensor, Tensor]]
+    caches: list[LayerCache]
     page_size: int
     max_pages_per_row: int
     config: BucketConfig
@@ -44,7 +44,7 @@ class StepSetting:
     @property
     def trash_page(self) -> int:
         """The page that nobody owns: the last one."""
-        return self.caches[0][0].shape[0] - 1
+        return self.caches[0].keys.shape[0] - 1
 
     @property
     def sampling_capacity(self) -> SamplingCapacity:
@@ -84,6 +84,14 @@ class HeldStep(Protocol):
 
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Write the token masks of some of the staged rows, by row."""
+
+
+@runtime_checkable
+class MixingStep(Protocol):
+    """What a step has beside that of `Step` which can take chunks of prompts along in its pass."""
+
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        """Run one step of a bucket's rows, and compute the keys and values of chunks of prompts."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
 from graphdecode.models.gguf.tensor_view import StackedExperts, TensorView, View
 from graphdecode.models.gguf.vocabulary import stop_token_ids
 
-_EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ROTATED = ("attn_q", "attn_k")
+EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROTATED = ("attn_q", "attn_k")
 _ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
 
 Settings = dict[str, Any]
@@ -88,8 +88,8 @@ class Architecture:
             place, _, kind = name.rpartition(".")
             layer, _, part = place.removeprefix("blk.").partition(".")
             if not (place.startswith("blk.") and layer.isdecimal()):
-                if place in _EDGES:
-                    yield f"{_EDGES[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
+                if place in EDGES:
+                    yield f"{EDGES[place]}.{kind}", TensorView(tensor, tensor.shape, shift=self._shift(place))
                 elif name not in ROPE_TENSORS:
                     yield name, TensorView(tensor, tensor.shape)
             elif part in self.layer:
@@ -118,7 +118,7 @@ class Architecture:
                 own = TensorView(tensor, tensor.shape[1:], first_row=expert * rows)
                 yield f"{name}.{kind}".format(expert=expert), own
         else:
-            head_rows = _head_rows(metadata, tensor, part) if self.neighbours and part in _ROTATED else 0
+            head_rows = _head_rows(metadata, tensor, part) if self.neighbours and part in ROTATED else 0
             yield f"{name}.{kind}", TensorView(tensor, tensor.shape, head_dim=head_rows, shift=self._shift(part))
 
     def _shift(self, part: str) -> float:
@@ -214,7 +214,7 @@ _STACKED_EXPERTS = {
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 
-_ARCHITECTURES: dict[str, Architecture] = {
+ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("Llama", _DENSE, neighbours=True),
     "mixtral": Architecture(
         "Mixtral", _ATTENTION | _NORMS_BEFORE | _MIXTRAL_EXPERTS, neighbours=True, more=more.mixtral
@@ -253,8 +253,8 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
         name = "mixtral"
     if name == "olmo2" and metadata.number("attention.sliding_window", 0):
         name = "olmo3"
-    found = _ARCHITECTURES.get(name)
+    found = ARCHITECTURES.get(name)
     if found is None:
-        known = ", ".join(_ARCHITECTURES)
+        known = ", ".join(ARCHITECTURES)
         raise UnsupportedModelError(f"the general.architecture {name!r:.80} is not supported; supported are {known}")
     return found

@@ -105,6 +105,19 @@ def _of_factors(metadata: Metadata, factors: np.ndarray, theta: float, rotated: 
     }  # fmt: skip
 
 
+def llama3_factors(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Return the factors that a file has for Llama 3.1's rope, float32 [pairs].
+
+    Raises:
+        UnsupportedModelError: its numbers are not those of Llama's models, which a reader takes them for.
+    """
+    numbers = {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if numbers | {"original_max_position_embeddings": rope.original_max_positions} != _LLAMA3:
+        raise UnsupportedModelError(f"a GGUF file cannot say that Llama 3.1's rope has other numbers than {_LLAMA3}")
+    plain = inverse_frequencies(RopeConfig(theta=rope.theta), head_dim)
+    return (plain / inverse_frequencies(rope, head_dim)).numpy()
+
+
 def _values(tensor: GgufTensor) -> np.ndarray:
     count = tensor.shape[-1]
     return dequantize(tensor.read(0, count)[None], tensor.block)[0].float().numpy()

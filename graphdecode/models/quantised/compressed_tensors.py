@@ -87,7 +87,7 @@ class CompressedTensors:
     """compressed-tensors; see the file's docstring."""
 
     name: ClassVar[str] = "compressed-tensors"
-    spare: ClassVar[tuple[str, ...]] = (".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point")
+    spare: ClassVar[tuple[str, ...]] = (".input_scale", ".input_zero_point", ".output_zero_point")
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._format = is_one_of(settings, "format", (*_FORMATS, "mixed-precision"), "dense")

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_attention
 from graphdecode.buffers import Batch
+from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Attend, Tokens
 from graphdecode.models.config import UnsupportedModelError
-from graphdecode.models.model import LayerCache
 from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
 from graphdecode.models.transformers_backend.interface import answer
 
@@ -41,6 +41,7 @@ class ModuleDecoder:
         self.config = config
         self.module = module
         self._forms = forms
+        self.cache_scales = [(1.0, 1.0)] * config.num_hidden_layers
         first = next(self._plain_tensors())
         self.dtype, self.device = first.dtype, first.device
         # no channel is left to be turned: queries and keys come from the module as they are to be compared
@@ -91,8 +92,8 @@ class ModuleDecoder:
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
-            attention.run(out, q, keys, values, batch.page_table, options)
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+            attention.run(out, q, cache.keys, cache.values, batch.page_table, options, cache.scales)
 
         return self._logits(_Pass(tokens, caches, attend))
 
@@ -110,11 +111,21 @@ class ModuleDecoder:
     ) -> _Pass:
         """Append the keys and values of many tokens; see `Model.prefill`."""
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
             if attention is not None:
-                attention.run(out, q, keys, values, rows, positions, live, page_table, options)
+                attention.run(out, q, cache, rows, positions, live, page_table, options)
                 return
-            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, page_table, options=options)
+            extend_attention(
+                out,
+                q,
+                cache.keys,
+                cache.values,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                page_table,
+                options=options,
+                scales=cache.scales,
+            )
 
         tokens = _Pass(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
         with torch.no_grad():  # what comes after the layers is for logits
@@ -130,8 +141,18 @@ class ModuleDecoder:
         cu_seqlens_q = torch.arange(0, count + 1, count, dtype=torch.int32, device=self.device)
         cu_seqlens_kv = torch.nn.functional.pad(positions[end - 1 : end] + 1, (1, 0))
 
-        def attend(out: Tensor, q: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions) -> None:
-            extend_attention(out, q, keys, values, cu_seqlens_q, cu_seqlens_kv, table, options=options)
+        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
+            extend_attention(
+                out,
+                q,
+                cache.keys,
+                cache.values,
+                cu_seqlens_q,
+                cu_seqlens_kv,
+                table,
+                options=options,
+                scales=cache.scales,
+            )
 
         with torch.no_grad():
             return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
@@ -154,9 +175,20 @@ class ModuleDecoder:
         else:
             joined = torch.cat((q, k, v), dim=1).flatten(1)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
-            rope_append(queries, *cache, joined, *where, self._angles)
+            key, value, pages = cache.scales
+            rope_append(
+                queries,
+                cache.keys,
+                cache.values,
+                joined,
+                *where,
+                self._angles,
+                k_scale=key,
+                v_scale=value,
+                scales=pages,
+            )
         attended = torch.empty_like(queries)
-        self._pass.attend(attended, queries, *cache, options)
+        self._pass.attend(attended, queries, cache, options)
         return attended[..., :v_dim]
 
     def _logits(self, tokens: _Pass) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
@@ -21,11 +22,12 @@ from graphdecode.server.replicas.router import PrefixRouter
 from graphdecode.server.run import on_signals
 from graphdecode.server.service import Service
 
-_APPLICATION = "graphdecode"
-_LOCAL = "127.0.0.1"
+Way = Literal["proxy", "direct", "calls"]
+
 _STORE_BYTES = 200 << 20  # of Ray's object store: nothing large goes through it
 _LOGGING = {"log_level": "WARNING", "enable_access_log": False}
 _CARE: dict[str, Any] = {"health_check_period_s": 2.0, "health_check_timeout_s": 10.0, "logging_config": _LOGGING}
+_MOST_REQUESTS = 2**31 - 1  # that Ray can count
 _ATTEMPTS = 2  # at starting a replica
 _STATS_SECONDS = 1.0  # how often the router learns which engines serve
 
@@ -40,10 +42,12 @@ class Cluster:
         config: of their engines.
         limits: of their servers.
         replicas: how many, and where.
+        way: how requests reach them: through Ray's proxies, over HTTP past them, or by calls of this process alone.
+        application: its name in Ray, where another one of that name is replaced.
 
     Attributes:
         limits: as given.
-        front: before them in this process, where `replicas.direct` asks for it.
+        front: before them in this process, where the way is direct.
         draining: nothing new is taken on.
     """
 
@@ -53,10 +57,14 @@ class Cluster:
         config: EngineConfig,
         limits: ServerConfig,
         replicas: ReplicaConfig,
+        way: Way,
+        application: str = "graphdecode",
     ) -> None:
         self._make_service = make_service
         self._config = config
         self._replicas = replicas
+        self._way = way
+        self._application = application
         self.limits = limits
         self.draining = False
         self.front: Front | None = None
@@ -80,10 +88,9 @@ class Cluster:
         resources = self._resources()
         if self._replicas.ray_address is None:
             check_room(resources, self._replicas.bounds[0])
-        location = "Disabled" if self._replicas.direct else "EveryNode" if self._replicas.ray_address else "HeadOnly"
         address = {"host": self.limits.host, "port": self.limits.port}
-        serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
-        replica = self._deployment(resources).bind(self._make_service, self._replicas.direct)
+        location = "Disabled" if self._way != "proxy" else "EveryNode" if self._replicas.ray_address else "HeadOnly"
+        replica = self._deployment(resources).bind(self._make_service, self._way == "direct")
         ingress = serve.deployment(
             name="front",
             num_replicas=self._replicas.fronts,
@@ -93,16 +100,17 @@ class Cluster:
             **_CARE,
         )(serve.ingress()(Ingress))
         try:
-            if self._replicas.direct:
-                serve.run(replica, name=_APPLICATION, route_prefix=None)
+            serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
+            if self._way == "proxy":
+                serve.run(ingress.bind(replica, self.limits), name=self._application)
             else:
-                serve.run(ingress.bind(replica, self.limits), name=_APPLICATION)
-        except RuntimeError as error:  # which holds what the replicas said
+                serve.run(replica, name=self._application, route_prefix=None)
+        except (RayError, RuntimeError) as error:  # which holds what the replicas said
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
 
     def _resources(self) -> dict[str, float]:
         """Return what one replica takes: its devices, all on one machine."""
-        devices = 1
+        devices = self._config.tensor_parallel_size
         needs: dict[str, float] = {"CPU": devices * self._replicas.cpus_per_device}
         has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         if self._config.device == "cuda" or (self._config.device == "auto" and has_gpus):
@@ -128,7 +136,7 @@ class Cluster:
         return serve.deployment(
             name="replica",
             max_constructor_retry_count=_ATTEMPTS,
-            max_ongoing_requests=rows + self.limits.max_waiting,
+            max_ongoing_requests=min(rows + self.limits.max_waiting, _MOST_REQUESTS),
             placement_group_bundles=[resources],
             ray_actor_options=actor,
             request_router_config=routing,
@@ -157,9 +165,12 @@ class Cluster:
 
     def app(self) -> Starlette:
         """Return the front of this process, once the replicas were started."""
-        handle = serve.get_deployment_handle("replica", _APPLICATION)
-        app, self.front = make_front(HttpChannel(handle), self.limits)
+        app, self.front = make_front(HttpChannel(self.handle()), self.limits)
         return app
+
+    def handle(self) -> DeploymentHandle:
+        """Return what calls the replicas, once they were started."""
+        return serve.get_deployment_handle("replica", self._application)
 
     def close(self, *, at_once: bool = False) -> None:
         """End the replicas, and the Ray that was begun here.
@@ -170,7 +181,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         if self._replicas.ray_address is not None or not at_once:
-            serve.delete(_APPLICATION)
+            serve.delete(self._application)
         ray.shutdown()
 
 
@@ -180,14 +191,13 @@ def join_ray(replicas: ReplicaConfig) -> None:
     Raises:
         ArgumentError: there is no such cluster.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     if replicas.ray_address is not None:
         try:
             ray.init(address=replicas.ray_address, log_to_driver=False)
         except (ConnectionError, ValueError) as error:
             raise ArgumentError(f"ray_address {replicas.ray_address!r} cannot be joined: {error}") from error
         return
-    ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, log_to_driver=False, _node_ip_address=_LOCAL)
+    ray.init(include_dashboard=False, object_store_memory=_STORE_BYTES, log_to_driver=False)
 
 
 def check_room(resources: dict[str, float], count: int) -> None:

@@ -45,7 +45,7 @@ class RayChannel:
         sent = {name: scope[name] for name in _SENT if name in scope}
         answer = self._streaming.answer.remote(sent, body, route=Route(blocks, avoid))
         try:
-            with _losses():
+            with losses():
                 async for several in answer:
                     for message in several:
                         yield message
@@ -54,7 +54,7 @@ class RayChannel:
 
     async def metrics(self) -> dict[str, str]:
         """See `Channel`."""
-        with _losses():
+        with losses():
             answers = self._handle.broadcast("metrics")
             texts = await answers.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
         return dict(each for each in texts if not isinstance(each, BaseException))
@@ -80,7 +80,7 @@ class HttpChannel(RayChannel):
         lease = uuid4().hex
         letting = self._streaming.lease.remote(lease, route=Route(blocks, avoid))
         try:
-            with _losses():
+            with losses():
                 address = await anext(letting)
                 headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]
                            if key not in _NOT_SENT]  # fmt: skip
@@ -143,7 +143,7 @@ async def _told(response: aiohttp.ClientResponse) -> AsyncGenerator[Message, Non
 
 
 @contextlib.contextmanager
-def _losses() -> Iterator[None]:
+def losses() -> Iterator[None]:
     """Say of all that tells of a replica's end that it is lost."""
     try:
         yield

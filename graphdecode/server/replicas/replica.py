@@ -13,6 +13,8 @@ from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from graphdecode.server.app import make_app
+from graphdecode.server.batch import EngineAnswers
+from graphdecode.server.batch_lines import BatchRequest
 from graphdecode.server.replicas.channel import REPLICA_HEADER
 from graphdecode.server.replicas.ray_channel import LEASE_HEADER
 from graphdecode.server.replicas.router import Route
@@ -36,6 +38,7 @@ class Replica:
 
     async def __init__(self, make_service: Callable[[], Service], listens: bool) -> None:  # type: ignore[misc]
         self.service = make_service()
+        self._answers = EngineAnswers(self.service)
         self.name = serve.get_replica_context().replica_id.unique_id
         self._app = _signed(make_app(self.service), self.name)
         self._leases: dict[str, _Lease] = {}
@@ -86,6 +89,15 @@ class Replica:
         finally:
             working.cancel()
             await asyncio.wait((working,))
+
+    async def whole(self, request: BatchRequest, *, route: Route) -> tuple[int, dict[str, Any]]:
+        """Return the status and the body of the response to a request of a batch.
+
+        Args:
+            request: of a batch.
+            route: for the router.
+        """
+        return await self._answers.answer(request)
 
     async def lease(self, number: str, *, route: Route) -> AsyncGenerator[str, None]:
         """Yield where a request can be sent over HTTP, and end when it was answered.

@@ -1,0 +1,220 @@
+"""On a GPU: a weight of few bits in tiles, multiplied as it is, with what a layer does beside the product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.tiled_linear import tiled_linear
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
+from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.native.early_start import has_early_start
+from graphdecode.linear.blocks import stored_blocks
+from graphdecode.linear.fixed import Fixed
+from graphdecode.linear.group_panels import KEPT_GROUPS, fused_groups
+from graphdecode.linear.groups import GroupSource
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.plain import ROWS_AT_ONCE, Plain
+from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_blocks, tiles_of_groups
+from graphdecode.linear.weight_form import (
+    FormOptions,
+    LinearNames,
+    Shard,
+    TensorSource,
+    WeightForm,
+    fused_shape,
+    read_bias,
+)
+
+
+class TiledProduct(NamedTuple):
+    """The products that `tiled_linear` makes of one weight for some number of rows; each part writes its columns."""
+
+    parts: tuple[WeightTiles, ...]
+    sizes: tuple[int, ...]
+    bias: Tensor | None
+    counters: Tensor
+    config: SmallLinearConfig
+    normed_config: SmallLinearConfig
+
+    def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
+        """Write the product for `x` into `out`; see `tiled_linear` for what can be fused with it."""
+        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        config = self.config if fused.get("gain") is None else self.normed_config
+        columns = [out] if len(self.parts) == 1 else out.split(self.sizes, dim=1)
+        for begin in range(0, x.shape[0], ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            for part, bias, place in zip(self.parts, biases, columns, strict=True):
+                tiled_linear(place[rows], x[rows], part, bias, self.counters, config, **fused)
+
+    def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
+        """Write the product for the norm of `x`; see `FusedProduct`."""
+        self.write(out, x, gain=gain, eps=eps)
+
+    def gated(self, out: Tensor, x: Tensor, gain: Tensor | None, eps: float, activation: str) -> None:
+        """Write the gated product for `x`, or for its norm; see `FusedProduct`."""
+        if len(self.parts) == 1:
+            self.write(out, x, gain=gain, eps=eps, epilogue=activation)
+            return
+        gate_up = x.new_empty((x.shape[0], sum(self.sizes)))
+        self.write(gate_up, x, gain=gain, eps=eps)
+        act_mul(out, gate_up, activation)
+
+    def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
+        """Add the product for `x` to the residual; see `FusedProduct`."""
+        self.write(residual, x, epilogue="add", scale=scale)
+
+
+@dataclass(frozen=True)
+class Tiles(WeightForm):
+    """A weight in tiles; tensors that are fused and differ in type are parts, each with a product of its own."""
+
+    path = "tiles"
+    parts: tuple[WeightTiles, ...]
+    sizes: tuple[int, ...]  # output features of the parts
+    counters: Tensor  # int32, the workspace of products with splits; all weights share it
+    units: int  # multiprocessors of the GPU
+    early: bool  # kernels can begin early
+    is_invariant: bool  # a row's bits do not depend on the number of rows
+
+    @classmethod
+    def why_not(cls, options: FormOptions) -> str:
+        """Return why not: it is for a GPU."""
+        return "" if options.device.type == "cuda" else f"needs a CUDA device, the device is {options.device.type}"
+
+    @classmethod
+    def _of_parts(
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[WeightTiles], options: FormOptions
+    ) -> Self:
+        """Return a weight of parts one below another."""
+        device = options.device
+        return cls(
+            shape,
+            bias,
+            tuple(moved_tiles(part, device) for part in parts),
+            tuple(part.words.shape[1] for part in parts),
+            options.tuner.counters(device),
+            torch.cuda.get_device_properties(device).multi_processor_count,
+            has_early_start(device),
+            options.batch_invariant,
+        )
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        self._product(x.shape[0]).write(out, x)
+
+    def fused(self, rows: int) -> TiledProduct | None:
+        """Return the product itself."""
+        return self._product(rows)
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the one path, with how the work is dealt out."""
+        return LinearChoice(self.path, self._config(rows))
+
+    @property
+    def workspace(self) -> list[Tensor]:
+        """The counters."""
+        return [self.counters]
+
+    def _product(self, rows: int) -> TiledProduct:
+        configs = self._config(rows), self._config(rows, is_normed=True)
+        return TiledProduct(self.parts, self.sizes, self.bias, self.counters, *configs)
+
+    def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
+        first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
+        sizes = (self.sizes[0], columns_of(first), first.layout.step)
+        return tiled_config(given, *sizes, self.units, self.early, is_normed)
+
+
+@dataclass(frozen=True)
+class Int8Tiles(Tiles):
+    """An int8 weight."""
+
+    quantize = "int8"
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return the weight rounded to int8."""
+        return cls._of_parts(weight.shape, bias, [int8_tiles(weight)], options)
+
+
+@dataclass(frozen=True)
+class BlockTiles(Tiles):
+    """A weight in the blocks of few bits in which a GGUF file has it; others are plain."""
+
+    quantize = "gguf"
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a weight that has no blocks as a plain one."""
+        return _plain(options).of(weight, bias, options)
+
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether all of a layer's tensors are blocks that can be multiplied as they are."""
+        return {source.tensors[name].dtype for name in names.weights} <= TILED_BLOCKS
+
+    @classmethod
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+        """Read a layer's blocks, or a part of them; what is no whole blocks is plain."""
+        stored = stored_blocks(source, names, shard) if cls.keeps(source, names) else None
+        if stored is None:
+            return _plain(options).load(source, names, shard, options)
+        shape = fused_shape(source, names.weights, shard)
+        parts = list(_by_type(stored))
+        return cls._of_parts(shape, read_bias(source, names, shard, options), parts, options)
+
+
+@dataclass(frozen=True)
+class GroupTiles(Tiles):
+    """A weight in the groups of few bits in which its source has it."""
+
+    is_of_source = True
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: as they stand
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a weight that has no groups as a plain one."""
+        return _plain(options).of(weight, bias, options)
+
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
+        found = {source.tensors[name].dtype for name in names.weights}
+        return isinstance(source, GroupSource) and found <= KEPT_GROUPS
+
+    @classmethod
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+        """Read a layer's groups, or a part of them; what cannot be fused, cut or put in tiles so is plain."""
+        groups = fused_groups(source, names, shard)
+        tiles = None if groups is None else tiles_of_groups(groups)
+        if groups is None or tiles is None:
+            return _plain(options).load(source, names, shard, options)
+        shape = fused_shape(source, names.weights, shard)
+        form = cls._of_parts(shape, read_bias(source, names, shard, options), [tiles], options)
+        return form if groups.order is None else replace(form, order=groups.order.to(options.device))
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        super().apply(out, x if self.order is None else torch.index_select(x, 1, self.order))
+
+    def fused(self, rows: int) -> TiledProduct | None:
+        """Return the product itself, unless columns are to be put in order first."""
+        return super().fused(rows) if self.order is None else None
+
+
+def _plain(options: FormOptions) -> type[WeightForm]:
+    """Return the form of plain weights on a GPU."""
+    return Fixed if options.batch_invariant else Plain
+
+
+def _by_type(stored: list[tuple[str, Tensor]]) -> Iterator[WeightTiles]:
+    """Yield tiles of neighbouring tensors of one type."""
+    for block_type, of_type in groupby(stored, lambda each: each[0]):
+        yield tiles_of_blocks(torch.cat([blocks for _, blocks in of_type]), block_type)

@@ -1,0 +1,35 @@
+"""An embedding that stays in blocks of few bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
+from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.models.blocks import Stem, Tokens
+
+
+@dataclass(frozen=True)
+class BlocksStem(Stem):
+    """An embedding whose rows are undone as they are gathered; `embedding` has no rows, it says dtype and channels.
+
+    Attributes:
+        table: the embedding, perhaps the output layer's own.
+        vocab_size: its rows.
+    """
+
+    table: QuantisedPanels = field(kw_only=True)
+    vocab_size: int = field(kw_only=True)
+
+    def run(self, tokens: Tokens) -> Tensor:
+        """Return the embedded tokens [t, hidden]."""
+        residual = self.residual(tokens)
+        quantised_embedding(residual, tokens.ids, self.table, tokens.live, self.vocab_size, self.scale)
+        return residual
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step only reads."""
+        return [*super().tensors, *(part for part in self.table if isinstance(part, Tensor))]

@@ -1,0 +1,181 @@
+"""A model written as a GGUF file: its configuration in GGUF's words, and its tensors in blocks.
+
+What is written is what `Architecture` reads: the configuration that a header gives is compared with the model's own
+before anything is written, and a model of which GGUF cannot say all is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from graphdecode.models.config import ModelConfig, UnsupportedModelError
+from graphdecode.models.family import config_of
+from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ROTATED, Architecture, architecture_of
+from graphdecode.models.gguf.block_types import BLOCK_TYPES
+from graphdecode.models.gguf.container import GgufTensor
+from graphdecode.models.gguf.ropes import llama3_factors
+from graphdecode.models.quantised.on_load import QuantisedBlocks, plain_weight
+
+_TYPES = {block.name: block for block in BLOCK_TYPES.values()}
+_FACTORS = "rope_freqs.weight"
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+class GgufModel:
+    """A model, as a GGUF file has it.
+
+    Args:
+        source: of its tensors.
+        config: of the model.
+        names: of its tensors.
+
+    Raises:
+        UnsupportedModelError: GGUF has no words for the architecture, or for something of the configuration.
+    """
+
+    def __init__(self, source: QuantisedBlocks, config: ModelConfig, names: list[str]) -> None:
+        self._source = source
+        self._config = config
+        self._tensors = {name: source.tensors[name] for name in names}
+        found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items()}
+        key = found.get(config.architecture)
+        if key is None:
+            raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
+        self._architecture: Architecture = ARCHITECTURES[key]
+        self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
+        self.fields: dict[str, Any] = {"general.architecture": key, **_fields(key, config)}
+        self._check()
+
+    def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
+        """Write the file.
+
+        Args:
+            path: of the file.
+            vocabulary: the fields of the tokenizer.
+            names: of all tensors, in their order; whoever counts them knows how far it is.
+        """
+        import gguf  # here, for it takes a while
+
+        writer = gguf.GGUFWriter(path, self.fields["general.architecture"])
+        for key, value in {**self.fields, **vocabulary}.items():
+            if key != "general.architecture":
+                kind, of_entries = _kinds(value)
+                writer.add_key_value(key, value, kind, of_entries)
+        if self._factors is not None:
+            writer.add_tensor_info(_FACTORS, self._factors.shape, np.dtype(np.float32), self._factors.nbytes)
+        for name, stored in self._tensors.items():
+            block = _TYPES[stored.dtype] if stored.dtype in _TYPES and len(stored.shape) > 1 else _TYPES["F32"]
+            shape = (*stored.shape[:-1], block.size(stored.shape[-1])) if block.values > 1 else stored.shape
+            dtype = np.dtype(np.uint8 if block.values > 1 else np.float32)
+            kind = gguf.GGMLQuantizationType[block.name] if block.values > 1 else None
+            writer.add_tensor_info(self._name(name), shape, dtype, int(np.prod(shape)) * dtype.itemsize, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if self._factors is not None:
+            writer.write_tensor_data(self._factors)
+        for name in names:
+            writer.write_tensor_data(self._rows(name).numpy())
+        writer.close()
+
+    def _rows(self, name: str) -> Tensor:
+        """Return a tensor as the file has it."""
+        blocks = self._source.read_blocks(name)
+        if blocks is None:
+            blocks = plain_weight(self._source, name).float()
+            if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
+                blocks = blocks - self._architecture.norm_shift
+        part = self._name(name).split(".")[-2]
+        if not (self._architecture.neighbours and part in ROTATED):
+            return blocks.contiguous()
+        by_half = blocks.view(-1, 2, self._config.head_dim // 2, *blocks.shape[1:])
+        return by_half.transpose(1, 2).reshape(blocks.shape).contiguous()
+
+    def _name(self, name: str) -> str:
+        """Return GGUF's name of a tensor.
+
+        Raises:
+            UnsupportedModelError: it has none.
+        """
+        place, _, kind = name.rpartition(".")
+        edges = {theirs: ours for ours, theirs in EDGES.items()}
+        if place in edges:
+            return f"{edges[place]}.{kind}"
+        found = _LAYER.fullmatch(name)
+        parts = {theirs: ours for ours, theirs in self._architecture.layer.items()}
+        if found is None or found[2] not in parts:
+            raise UnsupportedModelError(f"{name} has no name in GGUF")
+        return f"blk.{found[1]}.{parts[found[2]]}.{found[3]}"
+
+    def _check(self) -> None:
+        """Read the header as a reader does, and compare.
+
+        Raises:
+            UnsupportedModelError: it does not say all that the configuration does.
+        """
+        stored = {
+            self._name(name): GgufTensor(Path(), tensor.shape, _TYPES[tensor.dtype], 0)
+            for name, tensor in self._tensors.items()
+        }
+        config = config_of(architecture_of(self.fields).settings(self.fields, stored))
+        config = replace(config, dtype=self._config.dtype, eos_token_ids=self._config.eos_token_ids)
+        if self._factors is not None:  # which are a tensor, and no field
+            config = replace(config, rope=self._config.rope)
+        for name, value in vars(self._config).items():
+            if getattr(config, name) != value and not _is_near(getattr(config, name), value):
+                raise UnsupportedModelError(
+                    f"a GGUF file of {config.architecture} cannot say that {name} is {value}: it would be read as "
+                    f"{getattr(config, name)}"
+                )
+
+
+def _is_near(one: Any, other: Any) -> bool:
+    """Whether two numbers are the same in float32, as GGUF has them."""
+    numbers = isinstance(one, float) and isinstance(other, float)
+    return numbers and bool(np.float32(one) == np.float32(other))
+
+
+def _fields(key: str, config: ModelConfig) -> dict[str, Any]:
+    rope = config.rope
+    of_architecture: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.freq_base": float(rope.theta),
+        "rope.dimension_count": round(config.head_dim * rope.rotary_factor),
+        "vocab_size": config.vocab_size,
+    }
+    if rope.rope_type in ("linear", "yarn"):
+        of_architecture |= {"rope.scaling.type": rope.rope_type, "rope.scaling.factor": float(rope.factor)}
+    if rope.rope_type == "yarn":
+        of_architecture["rope.scaling.original_context_length"] = rope.original_max_positions
+    return {f"{key}.{name}": value for name, value in of_architecture.items()} | {"general.quantization_version": 2}
+
+
+def _kinds(value: Any) -> tuple[Any, Any]:
+    """Return what GGUF calls a value's type, and that of its entries."""
+    import gguf
+
+    kinds = {
+        bool: gguf.GGUFValueType.BOOL,
+        int: gguf.GGUFValueType.UINT32,
+        float: gguf.GGUFValueType.FLOAT32,
+        str: gguf.GGUFValueType.STRING,
+    }
+    if not isinstance(value, list):
+        return kinds[type(value)], None
+    of_entries = gguf.GGUFValueType.INT32 if type(value[0]) is int else kinds[type(value[0])]
+    return gguf.GGUFValueType.ARRAY, of_entries

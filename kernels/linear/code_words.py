@@ -1,0 +1,239 @@
+"""Codes of four to eight bits in words of 16, as a GPU's tensor cores want them: what each code stands for, and how it
+is undone in registers.
+
+A word holds codes of as many columns, `span` apart: of four bits, columns j, j + span, j + 2 span and j + 3 span, from
+the lowest bits on; of eight, two. So the same place of neighbouring words is `span` neighbouring columns, and two words
+in a register are undone together, by shifts, masks and one multiply-add, into what an instruction of the tensor cores
+takes. A fifth and a sixth bit stand in words of their own, for 16 or 8 spans each.
+
+Undone are integers, or floats of few bits: 16-bit floats hold all of them exactly, so that no weight is rounded. The
+way there: bits are put into the mantissa of a float whose lowest such bit counts 1, of which what that adds is taken
+off again; or, for floats, into exponent and mantissa, and the exponent's bias is mended by a power of two.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ROWS_AT_ONCE = 4096  # are put into words together: what that needs beside the result stays small
+
+
+class Code(NamedTuple):
+    """One kind of code.
+
+    Attributes:
+        bits: of it.
+        zero: which is taken off an integer; None: it is a float.
+    """
+
+    bits: int
+    zero: int | None
+
+    @property
+    def per_word(self) -> int:
+        """Columns whose codes, or whose lower four bits, stand in a word."""
+        return 2 if self.bits == 8 else 4
+
+    @property
+    def spans_of_high(self) -> int:
+        """Spans whose higher bits stand in a word; 0: there are none."""
+        return 16 // (self.bits - 4) if self.bits in (5, 6) else 0
+
+
+CODES = {
+    "u4": Code(4, 0),
+    "s4": Code(4, 8),
+    "u5": Code(5, 0),
+    "s5": Code(5, 16),
+    "s6": Code(6, 32),
+    "s8": Code(8, 0),  # two's complement
+    "e4m3": Code(8, None),
+    "e2m1": Code(4, None),
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats, 2023, 5.3.3
+
+
+@functools.cache
+def values_of(code: str) -> Tensor:
+    """Return what the codes 0, 1, ... stand for, as they are in words, float32; e4m3's two NaNs stand for +-480."""
+    bits, zero = CODES[code]
+    if code == "e4m3":
+        values = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        return values.nan_to_num(480.0).where(torch.arange(256) != 255, -480.0)
+    if code == "e2m1":
+        return torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    if code == "s8":
+        return torch.arange(256, dtype=torch.uint8).view(torch.int8).float()
+    assert zero is not None
+    return torch.arange(1 << bits).float() - zero
+
+
+def to_words(codes: Tensor, code: str, span: int) -> tuple[Tensor, Tensor | None]:
+    """Return words int16 [tiles, rows, span], a tile being the columns of one word's codes; and those of higher bits.
+
+    Args:
+        codes: uint8 [rows, columns], whole tiles of both kinds of words.
+        code: their kind.
+        span: columns that stand side by side.
+    """
+    kind = CODES[code]
+    words = _spans_in_words(codes & 15 if kind.bits < 8 else codes, span, kind.per_word)
+    high = _spans_in_words(codes >> 4, span, kind.spans_of_high) if kind.spans_of_high else None
+    return words, high
+
+
+def _spans_in_words(codes: Tensor, span: int, count: int) -> Tensor:
+    """Return words int16 [columns / span / count, rows, span] of `count` spans each."""
+    rows, columns = codes.shape
+    words = torch.empty(columns // (span * count), rows, span, dtype=torch.int16, device=codes.device)
+    for begin in range(0, rows, _ROWS_AT_ONCE):
+        some = codes[begin : begin + _ROWS_AT_ONCE]
+        parts = some.view(len(some), -1, count, span).int()
+        shifts = torch.arange(0, 16, 16 // count, dtype=torch.int32, device=codes.device)
+        whole = (parts << shifts[:, None]).sum(2, dtype=torch.int32)
+        words[:, begin : begin + len(some)] = whole.transpose(0, 1).to(torch.int16)
+    return words
+
+
+def from_words(words: Tensor, high: Tensor | None, code: str) -> Tensor:
+    """Return the codes, uint8 [rows, columns], that `to_words` was given."""
+    kind = CODES[code]
+    codes = _spans_from_words(words, kind.per_word)
+    if high is not None:
+        codes |= _spans_from_words(high, kind.spans_of_high) << 4
+    return codes
+
+
+def _spans_from_words(words: Tensor, count: int) -> Tensor:
+    step = 16 // count
+    shifts = torch.arange(0, 16, step, dtype=torch.int32, device=words.device)
+    parts = words.int()[:, :, None] >> shifts[:, None] & (1 << step) - 1  # [tiles, rows, count, span]
+    return parts.permute(1, 0, 2, 3).flatten(1).to(torch.uint8)
+
+
+class _Format(NamedTuple):
+    """A 16-bit float."""
+
+    name: str  # in PTX
+    mantissa: int  # bits of it
+    bias: int  # of the exponent
+
+    def of(self, value: float) -> int:
+        """Return the bits of a float, twice: a register holds two."""
+        dtype = torch.bfloat16 if self.name == "bf16" else torch.float16
+        bits = int(torch.tensor(value, dtype=dtype).view(torch.int16)) & 0xFFFF
+        return bits << 16 | bits
+
+
+_FORMATS = {torch.bfloat16: _Format("bf16", 7, 127), torch.float16: _Format("f16", 10, 15)}
+_AND_OR, _AND_XOR = 0xEA, 0x6A  # tables of lop3: (a & b) | c, (a & b) ^ c
+
+
+class _Listing:
+    """Assembly that is being written: PTX, with one register for each name."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self._names: list[str] = []
+
+    def shifted(self, source: str, left: int) -> str:
+        """Return where a register stands shifted to the left, or to the right for a negative number of bits."""
+        if left == 0:
+            return source
+        target = self._new()
+        self._lines.append(f"{'shl' if left > 0 else 'shr'}.b32 {target}, {source}, {abs(left)};")
+        return target
+
+    def masked(self, source: str, mask: int, other: str | int, table: int = _AND_OR) -> str:
+        """Return where `source & mask` stands, with `other` put in."""
+        target = self._new()
+        given = other if isinstance(other, str) else f"0x{other:08x}"
+        self._lines.append(f"lop3.b32 {target}, {source}, 0x{mask:08x}, {given}, 0x{table:02x};")
+        return target
+
+    def multiply_add(self, target: str, source: str, factor: int, addend: str | int, form: _Format) -> None:
+        """Write `source * factor + addend`."""
+        given = addend if isinstance(addend, str) else self._constant(addend)
+        self._lines.append(f"fma.rn.{form.name}x2 {target}, {source}, {self._constant(factor)}, {given};")
+
+    def _constant(self, bits: int) -> str:
+        name = f"c{bits:08x}"
+        if name not in self._names:
+            self._names.append(name)
+            self._lines.insert(0, f"mov.b32 {name}, 0x{bits:08x};")
+        return name
+
+    def _new(self) -> str:
+        self._names.append(f"r{len(self._names)}")
+        return self._names[-1]
+
+    def __str__(self) -> str:
+        return "\n".join(["{", f".reg .b32 {', '.join(self._names)};", *self._lines, "}"])
+
+
+@functools.cache
+def assembly(code: str, dtype: torch.dtype, tile: int = 0) -> str:
+    """Return PTX that undoes a register of two words: one register of two floats for each span, in their order.
+
+    Registers $0, $1, ... are the results; then comes that of the words, and that of the higher bits where there are.
+
+    Args:
+        code: the kind of codes.
+        dtype: of the floats, 16 bits.
+        tile: which of the tiles is undone that share a word of higher bits.
+    """
+    kind, form, listing = CODES[code], _FORMATS[dtype], _Listing()
+    words, high = f"${kind.per_word}", f"${kind.per_word + 1}"
+    for span in range(kind.per_word):
+        if kind.zero is None:
+            _float(listing, span, words, kind.bits, form)
+        elif kind.bits == 8:
+            _byte(listing, span, words, form)
+        else:
+            _integer(listing, span, words, high, tile, kind, form)
+    return str(listing)
+
+
+def _both(bits: int) -> int:
+    return bits << 16 | bits
+
+
+def _integer(listing: _Listing, span: int, words: str, high: str, tile: int, kind: Code, form: _Format) -> None:
+    """Put an integer into a mantissa so that its lowest bit counts 1, and take off what that adds, and its zero."""
+    base = 1 << (4 if kind.bits == 4 else kind.bits) if form.name == "bf16" else 1 << form.mantissa
+    place = form.mantissa - (base.bit_length() - 1)  # of the lowest bit
+    put = listing.masked(listing.shifted(words, place - 4 * span), _both(15 << place), form.of(base))
+    if kind.spans_of_high:
+        width = kind.bits - 4
+        at = (tile * kind.per_word + span) % kind.spans_of_high * width
+        moved = listing.shifted(high, place + 4 - at)
+        put = listing.masked(moved, _both((1 << width) - 1 << place + 4), put)
+    assert kind.zero is not None
+    listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-float(base + kind.zero)), form)
+
+
+def _byte(listing: _Listing, span: int, words: str, form: _Format) -> None:
+    """Put the seven lower bits behind 128, and take off 128, or 256 where the sign's bit stands in that exponent."""
+    moved = listing.shifted(words, -8 * span)
+    if form.name == "bf16":
+        low = listing.masked(moved, _both(0x7F), form.of(128.0))
+        sign = listing.masked(moved, _both(0x80), form.of(128.0))
+        listing.multiply_add(f"${span}", sign, form.of(-1.0), low, form)
+    else:  # the sign turned over makes it excess 128, and all eight bits fit
+        put = listing.masked(moved, _both(0xFF), form.of(1024.0) ^ _both(0x80), _AND_XOR)
+        listing.multiply_add(f"${span}", put, form.of(1.0), form.of(-1152.0), form)
+
+
+def _float(listing: _Listing, span: int, words: str, bits: int, form: _Format) -> None:
+    """Put exponent and mantissa where they belong, and mend the bias: so numbers below the normal are right too."""
+    mantissa, bias = (3, 7) if bits == 8 else (1, 1)
+    begin = bits * span  # of the code in the word
+    place = form.mantissa - mantissa
+    magnitude = (1 << bits - 1) - 1 << place
+    put = listing.masked(listing.shifted(words, place - begin), _both(magnitude), 0)
+    put = listing.masked(listing.shifted(words, 16 - bits - begin), _both(0x8000), put)
+    listing.multiply_add(f"${span}", put, form.of(2.0 ** (form.bias - bias)), form.of(-0.0), form)

@@ -1,0 +1,190 @@
+"""Linear layers with a weight of few bits on a GPU: `small_linear`, over a weight in tiles (`weight_tiles.py`).
+
+What stands in memory is what is read: no weight is undone there, and none is rounded. One kernel
+(`tiled_linear_kernels.py`) serves any number of rows, in tiles of 8 to 128; it deals out its work, splits columns,
+norms, gates, adds and begins early as `small_linear` does.
+
+The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
+"""
+
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from ..model.act_mul import gated
+from ..native.optional_triton import triton
+from ..native.registration import operator
+from ..native.signature import AnyElement, Float32, OneOf, Written
+from ..norm.rms_norm import normed
+from .code_words import CODES, assembly
+from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, parts_at_once
+from .small_linear_config import SmallLinearConfig
+from .tiled_linear_kernels import tiled_linear_kernel
+from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
+
+_KINDS = OneOf(tuple(CODES))
+_SECONDS = OneOf(SECOND_KINDS)
+_WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Return numbers [..., n] as the integers of 8, 16 or 32 bits in which the kernel reads them."""
+    nbytes = numbers.shape[-1] * numbers.element_size()
+    return numbers.view(_WORDS.get(nbytes, torch.int32))
+
+
+def tiled_linear_triton(
+    out: Tensor,
+    x: Tensor,
+    words: Tensor,
+    high: Tensor | None,
+    scales: Tensor,
+    seconds: Tensor | None,
+    bias: Tensor | None,
+    gain: Tensor | None,
+    partial: Tensor | None,
+    counters: Tensor | None,
+    eps: float,
+    epilogue: str,
+    scale: float,
+    code: str,
+    second_kind: str,
+    group: int,
+    step: int,
+    block_m: int,
+    block_n: int,
+    splits: int,
+    num_warps: int,
+    num_stages: int,
+    pdl: bool,
+) -> None:
+    """Launch the kernel; see `tiled_linear` for the arguments."""
+    rows, depth = x.shape
+    tiles, weight_rows, span = words.shape
+    kind = CODES[code]
+    tile = kind.per_word * span
+    columns = tiles * tile
+    part = triton.cdiv(columns // step, splits) * step
+    splits = triton.cdiv(columns, part)  # none is empty
+    ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
+    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
+    listings = tuple(assembly(code, dtype, place) for place in range(step // tile))
+    in_words, more = _words(scales), None if seconds is None else _words(seconds)
+    options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
+    tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
+        out, x, words, high, in_words, more, bias, gain, partial, counters, rows, out.shape[1], weight_rows, depth,
+        columns, x.stride(0), out.stride(0), splits, part, eps, scale,
+        ASSEMBLY=listings,
+        PER_WORD=kind.per_word,
+        PER_HIGH=kind.spans_of_high,
+        SPAN=span,
+        GROUP=group,
+        SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
+        SECONDS=second_kind,
+        SCALE_WORDS=in_words.shape[-1],
+        SECOND_WORDS=0 if more is None else more.shape[-1],
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=step,
+        STAGES=num_stages,
+        AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
+        EVEN_K=depth == columns,
+        SPLIT=splits > 1,
+        AT_ONCE=parts_at_once(block_n * block_m, num_warps),
+        EPILOGUE=epilogue,
+        RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
+        PDL=pdl,
+        num_warps=num_warps,
+        **options,
+    )  # fmt: skip
+
+
+@operator(triton_version=tiled_linear_triton)
+def _tiled_linear(
+    out: Written[Tensor],
+    x: Tensor,
+    words: AnyElement,
+    high: AnyElement | None,
+    scales: AnyElement,
+    seconds: AnyElement | None,
+    bias: Tensor | None,
+    gain: Float32 | None,
+    partial: Written[AnyElement] | None,
+    counters: Written[AnyElement] | None,
+    eps: float,
+    epilogue: Annotated[str, EPILOGUES],
+    scale: float,
+    code: Annotated[str, _KINDS],
+    second_kind: Annotated[str, _SECONDS],
+    group: int,
+    step: int,
+    block_m: int,
+    block_n: int,
+    splits: int,
+    num_warps: int,
+    num_stages: int,
+    pdl: bool,
+) -> None:
+    """Compute with torch's own operators, which need none of the configuration; see `tiled_linear`."""
+    layout = TileLayout(code, second_kind, group, words.shape[2], step)
+    weight = dequantised(WeightTiles(words, high, scales, seconds, layout))[:, : x.shape[1]]
+    product = (x.float() if gain is None else normed(x, gain, eps)) @ weight.T
+    if bias is not None:
+        product += bias.float()
+    if epilogue == "store":
+        out.copy_(product)
+    elif epilogue == "add":
+        out.copy_(out.float().add_(product, alpha=scale))
+    else:
+        wide = torch.empty(out.shape, dtype=torch.float32, device=out.device)
+        gated(wide, product, epilogue)
+        out.copy_(wide)
+
+
+def tiled_linear(
+    out: Tensor,
+    x: Tensor,
+    tiles: WeightTiles,
+    bias: Tensor | None,
+    counters: Tensor | None,
+    config: SmallLinearConfig,
+    *,
+    gain: Tensor | None = None,
+    eps: float = 0.0,
+    epilogue: str = "store",
+    scale: float = 1.0,
+) -> None:
+    """Write `x @ weight.T + bias` into `out`, or do more with it; sums are fp32, and weights what their codes mean.
+
+    Args:
+        out: [rows, out_features], rows may be strided; half as many columns for a gate.
+        x: [rows, in_features], fp32, fp16 or bf16; rows may be strided.
+        tiles: the weight; no kernel that still runs may write it.
+        bias: [out_features] or None, of x's dtype.
+        counters: int32, at least `config.counters(rows, out_features)`, all 0, and 0 again afterwards; products that
+            run one after another share them. None where the configuration has one split.
+        config: how the work is dealt out; its block_k is the step of the tiles.
+        gain: fp32 [in_features]: the product is that of the RMSNorm of `x`; None: of `x` itself.
+        eps: of the norm, added to the mean square.
+        epilogue: "store"; "add": `out += scale * product`; or an activation of `act_mul`: `activation(gate) * up`, the
+            gate being the first half of the product.
+        scale: of the sum.
+
+    Raises:
+        ValueError: too few counters, or an epilogue that is not known.
+    """
+    rows, out_features = out.shape[0], tiles.words.shape[1]
+    needed = config.counters(rows, out_features)
+    if needed > (0 if counters is None else counters.numel()):
+        raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
+    partial = None
+    if config.splits > 1:  # each block has a column more, for the sum of squares
+        columns = -(-out_features // config.block_n) * (config.block_n + 1)
+        partial = torch.empty((config.splits, rows, columns), dtype=torch.float32, device=x.device)
+    layout = tiles.layout
+    _tiled_linear(
+        out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,
+        scale, layout.code, layout.second_kind, layout.group, layout.step, config.block_m, config.block_n,
+        config.splits, config.num_warps, config.num_stages, config.pdl,
+    )  # fmt: skip

@@ -1,0 +1,229 @@
+"""The Triton kernel of `tiled_linear`: that of `small_linear` with a weight of few bits, which is undone in registers.
+
+Codes are multiplied with the activations on the tensor cores as they are, integers or floats of few bits; each group's
+sums are then scaled in fp32. What a group's weights have in common beside the scale, a least value or the code of 0,
+is multiplied with the sum of the group's activations, which the tensor cores find as well: as the product with ones.
+"""
+
+from ..native.early_start import prefetch_l2, wait_and_trigger
+from ..native.optional_triton import tl, triton
+from .small_linear_kernels import activations, block_rows, finish, held_sums
+
+
+@triton.jit
+def _undone(words, high, ASSEMBLY: tl.constexpr, PER_WORD: tl.constexpr, PER_HIGH: tl.constexpr):
+    """Return the bits of a tile's codes as floats: one tensor int16 for each span, in their order."""
+    if PER_WORD == 2:
+        found = tl.inline_asm_elementwise(ASSEMBLY, "=r,=r,r", [words], (tl.int16, tl.int16), True, 2)
+    elif PER_HIGH == 0:
+        found = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r", [words], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,=r,=r,r,r", [words, high], (tl.int16, tl.int16, tl.int16, tl.int16), True, 2
+        )
+    return found
+
+
+@triton.jit
+def _words(at, COUNT: tl.constexpr):
+    """Return some words that stand side by side."""
+    if COUNT == 1:
+        found = (tl.load(at), 0)
+    elif COUNT == 2:
+        found = (tl.load(at), tl.load(at + 1))
+    elif COUNT == 3:
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2))  # type: ignore[assignment]
+    elif COUNT == 4:
+        found = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))  # type: ignore[assignment]
+    else:
+        found = (  # type: ignore[assignment]
+            tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3),
+            tl.load(at + 4), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7),
+        )  # fmt: skip
+    return found
+
+
+@triton.jit
+def _number(words, PLACE: tl.constexpr, KIND: tl.constexpr):
+    """Return one of the numbers that words of 8, 16 or 32 bits hold, as fp32."""
+    if KIND == "float32":
+        found = words[PLACE].to(tl.float32, bitcast=True)
+    elif KIND == "float16":
+        half = words[PLACE // (words[0].dtype.primitive_bitwidth // 16)]
+        if words[0].dtype == tl.int32:
+            half = (half >> 16 * (PLACE % 2)).to(tl.int16)
+        found = half.to(tl.float16, bitcast=True).to(tl.float32)
+    elif KIND == "bfloat16":
+        if words[0].dtype == tl.int32:
+            wide = words[PLACE // 2] << 16 if PLACE % 2 == 0 else words[PLACE // 2] & -65536
+        else:
+            wide = words[PLACE].to(tl.int32) << 16
+        found = wide.to(tl.float32, bitcast=True)
+    elif KIND == "int8":
+        found = ((words[PLACE // 4] << 24 - 8 * (PLACE % 4)) >> 24).to(tl.float32)
+    else:
+        if words[0].dtype == tl.int32:
+            byte = words[PLACE // 4] >> 8 * (PLACE % 4) & 255
+        elif words[0].dtype == tl.int16:
+            byte = words[PLACE // 2].to(tl.int32) >> 8 * (PLACE % 2) & 255
+        else:
+            byte = words[PLACE].to(tl.int32) & 255
+        if KIND == "exponent":  # that of 0 is below the normal numbers
+            found = tl.maximum(byte << 23, 1 << 22).to(tl.float32, bitcast=True)
+        else:
+            found = byte.to(tl.float32)
+    return found
+
+
+@triton.jit
+def _six_bits(words, FIELD: tl.constexpr):
+    """Return one of the sixteen integers of 6 bits that three words hold, as fp32."""
+    if FIELD < 15:
+        found = words[FIELD // 5] >> 6 * (FIELD % 5) & 63
+    else:
+        found = (words[0] >> 30 & 3) | (words[1] >> 28 & 12) | (words[2] >> 26 & 48)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALES: tl.constexpr, SECONDS: tl.constexpr):
+    """Return the sums with those of one of a step's groups, scaled."""
+    if SECONDS == "six bits":
+        scale = _number(scales, 0, SCALES) * _six_bits(seconds, 2 * PLACE)
+        acc += scale[:, None] * product
+        least = _number(scales, 1, SCALES) * _six_bits(seconds, 2 * PLACE + 1)
+        acc -= least[:, None] * total
+    elif SECONDS == "parts":
+        scale = _number(scales, 0, SCALES) * _number(seconds, PLACE, "int8")
+        acc += scale[:, None] * product
+    else:
+        scale = _number(scales, PLACE, SCALES)
+        if SECONDS == "zeros":
+            product -= _number(seconds, PLACE, "uint8")[:, None] * total
+        acc += scale[:, None] * product
+        if SECONDS == "least":
+            acc += _number(seconds, PLACE, SCALES)[:, None] * total
+    return acc
+
+
+# One program multiplies block_m rows with block_n rows of the weight, over one part of the columns, a step at a time:
+# it reads the words and scales of block_n rows once, and as many columns of x, which the L2 cache holds.
+@triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
+def tiled_linear_kernel(
+    out,
+    x,
+    words,
+    high,
+    scales,
+    seconds,
+    bias,
+    gain,
+    partial,
+    counters,
+    rows,
+    width,
+    weight_rows,
+    depth,
+    columns,
+    x_stride,
+    out_stride,
+    splits,
+    part,
+    eps,
+    factor,
+    ASSEMBLY: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PER_HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECONDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SECOND_WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    RANGE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply on the tensor cores."""
+    TILE: tl.constexpr = PER_WORD * SPAN
+    UNDONE: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
+    UNIT: tl.constexpr = max(GROUP, BLOCK_K)
+    HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
+    block = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    begin = tl.program_id(2) * part
+    end = tl.minimum(begin + part, columns)
+    k = tl.arange(0, SPAN)
+    row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
+    plane = tl.cast(weight_rows, tl.int64) * SPAN  # of one tile
+    if AHEAD > 0:
+        tiles = tl.minimum(begin // TILE + tl.arange(0, AHEAD), end // TILE - 1)
+        first = words + tiles.to(tl.int64)[None, :] * plane + row.to(tl.int64)[:, None] * SPAN
+        prefetch_l2(first, SPAN * 2)
+    offsets = tl.zeros([BLOCK_N], tl.float32)
+    if bias is not None:
+        offsets += tl.load(bias + row).to(tl.float32)
+    if PDL:
+        wait_and_trigger()
+    there = (m < rows)[:, None]
+    x_rows = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    w_rows = row.to(tl.int64)[:, None] * SPAN + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    held = acc
+    if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
+        held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
+    squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
+    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        x_step = x_rows + at
+        if GROUP > 0:
+            unit = at // UNIT * weight_rows + row
+            s = _words(scales + unit * SCALE_WORDS, SCALE_WORDS)
+            t = s
+            if SECONDS != "none":
+                t = _words(seconds + unit * SECOND_WORDS, SECOND_WORDS)
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = product
+        for tile in tl.static_range(BLOCK_K // TILE):
+            w = tl.load(words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
+            if PER_HIGH == 0:
+                h = w  # there is none
+            elif tile * PER_WORD % PER_HIGH == 0:
+                own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
+                h = tl.load(high + own * plane + w_rows, eviction_policy="evict_first")
+            codes = _undone(w, h, ASSEMBLY[tile], PER_WORD, PER_HIGH)
+            for span in tl.static_range(PER_WORD):
+                a, squares = activations(
+                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
+                    at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
+                )  # fmt: skip
+                code = codes[span].to(UNDONE, bitcast=True).to(a.dtype)
+                a = tl.trans(a)
+                if GROUP == 0:
+                    acc = tl.dot(code, a, acc, input_precision="ieee")
+                else:
+                    product = tl.dot(code, a, product, input_precision="ieee")
+                    if HAS_TOTALS:
+                        total = tl.dot(tl.full([BLOCK_N, SPAN], 1.0, a.dtype), a, total, input_precision="ieee")
+                    if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
+                        acc = _with_group(
+                            acc, product, total, s, t, (tile * PER_WORD + span) * SPAN // GROUP, SCALES, SECONDS
+                        )
+                        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                        total = product
+    if GROUP == 0:
+        acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
+    finish(
+        out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
+        out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
+        bias is not None,
+    )  # fmt: skip

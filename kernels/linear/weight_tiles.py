@@ -1,0 +1,235 @@
+"""A weight of few bits in tiles, as the products of a GPU read it: words of codes, and scales by group.
+
+A tile is the columns of one word's codes (see `code_words`) of all rows: what a program reads of it is one stretch of
+memory, of which each thread takes 16 bytes at a time. Columns are filled up to whole steps of a product's loop, with
+codes and scales of 0; the scales of a step's groups stand side by side for each row.
+
+Beside its scale a group may have a second number. What a weight is worth follows from their kind:
+
+- `none`: `scale * value`. Scales are floats of 16 or 32 bits, or bytes that are exponents.
+- `least`: `scale * value + second`, of the same type.
+- `zeros`: `scale * (value - second)`, bytes.
+- `six bits`: as GGUF's Q4_K and Q5_K have it. A group of 32 has two integers of 6 bits, and eight groups two numbers in
+  half precision, d and m: `d * s * value - m * t`. The sixteen integers s and t, in turn, stand in three words of 32
+  bits: five in the lower 30 bits of each, and the last in the two upper bits of all three.
+- `parts`: as Q6_K has it. A group of 16 has an integer of 8 bits, and sixteen groups a number in half precision:
+  `d * s * value`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .code_words import CODES, from_words, to_words, values_of
+
+SUPER = 256  # columns of one of GGUF's blocks with scales of two levels
+SECOND_KINDS = ("none", "least", "zeros", "six bits", "parts")
+_LEAST_GROUP = 32
+_FIELDS = 5  # integers of six bits in the lower bits of a word
+_SECOND_DTYPES = {"zeros": torch.uint8, "six bits": torch.int32, "parts": torch.int8}
+_OF_SUPER = {"six bits": (2, 3), "parts": (1, 16)}  # scales and seconds for 256 columns
+
+
+class TileLayout(NamedTuple):
+    """What the tensors of a tiled weight mean.
+
+    Attributes:
+        code: of the weights; one of CODES.
+        second_kind: one of SECOND_KINDS.
+        group: columns that share a scale; 0: all.
+        span: columns that stand side by side.
+        step: columns that a product takes at a time.
+    """
+
+    code: str
+    second_kind: str
+    group: int
+    span: int
+    step: int
+
+
+class WeightTiles(NamedTuple):
+    """A weight in tiles; see above.
+
+    Attributes:
+        words: int16 [tiles, rows, span].
+        high: int16 [tiles of higher bits, rows, span]; None: there are none.
+        scales: [steps, rows, scales of a step]; of groups that are larger than a step as many as there are.
+        seconds: likewise, or None.
+        layout: what they mean.
+    """
+
+    words: Tensor
+    high: Tensor | None
+    scales: Tensor
+    seconds: Tensor | None
+    layout: TileLayout
+
+
+def can_tile(group: int) -> bool:
+    """Whether groups of so many columns, 0 for all, can be put in tiles with scales of one level."""
+    return group == 0 or (group >= _LEAST_GROUP and group & group - 1 == 0)
+
+
+def layout_of(code: str, group: int, second_kind: str = "none") -> TileLayout:
+    """Return how weights stand in tiles.
+
+    Args:
+        code: one of CODES.
+        group: columns that share a scale; 0: all.
+        second_kind: one of SECOND_KINDS.
+
+    Raises:
+        ValueError: the group is none that a product can take.
+    """
+    if second_kind not in _OF_SUPER and not can_tile(group):
+        raise ValueError(f"group is {group}; it must be 0 or a power of two >= {_LEAST_GROUP}")
+    bits = CODES[code].bits
+    span = 16 if bits in (5, 6) else 32 if bits == 4 or group == 32 else 64
+    return TileLayout(code, second_kind, group, span, 128 if bits == 8 else 256)
+
+
+def tiled(
+    codes: Tensor, code: str, scales: Tensor, group: int, seconds: Tensor | None = None, second_kind: str = "none"
+) -> WeightTiles:
+    """Return a weight in tiles.
+
+    Args:
+        codes: uint8 [rows, columns].
+        code: their kind.
+        scales: [rows, groups], or [rows, as many as all blocks of 256 columns have].
+        group: columns that share a scale; 0: all.
+        seconds: likewise, as their kind has it; None: there are none.
+        second_kind: one of SECOND_KINDS.
+    """
+    layout = layout_of(code, group, second_kind)
+    rows, columns = codes.shape
+    steps = -(-columns // layout.step)
+    if columns < steps * layout.step:
+        padded = codes.new_zeros(rows, steps * layout.step)
+        padded[:, :columns] = codes
+        codes = padded
+    unit = max(layout.step, group)
+    counts = _OF_SUPER.get(second_kind, (unit // group,) * 2 if group else (1, 1))
+
+    def by_unit(given: Tensor, count: int) -> Tensor:
+        """Return what rows have as what units have, [units, rows, count], with 0 for columns that fill up."""
+        units = -(-codes.shape[1] // unit) if group else 1
+        filled = given.new_zeros(rows, units * count)
+        filled[:, : given.shape[1]] = given
+        return filled.view(rows, units, count).transpose(0, 1).contiguous()
+
+    held = [
+        None if given is None else by_unit(given, count) for given, count in zip((scales, seconds), counts, strict=True)
+    ]
+    assert held[0] is not None
+    return WeightTiles(*to_words(codes, code, layout.span), held[0], held[1], layout)
+
+
+def empty_tiles(
+    layout: TileLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> WeightTiles:
+    """Return memory for a weight in tiles, of which nothing is written.
+
+    Args:
+        layout: of the weight.
+        rows: of it.
+        columns: of it, whole steps.
+        dtype: of the scales.
+        device: of the memory.
+    """
+    kind, unit = CODES[layout.code], max(layout.step, layout.group)
+    counts = _OF_SUPER.get(layout.second_kind, (unit // (layout.group or unit),) * 2)
+    units = -(-columns // unit) if layout.group else 1
+    second_dtype = _SECOND_DTYPES.get(layout.second_kind, dtype)
+
+    def words(per_word: int) -> Tensor:
+        return torch.empty(columns // (per_word * layout.span), rows, layout.span, dtype=torch.int16, device=device)
+
+    seconds = torch.empty(units, rows, counts[1], dtype=second_dtype, device=device)
+    return WeightTiles(
+        words(kind.per_word),
+        words(kind.spans_of_high) if kind.spans_of_high else None,
+        torch.empty(units, rows, counts[0], dtype=dtype, device=device),
+        None if layout.second_kind == "none" else seconds,
+        layout,
+    )
+
+
+def six_bit_words(scales: Tensor, mins: Tensor) -> Tensor:
+    """Return integers of 6 bits, uint8 [rows, blocks, 8] each, as words int32 [rows, 3 * blocks]; see above."""
+    fields = torch.stack((scales, mins), dim=-1).flatten(2).long()  # [rows, blocks, 16]
+    shifts = 6 * torch.arange(_FIELDS, device=scales.device)
+    words = (fields[..., :-1].unflatten(-1, (3, _FIELDS)) << shifts).sum(-1)
+    last = fields[..., -1:] >> torch.tensor([0, 2, 4], device=scales.device) & 3
+    return (words | last << 30).flatten(1).to(torch.int32)
+
+
+def _six_bits(words: Tensor) -> Tensor:
+    """Return the integers of `six_bit_words` [..., 3], [..., 8, 2]."""
+    shifts = 6 * torch.arange(_FIELDS, device=words.device)
+    fields = (words.long()[..., None] >> shifts & 63).flatten(-2)
+    last = (words.long() >> 30 & 3) << torch.tensor([0, 2, 4], device=words.device)
+    return torch.cat((fields, last.sum(-1, keepdim=True)), dim=-1).unflatten(-1, (8, 2))
+
+
+def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
+    """Return what the values of each group are multiplied with, and what is added, float32 [units, rows, groups]."""
+    scales, seconds, kind = tiles.scales, tiles.seconds, tiles.layout.second_kind
+    wide = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
+    if seconds is None:
+        return wide, None
+    if kind == "six bits":
+        both = wide[..., None, :] * _six_bits(seconds)
+        return both[..., 0], -both[..., 1]
+    if kind == "parts":
+        return wide * seconds.float(), None
+    return wide, -wide * seconds.float() if kind == "zeros" else seconds.float()
+
+
+def exponent_scales(exponents: Tensor) -> Tensor:
+    """Return the powers of two that bytes with a bias of 127 stand for (e8m0), float32."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
+
+
+def dequantised(tiles: WeightTiles) -> Tensor:
+    """Return the weight in float32, [rows, columns], those that fill it up as well."""
+    codes = from_words(tiles.words, tiles.high, tiles.layout.code)
+    weight = values_of(tiles.layout.code).to(codes.device)[codes.int()]
+
+    def spread(given: Tensor) -> Tensor:
+        each = tiles.layout.group or codes.shape[1]
+        return given.transpose(0, 1).flatten(1).repeat_interleave(each, 1)[:, : codes.shape[1]]
+
+    scales, offsets = _of_groups(tiles)
+    weight *= spread(scales)
+    if offsets is not None:
+        weight += spread(offsets)
+    return weight
+
+
+def columns_of(tiles: WeightTiles) -> int:
+    """Return the columns of a weight in tiles, those that fill it up as well."""
+    return tiles.words.shape[0] * CODES[tiles.layout.code].per_word * tiles.layout.span
+
+
+def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
+    """Return the same weight on a device."""
+    held = [None if part is None else part.to(device) for part in tiles[:4]]
+    return WeightTiles(*held, tiles.layout)  # type: ignore[call-arg, arg-type]
+
+
+def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
+    """Return the rows of some weights, one below another, as one; their layouts are the same."""
+    if len(parts) == 1:
+        return parts[0]
+    whole = [
+        None if each[0] is None else torch.cat(each, dim=1) for each in zip(*(part[:4] for part in parts), strict=True)
+    ]
+    words, high, scales, seconds = whole
+    assert words is not None
+    assert scales is not None
+    return WeightTiles(words, high, scales, seconds, parts[0].layout)

@@ -1,0 +1,102 @@
+"""Ranks in one process, a thread each: what they say to one another, and what they compare while they capture."""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from graphdecode.distributed import Follower, Leader, RankError
+from graphdecode.distributed.board_file import new_board
+from graphdecode.distributed.link import Link, Message
+from graphdecode.distributed.ranks import Terms
+
+Pair = tuple[Leader, Follower]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    """The two ends of a group of two."""
+    terms = Terms(2, "cpu", "shared", 60.0, 1)
+    (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
+    _, board = new_board(2, 60.0)
+    follower = Follower(1, terms, Link(there), their_life, board)
+    leader = Leader(terms, [Link(here)], [life], board, [])
+    yield leader, follower
+    leader.close()
+    follower.close()
+
+
+def both(pair: Pair, work: Callable[[int, Leader | Follower], None]) -> list[str]:
+    """Let both ends do their work; return what they raised, that of rank 0 first."""
+    raised = ["", ""]
+
+    def run(rank: int) -> None:
+        try:
+            work(rank, pair[rank])
+        except RankError as error:
+            raised[rank] = str(error)
+
+    thread = threading.Thread(target=run, args=(1,))
+    thread.start()
+    run(0)
+    thread.join()
+    return raised
+
+
+def test_the_least_number_counts(pair: Pair) -> None:
+    found = [0, 0]
+
+    def work(rank: int, end: Leader | Follower) -> None:
+        found[rank] = end.least((700, 300)[rank])
+
+    assert both(pair, work) == ["", ""]
+    assert found == [300, 300]
+
+
+def test_a_capture_that_all_ranks_make_alike_goes_through(pair: Pair) -> None:
+    def work(_: int, end: Leader | Follower) -> None:
+        with end.collectives.captured("bucket 4"):
+            x = torch.ones(4, 8)
+            end.collectives.all_reduce(x, "layers.0.o")
+            assert torch.equal(x, torch.full((4, 8), 2.0))
+
+    assert both(pair, work) == ["", ""]
+    for end in pair:
+        assert end.collectives.manifests["bucket 4"] == ["all_reduce of [4, 8] float32 at layers.0.o"]
+
+
+def test_a_collective_of_another_shape_is_named_before_anybody_waits(pair: Pair) -> None:
+    def work(rank: int, end: Leader | Follower) -> None:
+        with end.collectives.captured("bucket 4"):
+            end.collectives.all_reduce(torch.ones(4, 8), "layers.0.o")
+            end.collectives.all_reduce(torch.ones(4, 8 + rank), "layers.0.down")
+
+    for text in both(pair, work):
+        assert "rank 0 is in bucket 4 at collective 1: all_reduce of [4, 8] float32 at layers.0.down" in text
+        assert "rank 1 is in bucket 4 at collective 1: all_reduce of [4, 9] float32 at layers.0.down" in text
+
+
+def test_collectives_in_another_order_and_too_few_of_them_are_named(pair: Pair) -> None:
+    def work(rank: int, end: Leader | Follower) -> None:
+        with end.collectives.captured("bucket 8"):
+            for place in ("layers.0.o", "layers.0.down")[: 2 - rank]:
+                end.collectives.all_reduce(torch.ones(8, 8), place)
+
+    for text in both(pair, work):
+        assert "rank 1 ends the capture of bucket 8 with 1 collectives" in text
+        assert "at layers.0.down" in text
+
+
+def test_messages_arrive_as_they_were_sent() -> None:
+    here, there = (Link(end) for end in socket.socketpair())
+    messages = [Message(3, (1, -2, 3), b""), Message(0, (0, 0, 0), bytes(range(256)) * 4096)]
+    sender = threading.Thread(target=lambda: [here.send(message) for message in messages])
+    sender.start()
+    assert [there.receive() for _ in messages] == messages
+    sender.join()
+    here.close()
+    with pytest.raises(EOFError):
+        there.receive()
+    there.close()

@@ -1,0 +1,227 @@
+"""Products with weights of few bits on a GPU, against float64 of what others make of the same bytes."""
+
+import math
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from test_fused_linear import exact as fused_exact
+from test_fused_linear import gain_of, residual_of
+from test_small_linear import EPS, TOLERANCE
+
+from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, values_of
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
+from graphdecode.kernels.linear.weight_tiles import tiled
+from graphdecode.kernels.native.registration import versions
+from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks
+
+pytest.importorskip("triton")
+tiled_linear_torch = versions("tiled_linear").torch
+GROUPED = {  # code, group, kind of the second number, dtype of the scales
+    "int8": ("s8", 0, "none", torch.bfloat16),
+    "int8 by 128": ("s8", 128, "none", torch.float32),
+    "int8 by 32": ("s8", 32, "none", torch.float16),
+    "int4": ("s4", 0, "none", torch.float32),
+    "int4 by 128": ("s4", 128, "none", torch.bfloat16),
+    "int4 by 32": ("s4", 32, "none", torch.float16),
+    "int4 by 64 with zeros": ("u4", 64, "zeros", torch.float16),
+    "int4 by 128 with zeros": ("u4", 128, "zeros", torch.bfloat16),
+    "int4 by 512": ("s4", 512, "none", torch.float32),
+    "fp8": ("e4m3", 0, "none", torch.float32),
+    "fp8 by 128": ("e4m3", 128, "none", torch.float32),
+    "fp4": ("e2m1", 32, "none", torch.uint8),
+}
+FORMATS = [*GROUPED, *sorted(TILED_BLOCKS)]
+
+
+def config(splits=1, block_m=16, block_n=32, pdl=False):
+    return SmallLinearConfig("dot", block_n, 0, splits, num_warps=2, num_stages=2, pdl=pdl, block_m=block_m)
+
+
+def stored_blocks(name, rows, columns):
+    """Return random rows of blocks, uint8 [rows, bytes]: small scales, and any bits beside them."""
+    values, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
+    rng = np.random.default_rng([rows, columns])
+    stored = rng.integers(0, 256, (rows, -(-columns // values), nbytes), dtype=np.uint8)
+    numbers = 2 if name.endswith(("_1", "_K")) and name != "Q6_K" else 1
+    if name == "MXFP4":
+        stored[..., 0] = rng.integers(110, 122, stored.shape[:2])
+        return stored.reshape(rows, -1)
+    place = 208 if name == "Q6_K" else 0
+    size = 0.02 / (64 if name.endswith("_K") else 1)
+    scales = rng.normal(0, size, (*stored.shape[:2], numbers)).astype(np.float16)
+    stored[..., place : place + 2 * numbers] = scales.view(np.uint8).reshape(*stored.shape[:2], -1)
+    return stored.reshape(rows, -1)
+
+
+def weight_of(name, rows, columns):
+    """Return a random weight in tiles, and its values in float64."""
+    if name in TILED_BLOCKS:
+        stored = stored_blocks(name, rows, columns)
+        weight = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[name])
+        return tiles_of_blocks(torch.from_numpy(stored), name), torch.from_numpy(weight).double()
+    code, group, second_kind, dtype = GROUPED[name]
+    draw = torch.Generator().manual_seed(rows * columns)
+    codes = torch.randint(0, 1 << CODES[code].bits, (rows, columns), generator=draw, dtype=torch.uint8)
+    if code == "e4m3":
+        codes[codes & 127 == 127] = 0  # what is no number
+    groups = math.ceil(columns / group) if group else 1
+    if dtype == torch.uint8:
+        scales = torch.randint(110, 122, (rows, groups), generator=draw, dtype=torch.uint8)
+        wide = torch.exp2(scales.double() - 127)
+    else:
+        scales = (torch.randn(rows, groups, generator=draw) / values_of(code).abs().max() / 4).to(dtype)
+        wide = scales.double()
+    zeros = None
+    if second_kind == "zeros":
+        zeros = torch.randint(0, 16, (rows, groups), generator=draw, dtype=torch.uint8)
+    spread = group or columns
+    values = values_of(code).double()[codes.int()]
+    if zeros is not None:
+        values -= zeros.double().repeat_interleave(spread, 1)[:, :columns]
+    weight = values * wide.repeat_interleave(spread, 1)[:, :columns]
+    return tiled(codes, code, scales, group, zeros, second_kind), weight
+
+
+def launch(chosen, x, tiles, bias=None, gain=None, epilogue="store", residual=None, scale=1.0):
+    """The Triton version, over workspaces that hold garbage where they may."""
+    rows, out_features = x.shape[0], tiles.words.shape[1]
+    width = out_features if epilogue in ("store", "add") else out_features // 2
+    out = torch.full((rows, width), torch.nan, dtype=x.dtype, device=x.device)
+    if residual is not None:
+        out.copy_(residual)
+    counters = torch.zeros(max(chosen.counters(rows, out_features), 1), dtype=torch.int32, device=x.device)
+    columns = -(-out_features // chosen.block_n) * (chosen.block_n + 1)
+    partial = torch.full((chosen.splits, rows, columns), torch.nan, device=x.device)
+    tiled_linear_triton(
+        out, x, *arguments(tiles), bias, gain, partial, counters, EPS, epilogue, scale, *fields(tiles, chosen)
+    )
+    assert not counters.any(), "the counters are not ready for the next product"
+    return out
+
+
+def arguments(tiles):
+    return (tiles.words, tiles.high, tiles.scales, tiles.seconds)
+
+
+def fields(tiles, chosen):
+    """What the operator is given of a layout and a configuration."""
+    layout = (tiles.layout.code, tiles.layout.second_kind, tiles.layout.group, tiles.layout.step)
+    return (*layout, chosen.block_m, chosen.block_n, chosen.splits, chosen.num_warps, chosen.num_stages, chosen.pdl)
+
+
+def on(device, tiles):
+    return tiles._replace(
+        **{name: part.to(device) for name, part in zip(tiles._fields, tiles[:4], strict=False) if part is not None}
+    )
+
+
+def activations(rows, columns, dtype, device):
+    draw = torch.Generator().manual_seed(rows * 1000 + columns)
+    return torch.randn(rows, columns, generator=draw).to(dtype).to(device)
+
+
+def check(out, x, weight, bias=None):
+    """Sums in fp32 err by so much of what is summed up; the result is rounded once."""
+    expected = x.double().cpu() @ weight.T + (0 if bias is None else bias.double().cpu())
+    sizes = x.double().cpu().abs() @ weight.abs().T
+    rounding = {torch.float32: 0.0, torch.float16: 2**-11, torch.bfloat16: 2**-7}[
+        out.dtype
+    ]  # the interpreter cuts bf16 off
+    allowed = 4e-6 * sizes + rounding * expected.abs() + 1e-6
+    assert ((out.double().cpu() - expected).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("span", [16, 64])
+def test_words_hold_every_code(code, span):
+    kind = CODES[code]
+    columns = 16 * span
+    codes = torch.randint(0, 1 << kind.bits, (5, columns), generator=torch.Generator().manual_seed(1)).byte()
+    words, high = to_words(codes, code, span)
+    assert torch.equal(from_words(words, high, code), codes)
+    held = words.nbytes + (0 if high is None else high.nbytes)
+    assert held == codes.numel() * kind.bits // 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_no_weight_is_rounded(name, dtype, device):
+    """Rows and columns that blocks do not divide; columns split in two, and rows in tiles of eight."""
+    tiles, weight = weight_of(name, 50, 450)
+    x = activations(11, weight.shape[1], dtype, device)
+    bias = activations(1, 50, dtype, device)[0]
+    check(launch(config(2, block_m=8, block_n=64), x, on(device, tiles), bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 8, 17, 33, 64])
+@pytest.mark.parametrize("name", ["int8", "int4 by 128 with zeros", "Q4_K", "Q6_K", "Q8_0"])
+def test_any_number_of_rows(name, rows, device):
+    tiles, weight = weight_of(name, 40, 256)
+    block_m = next(most for most in (8, 16, 32, 64) if rows <= most)
+    x = activations(rows, weight.shape[1], torch.bfloat16, device)
+    check(launch(config(1 + rows % 2, block_m), x, on(device, tiles)), x, weight)
+
+
+@pytest.mark.parametrize("name", ["int8", "Q4_0", "Q5_1", "Q6_K", "MXFP4"])
+@pytest.mark.parametrize("epilogue", ["store", "add", "silu"])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_a_norm_and_an_epilogue_are_those_of_the_formulas(name, epilogue, splits, device):
+    tiles, weight = weight_of(name, 48, 300)
+    x = activations(5, weight.shape[1], torch.float16, device) * 3
+    gain, residual = gain_of(x), residual_of(x, 48)
+    given = residual if epilogue == "add" else None
+    out = launch(config(splits), x, on(device, tiles), None, gain, epilogue, given, 0.5)
+    scale = weight.abs().mean()
+    expected = fused_exact(x, weight.to(device), None, gain, epilogue, residual, 0.5)
+    tolerance = 4 * TOLERANCE[torch.float16]
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * max(1.0, 20 * float(scale)))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", ["int8", "Q4_1", "Q5_K"])
+def test_a_row_has_the_bits_that_it_has_alone_beside_any_other(name, splits, device):
+    """Laws: padding is inert, only the speed changes."""
+    tiles, weight = weight_of(name, 40, 512)
+    tiles = on(device, tiles)
+    x = activations(9, weight.shape[1], torch.float16, device)
+    gain = gain_of(x)
+    together = launch(config(splits), x, tiles, None, gain)
+    alone = launch(config(splits, block_m=8), x[-1:], tiles, None, gain)
+    assert torch.equal(alone[0], together[-1])
+    x[:-1] = torch.nan
+    assert torch.equal(launch(config(splits), x, tiles, None, gain)[-1], alone[0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_torch_version_is_the_product(name):
+    tiles, weight = weight_of(name, 50, 700)
+    x = activations(3, weight.shape[1], torch.float32, "cpu")
+    out = torch.full((3, 50), torch.nan)
+    tiled_linear(out, x, tiles, None, None, config())
+    check(out, x, weight)
+
+
+def test_the_operator_passes_opcheck(device):
+    tiles, _ = weight_of("Q4_1", 50, 256)
+    tiles = on(device, tiles)
+    x, out = activations(2, 256, torch.float32, device), torch.zeros(2, 50, device=device)
+    partial, counters = torch.zeros(2, 2, 2 * 33, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    given = (out, x, *arguments(tiles), None, None, partial, counters, 0.0, "store", 1.0, *fields(tiles, config(2)))
+    torch.library.opcheck(torch.ops.graphdecode.tiled_linear.default, given)
+
+
+def test_too_few_counters_are_refused():
+    tiles, _ = weight_of("Q8_0", 50, 256)
+    with pytest.raises(ValueError, match="counters holds 0; 2 are needed"):
+        tiled_linear(torch.zeros(1, 50), torch.zeros(1, 256), tiles, None, None, config(2))
+
+
+@pytest.mark.parametrize("name", ["int4 by 32", "Q5_K", "Q6_K", "Q8_0"])
+def test_tiles_hold_no_more_bytes_than_what_they_are_made_of(name):
+    tiles, weight = weight_of(name, 64, 512)
+    held = sum(part.nbytes for part in arguments(tiles) if part is not None)
+    bits = {"int4 by 32": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q8_0": 8.5}[name]
+    assert held * 8 == bits * weight.numel()

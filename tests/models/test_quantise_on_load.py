@@ -1,0 +1,135 @@
+"""Plain weights that are rounded while they are read: into what, how closely, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from family_checkpoints import save_checkpoint
+from quantised_checkpoints import FORMS, write_pair
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.groups import Groups
+from graphdecode.linear.int8 import Int8Panels
+from graphdecode.linear.weight_form import Shard
+from graphdecode.models import load_model
+from graphdecode.models.gguf.quantize import quantised_blocks
+from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
+
+compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+
+
+def weight(seed: int = 0, shape: tuple[int, int] = (96, 512)) -> torch.Tensor:
+    """Return a weight whose rows differ in size, with a row, a group and single values out of the ordinary."""
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=generator) * torch.rand(shape[0], 1, generator=generator)
+    made[3] = 0.0
+    made[5] = 0.5
+    made[6, :256] = -1.0
+    made[7, 9] = 40.0
+    return made
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "group_size", "most"), [("int8", None, 0.02), ("int8", 64, 0.009), ("fp8", None, 0.03)]
+)
+def test_a_group_is_rounded_to_its_nearest_codes(name: str, group_size: int | None, most: float) -> None:
+    scheme = GROUP_SCHEMES[name].sized(group_size, [512])
+    plain = weight()
+    groups = rounded(plain, scheme)
+    assert groups.scales.shape == (96, 512 // (group_size or 512))
+    assert error(groups.dequantised(), plain) < most
+    codes = groups.values()
+    step = groups.scales.repeat_interleave(512 // groups.scales.shape[1], 1)
+    if name == "int8":  # no code beside it is nearer
+        assert ((groups.dequantised() - plain).abs() <= 0.5001 * step).all()
+        assert codes.abs().max() <= 127
+
+
+def test_four_bits_are_closer_than_with_the_scale_of_the_largest_value() -> None:
+    plain = weight().bfloat16()
+    groups = rounded(plain, GROUP_SCHEMES["int4"].sized(None, [512]))
+    assert isinstance(groups, Groups)
+    assert (groups.bits, groups.group_size, groups.scales.dtype) == (4, 128, torch.bfloat16)
+    by_group = plain.float().view(96, -1, 128)
+    largest = by_group.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 7
+    simple = ((by_group / largest).round().clamp(-8, 7) * largest).flatten(1)
+    assert error(groups.dequantised(), plain) < 0.93 * error(simple, plain)
+
+
+@pytest.mark.parametrize(("block_type", "most"), [("Q8_0", 0.008), ("Q6_K", 0.02), ("Q5_0", 0.045), ("Q4_K", 0.08)])
+def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> None:
+    plain = weight()
+    plain[7, 9] = 0.0
+    blocks = quantised_blocks(plain, block_type)
+    found = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[block_type])
+    assert np.isfinite(found).all()
+    assert error(torch.from_numpy(found), plain) < most
+
+
+FORMS_OF = {"int4": GroupPanels, "fp8": GroupPanels, "q8_0": Blocks, "q4_k": Blocks, "int8": Int8Panels}
+
+
+@compiled
+@pytest.mark.parametrize("quantize", FORMS_OF)
+def test_a_model_answers_with_rounded_weights(tmp_path: Path, quantize: str) -> None:
+    save_checkpoint("llama-3.2", tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path, quantize=quantize, dtype="float32", max_batch_size=2, max_sequence_length=64) as llm:
+        layer = llm.model.layers[0]
+        assert {type(form) for form in layer.linears.values()} == {FORMS_OF[quantize]}
+        assert all(len(output.outputs[0].token_ids) == 8 for output in llm.generate([[65, 66], [67] * 9], params))
+        path = {"int4": "groups", "fp8": "groups", "int8": "int8"}.get(quantize, "blocks")
+        assert path in str(llm.graphs.report())
+
+
+@compiled
+def test_groups_of_a_size_that_is_asked_for_are_made(tmp_path: Path) -> None:
+    save_checkpoint("llama-2", tmp_path)
+    for quantize, size in (("int8", 32), ("int4", 16)):
+        model = load_model(tmp_path, device="cpu", quantize=quantize, quantize_group_size=size)
+        form = model.layers[0].linears["o"]
+        assert isinstance(form, GroupPanels)
+        assert form.weight.scales.shape[1] == 64 // size
+
+
+REFUSED = {
+    "groups that do not fit": ("int4", 48, "divide all weights' columns, and so 32; those of 32 are"),
+    "groups that are too small": ("int4", 8, "must be a multiple of 16"),
+    "groups of float8": ("fp8", 32, "has a scale for each row"),
+    "groups of blocks": ("q8_0", 32, "has blocks of one size"),
+    "groups of nothing": (None, 32, "quantize_group_size is for quantize='int4' and 'int8'"),
+}
+
+
+@pytest.mark.parametrize(("quantize", "size", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_had_is_refused(tmp_path: Path, quantize: str | None, size: int, message: str) -> None:
+    save_checkpoint("llama-2", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, device="cpu", quantize=quantize, quantize_group_size=size)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_weights_of_few_bits_are_not_rounded_again(tmp_path: Path, quantize: str) -> None:
+    packed, _ = write_pair(FORMS["int4 group"], tmp_path)
+    with pytest.raises(ValueError, match="is for plain weights, and these are"):
+        load_model(packed, device="cpu", quantize=quantize)
+
+
+def test_a_part_by_rows_is_rounded_as_the_whole() -> None:
+    plain = weight()
+    scheme = GROUP_SCHEMES["int4"].sized(64, [512])
+    part = Shard(1, 3, 0)
+    assert torch.equal(
+        rounded(plain, scheme).part(part).dequantised(), rounded(plain[part.slices((96, 512))], scheme).dequantised()
+    )

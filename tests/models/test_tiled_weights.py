@@ -1,0 +1,188 @@
+"""Models with the weight forms of a GPU, on a CPU: which layers take them, with whose values, and in a recorded step.
+
+Here the operators compute with torch; their kernels are interpreted by `tests/kernels/test_tiled_linear.py`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from test_gguf_blocks import quantised_file, values
+
+from graphdecode import GraphManager
+from graphdecode.graphs import check
+from graphdecode.kernels.linear.int8_linear import quantise_int8
+from graphdecode.kernels.linear.weight_tiles import dequantised
+from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.groups import Groups, packed
+from graphdecode.linear.int8 import Int8, Int8Panels
+from graphdecode.linear.plain import Plain
+from graphdecode.linear.tile_sources import tiles_of_groups
+from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
+from graphdecode.linear.weight_form import WeightForm
+from graphdecode.models import Decoder, load_model
+from graphdecode.models.gguf.source import Gguf
+
+pytest.importorskip("triton")
+from step_code.launches import recorded_step
+
+SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_0", "weight": "Q4_1"}
+
+
+@pytest.fixture
+def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU take the forms of a GPU, and none of its own."""
+    for form in (Blocks, GroupPanels, Int8, Int8Panels):
+        monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
+    monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=132))
+
+
+def product(form: WeightForm) -> torch.Tensor:
+    """What a form makes of the unit matrix: its weight, transposed, in float32."""
+    out = torch.empty(form.in_features, form.out_features)
+    form.apply(out, torch.eye(form.in_features))
+    return out
+
+
+def fused_products(form: WeightForm, x: torch.Tensor, gain: torch.Tensor) -> list[torch.Tensor]:
+    """Normed, gated and added products of a form."""
+    fused = form.fused(len(x))
+    assert fused is not None
+    normed, added = torch.empty(len(x), form.out_features), torch.ones(len(x), form.out_features)
+    activated = torch.empty(len(x), form.out_features // 2)
+    fused.normed(normed, x, gain, 1e-5)
+    fused.gated(activated, x, gain, 1e-5, "silu")
+    fused.added(added, x, 0.5)
+    return [normed, activated, added]
+
+
+def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_their_values(
+    tmp_path: Path, forms_of_a_gpu: None
+) -> None:
+    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
+    assert isinstance(model, Decoder)
+    found = model.layers[1].linears
+    assert {place: [part.layout.code for part in form.parts] for place, form in found.items()} == {  # type: ignore[attr-defined]
+        "qkv": ["u4", "s5"],
+        "o": ["u4"],
+        "gate_up": ["u4"],
+        "down": ["s8"],
+    }
+    names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
+    names |= {"gate_up": ["mlp.gate_proj", "mlp.up_proj"], "down": ["mlp.down_proj"]}
+    draw = torch.Generator().manual_seed(4)
+    for place, form in found.items():
+        weight = torch.cat([values(source, f"model.layers.1.{part}.weight") for part in names[place]])
+        torch.testing.assert_close(product(form), weight.T, rtol=1e-6, atol=1e-6)
+        x, gain = torch.randn(3, form.in_features, generator=draw), torch.rand(form.in_features, generator=draw)
+        norm = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain
+        gate, up = (norm @ weight.T).chunk(2, dim=1)
+        expected = [norm @ weight.T, torch.nn.functional.silu(gate) * up, 1 + 0.5 * (x @ weight.T)]
+        for one, other in zip(fused_products(form, x, gain), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert isinstance(model.head.lm_head, BlockTiles | Plain)
+
+
+@pytest.mark.parametrize("size", [32, 128, 300])
+@pytest.mark.parametrize("kind", ["int4", "int4 zeros", "int8", "int8 zeros", "e4m3", "e4m3 blocks", "e2m1"])
+def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
+    """Columns that groups do not divide, and one group for all."""
+    draw = torch.Generator().manual_seed(size)
+    code = kind.split()[0]
+    bits, rows, columns = (8 if code in ("int8", "e4m3") else 4), 70, 300
+    codes = torch.randint(0, 1 << bits, (rows, columns), generator=draw, dtype=torch.uint8)
+    rows_of_scale, groups = 64 if "blocks" in kind else 1, -(-columns // size)
+    scales = torch.rand(-(-rows // rows_of_scale), groups, generator=draw).half()
+    zeros = torch.randint(0, 1 << bits, (rows, groups), generator=draw, dtype=torch.uint8) if "zeros" in kind else None
+    held = codes if bits == 8 else packed(codes)
+    if code == "e4m3":
+        held = codes.clamp(max=120).view(torch.float8_e4m3fn)
+    if code == "e2m1":
+        scales = torch.exp2((scales.float() * 8).round()).to(torch.float8_e8m0fnu)
+    meaning = code if code.startswith("e") else "integer"
+    given = Groups(meaning, bits, held, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
+    tiles = tiles_of_groups(given)
+    assert tiles is not None
+    torch.testing.assert_close(dequantised(tiles)[:, :columns], given.dequantised(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "fp8", "q8_0"])
+def test_weights_that_are_rounded_while_they_are_read_are_tiles(
+    quantize: str, checkpoint: Callable[[str], Path], forms_of_a_gpu: None
+) -> None:
+    plain = load_model(checkpoint("qwen3"), device="cpu", dtype="float32")
+    model = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize=quantize)
+    assert isinstance(model, Decoder)
+    assert isinstance(plain, Decoder)
+    for place, form in model.layers[0].linears.items():
+        assert isinstance(form, GroupTiles | BlockTiles), (place, form)
+        weight = product(plain.layers[0].linears[place])
+        step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
+        assert (product(form) - weight).abs().max() <= step
+
+
+def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
+    draw = torch.Generator().manual_seed(8)
+    codes = torch.randint(0, 16, (6, 64), generator=draw, dtype=torch.uint8)
+    order = torch.randperm(64, generator=draw).int()
+    groups = Groups("integer", 4, packed(codes), torch.rand(6, 2, generator=draw), None, 32, order=order)
+    tiles = tiles_of_groups(groups)
+    assert tiles is not None
+    counters = torch.zeros(8, dtype=torch.int32)
+    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, order)
+    torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
+    assert form.fused(1) is None
+
+
+def test_int8_weights_are_those_of_the_rounded_ones(checkpoint: Callable[[str], Path], forms_of_a_gpu: None) -> None:
+    plain = load_model(checkpoint("qwen3"), device="cpu", dtype="float32")
+    tiled = load_model(checkpoint("qwen3"), device="cpu", dtype="float32", quantize="int8")
+    assert isinstance(plain, Decoder)
+    assert isinstance(tiled, Decoder)
+    for place, form in tiled.layers[0].linears.items():
+        assert isinstance(form, Int8Tiles)
+        codes, scales = quantise_int8(product(plain.layers[0].linears[place]).T)
+        torch.testing.assert_close(product(form), (codes * scales[:, None]).T, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_with_tiles_can_be_captured_and_its_replay_is_eager(tmp_path: Path, forms_of_a_gpu: None) -> None:
+    """Law: replay is eager."""
+    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
+    assert isinstance(model, Decoder)
+    driven = DrivenDecoder(model, 3, max_length=32)
+    driven.prefill([[5, 6, 7], [8], [9, 1, 2, 3]], [0, 0, 0])
+    for index, counters in enumerate(model.workspace):
+        driven.buffers.adopt(f"counters_{index}", counters)
+    constants = model.constants
+    assert check(driven.step, driven.buffers, constants=constants) == []
+    held = {id(tensor) for tensor in constants}
+    tiles = [part.words for layer in model.layers for form in layer.linears.values() for part in form.parts]  # type: ignore[attr-defined]
+    assert tiles
+    assert held >= {id(words) for words in tiles}
+    graphs = GraphManager(driven.step, driven.buffers, (1, 3), constants=constants)
+    graphs.capture(progress=False)
+    driven.stage([40, 41, 42], [3, 1, 4])
+    graphs.run_eager(3)
+    eager = driven.buffers.logits.clone()
+    driven.buffers.logits.fill_(torch.nan)
+    driven.stage([40, 41, 42], [3, 1, 4])
+    graphs.replay(3)
+    assert torch.equal(driven.buffers.logits, eager)
+    assert eager.isfinite().all()
+    graphs.close()
+
+
+def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_bytes() -> None:
+    plain, tiled = (recorded_step("shape:llama-100m", 1, quantize=quantize) for quantize in (None, "int8"))
+    assert len(tiled.launches) == len(plain.launches)
+    products = [launch for launch in tiled.launches if launch.operator == "tiled_linear"]
+    assert len(products) == 4 * tiled.model.num_layers + 1
+    assert all(launch.starts_early for launch in products)
+    assert tiled.model.weight_bytes < 0.51 * plain.model.weight_bytes

@@ -1,0 +1,187 @@
+"""A model is written anew in few bits: as it is read with them, whole, at once, and for other programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.errors import ArgumentError
+from graphdecode.models import UnsupportedModelError
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.text import load_tokenizer, quantised_copy
+from graphdecode.text.quantised_copy import quantised_copy as copy
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "eos_token_id": 256}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+TEXT = "Hello, world!  12 + 345 = x\n\n\tdef f(): 'naïve' 你好"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return byte-level BPE with a few merges, which cuts texts as GPT-2's does."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("o", "r")]
+    vocabulary = {token: index for index, token in enumerate([*letters, "<|end|>", *map("".join, merges)])}
+    made = Tokenizer(models.BPE(vocabulary, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>")
+
+
+def checkpoint(folder: Path, **changes: object) -> Path:
+    """Write a small Llama with a tokenizer."""
+    torch.manual_seed(3)
+    LlamaForCausalLM(LlamaConfig(**(SMALL | changes))).bfloat16().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    (folder / "NOTICE").write_text("kept")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("model"), attention_bias=True)
+
+
+def answers(folder: Path, **options: object) -> list[list[int]]:
+    with LLM(folder, dtype="float32", max_batch_size=2, max_sequence_length=64, **options) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(["he", TEXT], GREEDY)]
+
+
+@pytest.mark.parametrize(("quantize", "size"), [("int4", None), ("int8", 32), ("fp8", None)])
+def test_a_copy_answers_as_the_model_rounded_while_it_is_read(
+    model: Path, tmp_path: Path, quantize: str, size: int | None
+) -> None:
+    made = copy(model, tmp_path / "copy", quantize, group_size=size)
+    assert (made / "NOTICE").read_text() == "kept"
+    assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+    assert answers(made) == answers(model, quantize=quantize, quantize_group_size=size)
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_transformers_reads_the_copy_as_it_is_read_here(model: Path, tmp_path: Path, quantize: str) -> None:
+    made = copy(model, tmp_path / "copy", quantize)
+    theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
+    plain = checkpoint(tmp_path / "plain", attention_bias=True)
+    source, tensors = Checkpoint(made), load_file(plain / "model.safetensors")
+    for name in tensors:
+        tensors[name] = torch.empty(tensors[name].shape)
+        source.read(name, tensors[name])
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    ours = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    ids = torch.tensor([[1, 7, 3, 250, 9]])
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_bias": True}], ids=["plain", "tied"])
+def test_a_file_of_gguf_answers_as_the_model_rounded_while_it_is_read(tmp_path: Path, changes: dict) -> None:
+    model = checkpoint(tmp_path / "model", **changes)
+    made = copy(model, tmp_path / "copy.gguf", "q8_0")
+    assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
+    assert answers(made, quantize="gguf") == answers(model, quantize="q8_0")
+
+
+def test_llamas_rope_is_kept_in_a_file_of_gguf(tmp_path: Path) -> None:
+    rope = LLAMA3 | {"original_max_position_embeddings": 8192}
+    model = checkpoint(tmp_path / "model", rope_parameters=rope, max_position_embeddings=65536)
+    made = copy(model, tmp_path / "copy.gguf", "q4_k")  # of 64 columns: blocks of 32, with five bits
+    assert answers(made, quantize="gguf") == answers(model, quantize="q4_k")
+
+
+def test_what_gguf_cannot_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    rope = LLAMA3 | {"original_max_position_embeddings": 32}
+    model = checkpoint(tmp_path / "model", rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="cannot say that Llama 3.1's rope has other numbers"):
+        copy(model, tmp_path / "copy.gguf", "q8_0")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_large_model_is_written_in_files_with_an_index(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphdecode.models.quantised.compressed_files._SHARD_BYTES", 40_000)
+    made = copy(model, tmp_path / "copy", "int4")
+    files = sorted(path.name for path in made.glob("*.safetensors"))
+    assert len(files) > 1
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    index = json.loads((made / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == set(files)
+    assert answers(made) == answers(model, quantize="int4")
+
+
+def test_an_interrupted_copy_leaves_nothing_and_what_was_there(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = copy(model, tmp_path / "copy", "int4")
+    before = (made / "model.safetensors").read_bytes()
+
+    def interrupted(names: list[str], progress: bool) -> Iterator[str]:
+        yield from names[:5]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantised_copy, "_counted", interrupted)
+    for out in ("copy", "other"):
+        with pytest.raises(KeyboardInterrupt):
+            copy(model, tmp_path / out, "int8", overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+    assert (made / "model.safetensors").read_bytes() == before
+
+
+def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path) -> None:
+    made = copy(model, tmp_path / "copy", "int4")
+    with pytest.raises(ArgumentError, match="is there already"):
+        copy(model, made, "int8")
+    copy(model, made, "int8", overwrite=True)
+    assert (
+        json.loads((made / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]["weights"][
+            "num_bits"
+        ]
+        == 8
+    )
+    with pytest.raises(ArgumentError, match="is for plain weights, and these are INT8 already"):
+        copy(made, tmp_path / "again", "int4")
+    (tmp_path / "holiday").mkdir()
+    with pytest.raises(ArgumentError, match="is no checkpoint folder, and is not replaced"):
+        copy(model, tmp_path / "holiday", "int4", overwrite=True)
+
+
+REFUSED = {
+    "a word for nothing": ("int3", "copy", {}, "quantize must be int8, int4, fp8, q8_0, q4_k, got 'int3'"),
+    "a format that there is not": ("int4", "copy", {"file_format": "onnx"}, "must be one of safetensors, gguf"),
+    "a format of others": (
+        "int4",
+        "copy.gguf",
+        {"file_format": "gguf"},
+        "int4 is not written as gguf; what is so",
+    ),
+    "a folder for a file": ("q8_0", "copy", {}, "needs a name that ends in .gguf"),
+    "a file for a folder": ("int8", "copy.gguf", {}, "needs a folder"),
+    "a folder in none": ("int8", "no/copy", {}, "is no folder, so copy cannot be made"),
+    "a group that does not fit": ("int4", "copy", {"group_size": 48}, "divide all weights' columns"),
+}
+
+
+@pytest.mark.parametrize(("quantize", "out", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_refused_and_nothing_written(
+    model: Path, tmp_path: Path, quantize: str, out: str, options: dict, message: str
+) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        copy(model, tmp_path / out, quantize, **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_model_itself_is_not_written_over(model: Path) -> None:
+    for out in (model, model.parent):
+        with pytest.raises(ArgumentError, match="holds the model itself"):
+            copy(model, out, "int4", overwrite=True)

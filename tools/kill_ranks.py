@@ -1,0 +1,136 @@
+"""Kill or stop one rank of a tensor-parallel engine while it captures, computes prompts, or decodes.
+
+    python tools/kill_ranks.py [--times 10] [--limit 3] [--seed 0] [--phases capture,prefill,decode]
+
+Each trial is an engine of the demo over two ranks in processes of its own. Some time into the phase one of the ranks is
+sent SIGKILL or SIGSTOP. The others must end within the limit and a grace, with an error that names the rank, and no
+process may be left. A stopped rank 0 is let go on when the others have ended, and must say what became of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PHASES = ("capture", "prefill", "decode")
+SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
+GRACE_SECONDS = 4.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
+_START_SECONDS = 120
+
+
+def engine(phase: str, limit_seconds: float) -> None:
+    """Run the trial's engine: print the ranks' processes and the phase, and work in it until something happens."""
+    from graphdecode import EngineConfig, Request, SamplingParams
+    from graphdecode.engine.loading import load_engine, start_ranks_of
+    from graphdecode.graphs import GraphManager
+    from graphdecode.models import resolve_model_path
+
+    settings = EngineConfig.of(
+        None, tensor_parallel_size=2, max_batch_size=32, rank_limit_seconds=limit_seconds, max_sequence_length=256,
+        batch_sizes=list(range(1, 33)), prefix_cache=False, max_graphs=32,
+    )  # fmt: skip
+    ranks = start_ranks_of(settings)
+    print("ranks", os.getpid(), *ranks.pids, flush=True)
+    if phase == "capture":
+        capture = GraphManager.capture
+
+        def told(graphs: GraphManager, progress: bool = True) -> object:
+            print("phase", flush=True)
+            return capture(graphs, progress)
+
+        GraphManager.capture = told  # type: ignore[method-assign,assignment]
+    running = load_engine(resolve_model_path("demo"), settings, ranks=ranks)
+    if phase != "capture":
+        print("phase", flush=True)
+    length, tokens = (200, 1) if phase == "prefill" else (4, 200)
+    while True:
+        for row in range(32):
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            running.add(Request([1 + row] * length, params))
+        while running.has_work:
+            running.step()
+
+
+def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float, wait: float) -> tuple[str, float]:
+    """Run one trial; return what is wrong with it ("" if nothing is), and the seconds until all was over."""
+    command = [sys.executable, str(Path(__file__)), "--engine", phase, "--limit", str(limit_seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+        reader.start()
+        pids = [int(pid) for pid in process.stdout.readline().split()[1:]]
+        process.stdout.readline()
+        time.sleep(wait)
+        began = time.monotonic()
+        os.kill(pids[victim], number)
+        others = [pid for rank, pid in enumerate(pids) if rank != victim]
+        while any(map(_lives, others)) and time.monotonic() - began < limit_seconds + GRACE_SECONDS:
+            time.sleep(0.02)
+        seconds = time.monotonic() - began
+        left = [pid for pid in others if _lives(pid)]
+        if victim == 0 and number == signal.SIGSTOP:
+            os.kill(pids[0], signal.SIGCONT)
+        time.sleep(0.2)
+        ends = time.monotonic() + GRACE_SECONDS
+        while any(map(_lives, pids)) and time.monotonic() < ends:
+            time.sleep(0.02)
+        left += [pid for pid in pids if _lives(pid) and pid not in left]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+        reader.join(2)
+    text = "".join(said)
+    # of a killed rank 0 its followers tell, on their standard error; of all others rank 0 does
+    expected = rf"rank {victim}\b.*({'stalled|did not come' if number == signal.SIGSTOP else 'SIGKILL|died'})"
+    if left:
+        return f"{len(left)} processes were left", seconds
+    if not re.search(expected, text):
+        return f"no error names rank {victim}: {text[-2000:]}", seconds
+    return "", seconds
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=10)
+    parser.add_argument("--limit", type=float, default=3.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.engine:
+        engine(given.engine, given.limit)
+    draw, failures = random.Random(given.seed), 0
+    for phase in given.phases.split(","):
+        for number in SIGNALS:
+            worst = 0.0
+            for time_of in range(given.times):
+                victim, wait = time_of % 2, draw.uniform(0.0, 0.3)
+                wrong, seconds = trial(phase, number, victim, given.limit, wait)
+                worst = max(worst, seconds)
+                if wrong:
+                    failures += 1
+                    print(f"{phase} {number.name} of rank {victim} after {wait:.2f} s: {wrong}", flush=True)
+            print(f"{phase:8s} {number.name}: {given.times} times, all over within {worst:.1f} s", flush=True)
+    sys.exit(1 if failures else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What a model loses and gains in each form of few bits: perplexity, resident memory, and a step's time, on a CPU.
+
+    python tools/quantised_models.py prepare FOLDER             SmolLM2 in bf16, and a copy in each form
+    python tools/quantised_models.py measure FOLDER --out FILE  each in a process of its own, one after another
+
+Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
+long answer's time less a short one's; its floor is the time to read the weights once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.models import resolve_model_path
+from graphdecode.models.gguf.source import Gguf
+from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import describe_environment
+from graphdecode.text import load_tokenizer
+from graphdecode.text.quantised_copy import quantised_copy
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ("LICENSE", "docs/architecture.md")
+TEXT_TOKENS = 1536  # of each
+BATCH_SIZES = (1, 8)
+NEW_TOKENS, TURNS = 48, 3
+PLAIN = "bf16"
+COPIES = {"int8": "int8", "int4": "int4", "fp8": "fp8", "q8_0": "q8_0.gguf", "q4_k": "q4_k.gguf"}
+app = typer.Typer(add_completion=False)
+
+
+def expand(folder: Path) -> None:
+    """Write SmolLM2, which comes in blocks, as a plain checkpoint in bf16."""
+    path = resolve_model_path("smollm2")
+    source, tokenizer = Gguf(path), load_tokenizer(path)
+    tensors = {name: torch.empty(stored.shape, dtype=torch.bfloat16) for name, stored in source.tensors.items()}
+    for name, out in tensors.items():
+        source.read(name, out)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(source.settings | {"model_type": "llama"}))
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    settings = named | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@app.command()
+def prepare(folder: Path) -> None:
+    """Write the model in bf16, and its copies; what is there stays."""
+    if not (folder / PLAIN).exists():
+        expand(folder / PLAIN)
+    for name, copy in COPIES.items():
+        if not (folder / copy).exists():
+            began = time.perf_counter()
+            quantised_copy(folder / PLAIN, folder / copy, name, progress=True)
+            print(f"{name}: rounded and written in {time.perf_counter() - began:.1f} s")
+
+
+def perplexity(llm: LLM, text: str) -> float:
+    """Return the perplexity of a text's first tokens."""
+    ids = llm.tokenizer(text, verbose=False).input_ids[:TEXT_TOKENS]
+    (output,) = llm.generate([ids], SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
+    return math.exp(-sum(scored) / len(scored))
+
+
+def step_ms(llm: LLM, batch_size: int) -> list[float]:
+    """Return the milliseconds of a step, by turn."""
+    prompts = [[100 + row] * 16 for row in range(batch_size)]
+    turns = []
+    for _ in range(TURNS):
+        times = []
+        for count in (1, NEW_TOKENS + 1):
+            began = time.perf_counter()
+            llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0), use_tqdm=False)
+            times.append(time.perf_counter() - began)
+        turns.append(1000 * (times[1] - times[0]) / NEW_TOKENS)
+    return turns
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@app.command()
+def one(model: Path, form: str) -> None:
+    """Print a JSON line of one model; a process of its own, for its memory is that of one model."""
+    quantize = "gguf" if model.suffix == ".gguf" else None
+    before = resident_bytes()
+    began = time.perf_counter()
+    with LLM(model, quantize=quantize, dtype="bfloat16", max_batch_size=8, max_sequence_length=2048) as llm:
+        load_seconds = time.perf_counter() - began
+        turns = {str(size): step_ms(llm, size) for size in BATCH_SIZES}
+        record = {
+            "form": form,
+            "load_seconds": load_seconds,
+            "weight_bytes": llm.model.weight_bytes,
+            "resident_bytes": resident_bytes() - before,
+            "turns_ms": turns,
+            "ms_per_step": {size: statistics.median(found) for size, found in turns.items()},
+            "perplexity": {name: perplexity(llm, (ROOT / name).read_text()) for name in TEXTS},
+            "report": str(llm.graphs.report()).splitlines()[-8:],
+        }
+    print(json.dumps(record))
+
+
+@app.command()
+def measure(
+    folder: Path,
+    out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
+    only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: all.")] = None,
+) -> None:
+    """Measure each form in a process of its own, and print a table."""
+    chosen = only.split(",") if only else [PLAIN, *COPIES]
+    bandwidth = read_bandwidth("cpu")
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    for form in chosen:
+        model = folder / COPIES.get(form, PLAIN)
+        ran = subprocess.run(
+            [sys.executable, __file__, "one", str(model), form], stdout=subprocess.PIPE, check=True, text=True
+        )
+        rows = [row for row in rows if row["form"] != form] + [json.loads(ran.stdout.splitlines()[-1])]
+    result = {"schema": 1, "read_bandwidth": bandwidth, "environment": describe_environment("cpu"), "rows": rows}
+    if out is not None:
+        out.write_text(json.dumps(result, indent=1) + "\n")
+    _print(result)
+
+
+def _print(result: dict[str, Any]) -> None:
+    table = Table("form", "weights MiB", "resident MiB", "ms at 1", "x floor", "ms at 8", *TEXTS)
+    for row in result["rows"]:
+        floor = 1000 * row["weight_bytes"] / result["read_bandwidth"]
+        cells = [row["form"], f"{row['weight_bytes'] / 2**20:.0f}", f"{row['resident_bytes'] / 2**20:.0f}"]
+        cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
+        cells += [f"{row['ms_per_step']['8']:.2f}", *(f"{row['perplexity'][text]:.3f}" for text in TEXTS)]
+        table.add_row(*cells)
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    app()
