@@ -128,7 +128,7 @@ class Tiles(WeightForm):
 
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
-        sizes = (self.sizes[0], columns_of(first), first.layout.step)
+        sizes = (self.sizes[0], columns_of(first), first.layout)
         return tiled_config(given, *sizes, self.units, self.early, is_normed)
 
 
