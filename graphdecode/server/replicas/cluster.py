@@ -48,7 +48,6 @@ class Cluster:
     Attributes:
         limits: as given.
         front: before them in this process, where the way is direct.
-        draining: nothing new is taken on.
     """
 
     def __init__(
@@ -66,8 +65,17 @@ class Cluster:
         self._way = way
         self._application = application
         self.limits = limits
-        self.draining = False
         self.front: Front | None = None
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken on in this process."""
+        return self.front is not None and self.front.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if self.front is not None:
+            self.front.draining = draining
 
     @property
     def num_open(self) -> int:
