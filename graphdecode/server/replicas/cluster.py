@@ -130,7 +130,7 @@ class Cluster:
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
-            target = rows if replicas.target_requests == "auto" else replicas.target_requests
+            target = max(rows // 4, 1) if replicas.target_requests == "auto" else replicas.target_requests
             scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
             delays = {"upscale_delay_s": replicas.upscale_delay_s, "downscale_delay_s": replicas.downscale_delay_s}
             look_back = {"look_back_period_s": max(min(replicas.upscale_delay_s, 30.0), 1.0), "metrics_interval_s": 1.0}
