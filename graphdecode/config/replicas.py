@@ -53,7 +53,10 @@ class ReplicaConfig:
         "is there to compare with.",
     )
     target_requests: int | str = key(
-        REPLICAS, "auto", auto_or(integer(1)), "Requests of an engine that autoscaling aims at; auto: max_batch_size."
+        REPLICAS,
+        "auto",
+        auto_or(integer(1)),
+        "Requests of an engine that autoscaling aims at; auto: a quarter of max_batch_size.",
     )
     upscale_delay_s: float = key(REPLICAS, 10.0, number(0), "Load must be above the target for so long.")
     downscale_delay_s: float = key(REPLICAS, 300.0, number(0), "Load must be below the target for so long.")

@@ -421,11 +421,7 @@ def load_server_config(path: str | Path) -> ServerConfig:
 
 
 def load_replica_config(path: str | Path) -> ReplicaConfig:
-    """Read the section [replicas] of a configuration file; all of the file is checked.
-
-    Raises:
-        ConfigError: as `EngineConfig.load`.
-    """
+    """Read the section [replicas] of a configuration file; see `load_server_config`."""
     return ReplicaConfig(**ConfigDocument.read(path, _keys()).values[REPLICAS])
 
 

@@ -48,7 +48,6 @@ class Cluster:
     Attributes:
         limits: as given.
         front: before them in this process, where the way is direct.
-        draining: nothing new is taken on.
     """
 
     def __init__(
@@ -66,8 +65,17 @@ class Cluster:
         self._way = way
         self._application = application
         self.limits = limits
-        self.draining = False
         self.front: Front | None = None
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is taken on in this process."""
+        return self.front is not None and self.front.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        if self.front is not None:
+            self.front.draining = draining
 
     @property
     def num_open(self) -> int:
@@ -122,7 +130,7 @@ class Cluster:
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
-            target = rows if replicas.target_requests == "auto" else replicas.target_requests
+            target = max(rows // 4, 1) if replicas.target_requests == "auto" else replicas.target_requests
             scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
             delays = {"upscale_delay_s": replicas.upscale_delay_s, "downscale_delay_s": replicas.downscale_delay_s}
             look_back = {"look_back_period_s": max(min(replicas.upscale_delay_s, 30.0), 1.0), "metrics_interval_s": 1.0}

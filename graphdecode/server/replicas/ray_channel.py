@@ -104,11 +104,6 @@ class HttpChannel(RayChannel):
             )
         return self._session
 
-    async def close(self) -> None:
-        """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
-
 
 class Ingress:
     """The front as Ray's proxies call it.
