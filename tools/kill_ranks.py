@@ -10,6 +10,7 @@ process may be left. A stopped rank 0 is let go on when the others have ended, a
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 
 PHASES = ("capture", "prefill", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-GRACE_SECONDS = 4.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
+GRACE_SECONDS = 15.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
 _START_SECONDS = 120
 
 
@@ -33,6 +34,7 @@ def engine(phase: str, limit_seconds: float) -> None:
     from graphdecode.graphs import GraphManager
     from graphdecode.models import resolve_model_path
 
+    faulthandler.register(signal.SIGUSR1)
     settings = EngineConfig.of(
         None, tensor_parallel_size=2, max_batch_size=32, rank_limit_seconds=limit_seconds, max_sequence_length=256,
         batch_sizes=list(range(1, 33)), prefix_cache=False, max_graphs=32,
@@ -86,6 +88,8 @@ def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float,
             time.sleep(0.02)
         left += [pid for pid in pids if _lives(pid) and pid not in left]
         for pid in left:
+            os.kill(pid, signal.SIGUSR1)  # rank 0 says where it is
+            time.sleep(0.5)
             os.kill(pid, signal.SIGKILL)
         process.wait()
         reader.join(2)
@@ -93,7 +97,7 @@ def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float,
     # of a killed rank 0 its followers tell, on their standard error; of all others rank 0 does
     expected = rf"rank {victim}\b.*({'stalled|did not come' if number == signal.SIGSTOP else 'SIGKILL|died'})"
     if left:
-        return f"{len(left)} processes were left", seconds
+        return f"{len(left)} processes were left: {text[-4000:]}", seconds
     if not re.search(expected, text):
         return f"no error names rank {victim}: {text[-2000:]}", seconds
     return "", seconds

@@ -328,7 +328,11 @@ class Follower(Ranks):
         Raises:
             EOFError: it ended the group.
         """
-        return self._link.receive()
+        try:
+            return self._link.receive()
+        except EOFError:
+            self._watch.await_end()
+            raise
 
     def agree(self, text: str) -> None:
         """Come back when all ranks have said the same; see `Ranks.agree`."""
@@ -341,7 +345,8 @@ class Follower(Ranks):
         return self._asked(Message(SAID, (number, 0, 0), b"")).numbers[0]
 
     def _asked(self, message: Message) -> Message:
-        self._link.send(message)
+        with contextlib.suppress(OSError):  # it is gone, which receiving tells
+            self._link.send(message)
         return self.receive()
 
     def fail(self, text: str) -> None:
