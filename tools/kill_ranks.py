@@ -3,7 +3,7 @@
     python tools/kill_ranks.py [--times 10] [--limit 3] [--seed 0] [--phases capture,prefill,decode]
 
 Each trial is an engine of the demo over two ranks in processes of its own. Some time into the phase one of the ranks is
-sent SIGKILL or SIGSTOP. The others must end within the limit and a grace, with an error that names the rank, and no
+sent SIGKILL or SIGSTOP. The others must end within the limit, or soon after it on a busy machine, with an error that names the rank, and no
 process may be left. A stopped rank 0 is let go on when the others have ended, and must say what became of them.
 """
 
@@ -23,8 +23,7 @@ from pathlib import Path
 
 PHASES = ("capture", "prefill", "decode")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
-GRACE_SECONDS = 15.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
-_START_SECONDS = 120
+PATIENCE_SECONDS = 60.0  # beyond the limit: to be told, to print, and to end, on a machine that others use too
 
 
 def engine(phase: str, limit_seconds: float) -> None:
@@ -76,14 +75,14 @@ def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float,
         began = time.monotonic()
         os.kill(pids[victim], number)
         others = [pid for rank, pid in enumerate(pids) if rank != victim]
-        while any(map(_lives, others)) and time.monotonic() - began < limit_seconds + GRACE_SECONDS:
+        while any(map(_lives, others)) and time.monotonic() - began < limit_seconds + PATIENCE_SECONDS:
             time.sleep(0.02)
         seconds = time.monotonic() - began
         left = [pid for pid in others if _lives(pid)]
         if victim == 0 and number == signal.SIGSTOP:
             os.kill(pids[0], signal.SIGCONT)
         time.sleep(0.2)
-        ends = time.monotonic() + GRACE_SECONDS
+        ends = time.monotonic() + PATIENCE_SECONDS
         while any(map(_lives, pids)) and time.monotonic() < ends:
             time.sleep(0.02)
         left += [pid for pid in pids if _lives(pid) and pid not in left]
