@@ -24,13 +24,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from graphdecode.kernels.attention import attention_plan, extend_attention, split_append, split_decode
 from graphdecode.kernels.cache import rope_append
-from graphdecode.kernels.linear import small_linear
+from graphdecode.kernels.linear import small_linear, tiled_linear
 from graphdecode.kernels.linear.small_linear_config import (
     DOT_TILES,
     GEMV_ROWS,
     SmallLinearConfig,
     candidates,
+    tiled_config,
 )
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
 from graphdecode.kernels.model import (
     act_mul,
     advance,
@@ -339,6 +341,36 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     return cases
 
 
+def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
+    """Products with weights of few bits: few rows as they are, many with all that a layer fuses with them."""
+    cases: dict[str, Callable[[], None]] = {}
+    kinds = {
+        "int8": ("s8", 0, "none", torch.bfloat16),
+        "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
+        "q4_k": ("u4", 32, "six bits", torch.float16),
+        "q6_k": ("s6", 16, "parts", torch.float16),
+    }
+    for name, (code, group, second_kind, dtype) in kinds.items():
+        tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
+        for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
+            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout.step, 132, arch >= 90, is_normed)
+            case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
+            cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
+    return cases
+
+
+def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:
+    """Launch one product with a weight of few bits."""
+    out_features, layout = tiles.words.shape[1], tiles.layout
+    x = torch.empty(rows, FEED_FORWARD, dtype=torch.bfloat16)
+    out = torch.empty(rows, out_features // (1 + (epilogue == "silu")), dtype=torch.bfloat16)
+    gain, counters = torch.empty(FEED_FORWARD) if is_normed else None, torch.empty(HIDDEN, dtype=torch.int32)
+    tiled_linear.tiled_linear_triton(
+        out, x, *tiles[:4], None, gain, torch.empty(1), counters, 1e-5, epilogue, 1.0, *layout[:3], layout.step,
+        config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages, config.pdl,
+    )  # fmt: skip
+
+
 def expert_cases() -> dict[str, Callable[[], None]]:
     """Routing, and the products of few and of many pairs of a model with experts."""
     cases: dict[str, Callable[[], None]] = {}
@@ -387,6 +419,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= step_cases()
     cases |= speculation_cases()
     cases |= linear_cases(arch)
+    cases |= tiled_cases(arch)
     cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)
