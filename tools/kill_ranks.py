@@ -3,13 +3,14 @@
     python tools/kill_ranks.py [--times 10] [--limit 3] [--seed 0] [--phases capture,prefill,decode]
 
 Each trial is an engine of the demo over two ranks in processes of its own. Some time into the phase one of the ranks is
-sent SIGKILL or SIGSTOP. The others must end within the limit, or soon after it on a busy machine, with an error that names the rank, and no
-process may be left. A stopped rank 0 is let go on when the others have ended, and must say what became of them.
+sent SIGKILL or SIGSTOP. The others must end within the limit, or soon after it on a busy machine, with an error that
+names the rank, and no process may be left. A stopped rank 0 is let go on when the others have ended, and must end, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import os
 import random
@@ -86,10 +87,11 @@ def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float,
         while any(map(_lives, pids)) and time.monotonic() < ends:
             time.sleep(0.02)
         left += [pid for pid in pids if _lives(pid) and pid not in left]
-        for pid in left:
-            os.kill(pid, signal.SIGUSR1)  # rank 0 says where it is
+        if pids[0] in left:
+            _send(pids[0], signal.SIGUSR1)  # it says where it is
             time.sleep(0.5)
-            os.kill(pid, signal.SIGKILL)
+        for pid in left:
+            _send(pid, signal.SIGKILL)
         process.wait()
         reader.join(2)
     text = "".join(said)
@@ -100,6 +102,11 @@ def trial(phase: str, number: signal.Signals, victim: int, limit_seconds: float,
     if not re.search(expected, text):
         return f"no error names rank {victim}: {text[-2000:]}", seconds
     return "", seconds
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _lives(pid: int) -> bool:
