@@ -383,8 +383,8 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
         (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
         given = [their_link.fileno(), their_life.fileno(), descriptor]
         with their_link, their_life:
-            command, held = [sys.executable, "-m", module, *map(str, given)], [each for each in given if each >= 0]
-            processes.append(subprocess.Popen(command, pass_fds=held, stdin=subprocess.DEVNULL))
+            command, ends = [sys.executable, "-m", module, *map(str, given)], [each for each in given if each >= 0]
+            processes.append(subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL))
         links.append(Link(link))
         lives.append(life)
         links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))
