@@ -56,7 +56,7 @@ class Weights:
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
 
     def embedding_panels(self) -> QuantisedPanels | None:
-        """Return the embedding in blocks, if the source has it so and products keep it; a tied output layer shares it."""
+        """Return the embedding in blocks, if products keep the source's; a tied output layer shares them."""
         names = LinearNames(self._names("embedding"))
         if self.shared is not None or not keeps(self._source, names, self._options):
             return None
