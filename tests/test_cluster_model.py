@@ -94,11 +94,16 @@ def test_a_cache_that_is_full_forgets_what_was_used_longest_ago() -> None:
 
 
 def test_autoscaling_waits_for_a_wish_to_last_and_stays_in_its_bounds() -> None:
-    scaler = Autoscaler(Bounds(1, 4, 10.0, 20.0, 60.0, 0.0))
+    scaler = Autoscaler(Bounds(1, 4, 10.0, 20.0, 60.0, 0.0, 10.0))
     told = [scaler.wanted(load, 1, time) for time, load in ((0, 35), (10, 5), (20, 35), (30, 35), (40, 35))]
     assert told == [1, 1, 1, 1, 4]
     assert [scaler.wanted(0, 4, time) for time in (50, 80, 109, 110)] == [4, 4, 4, 1]
     assert [scaler.wanted(10**6, 4, time) for time in (120, 150)] == [4, 4]
+
+
+def test_autoscaling_looks_at_the_mean_of_a_while() -> None:
+    scaler = Autoscaler(Bounds(1, 9, 10.0, 0.0, 0.0, 0.0, 30.0))
+    assert [scaler.wanted(load, 1, time) for time, load in ((0, 10), (10, 10), (20, 70), (30, 70))] == [1, 1, 3, 5]
 
 
 def test_replicas_that_leave_finish_what_they_have_and_nothing_is_lost() -> None:

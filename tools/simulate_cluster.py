@@ -90,9 +90,9 @@ def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
     rows, outcomes = [], {}
     for name, replicas, bounds in (
         ("fixed", 14, None),
-        ("aims at 8", 2, Bounds(2, 24, 8.0, 10.0, 300.0, START_S)),
-        ("aims at 24", 2, Bounds(2, 24, 24.0, 10.0, 300.0, START_S)),
-        ("aims at 8, slow start", 2, Bounds(2, 24, 8.0, 10.0, 300.0, 120.0)),
+        ("2 to 24", 2, Bounds(2, 24, 32.0, 10.0, 300.0, START_S)),
+        ("6 to 24", 6, Bounds(6, 24, 32.0, 10.0, 300.0, START_S)),
+        ("6 to 24, two minutes to start", 6, Bounds(6, 24, 32.0, 10.0, 300.0, 120.0)),
     ):
         told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
         rows.append(told)
@@ -108,7 +108,7 @@ def main(
     costs = read_costs(profile, sum(SIZES) - SIZES[2] // 2)
     steady = [routed(costs, policy, 100, rate, 120.0) for policy in POLICIES for rate in RATES]
     slacks = [routed(costs, "prefix", 100, 5.0, 120.0, slack) for slack in SLACKS]
-    large = [routed(costs, policy, 1000, 4.0, 30.0) for policy in POLICIES]
+    large = [routed(costs, policy, 1000, 4.0, 16.0) for policy in POLICIES]
     told, outcomes = days(costs)
     found = {
         "schema": 1,

@@ -32,7 +32,7 @@ from graphdecode.profiling.environment import describe_environment
 
 STREAMS = 200
 SILENT_SECONDS = 90.0  # without a byte
-START_SECONDS = 180.0
+START_SECONDS = 420.0
 END_SECONDS = 120.0
 ROWS = 32
 ANSWERED, TOLD, REFUSED, CUT, SILENT = "answered", "told of an error", "refused", "cut", "silent"
@@ -211,9 +211,9 @@ def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
             return await asyncio.gather(*tasks), killed
 
     with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2, 60)
+        server.until_replicas(2, START_SECONDS)
         streams, killed = asyncio.run(storm(server))
-        again = server.until_replicas(2, 120)
+        again = server.until_replicas(2, START_SECONDS)
         calm = asyncio.run(all_of(server, requests_of(20, 1, tokens)))
     later = [stream for stream in streams if stream.ended > killed]
     same = sum(stream.text == other.text for stream, other in zip(streams, calm, strict=False))
@@ -252,13 +252,13 @@ def scale(model: str, tokens: int) -> dict[str, Any]:
 
         async with server.client() as http:
             many = [asyncio.create_task(client(http)) for _ in range(16)]
-            took["up_s"] = await asyncio.to_thread(server.until_replicas, 2, 120)
+            took["up_s"] = await asyncio.to_thread(server.until_replicas, 2, START_SECONDS)
             await asyncio.sleep(3)
             stop.set()
             await asyncio.gather(*many)
             stop.clear()
             one = asyncio.create_task(client(http))  # goes on while the other replica leaves
-            took["down_s"] = await asyncio.to_thread(server.until_replicas, 1, 120)
+            took["down_s"] = await asyncio.to_thread(server.until_replicas, 1, START_SECONDS)
             await asyncio.sleep(1)
             stop.set()
             await one
@@ -285,7 +285,7 @@ def prefixes(model: str, groups: int, asked: int, rounds: int) -> dict[str, Any]
             with served(
                 model, "--replicas", "2", settings=SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
             ) as server:
-                server.until_replicas(2, 60)
+                server.until_replicas(2, START_SECONDS)
                 random.Random(turn).shuffle(bodies)
                 began = time.monotonic()
                 for start in range(0, len(bodies), 8):
@@ -357,7 +357,7 @@ def until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: P
 def speed(model: str, tokens: int, *options: str) -> dict[str, float]:
     """Ask 32 streams at once: how many tokens come per second, and how long does the first one take?"""
     with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2, 60)
+        server.until_replicas(2, START_SECONDS)
         asyncio.run(all_of(server, requests_of(8, 6, tokens)))
         began = time.monotonic()
         streams = asyncio.run(all_of(server, requests_of(32, 5, tokens)))

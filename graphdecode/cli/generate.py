@@ -26,6 +26,7 @@ from graphdecode.cli.options import (
     ModelOption,
     QuantizeOption,
     SpeculateOption,
+    TensorParallelOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     print_error,
@@ -60,6 +61,7 @@ def generate(
     quantize: QuantizeOption = None,
     kv_cache_dtype: KvCacheDtypeOption = None,
     speculate: SpeculateOption = None,
+    tensor_parallel: TensorParallelOption = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
     ] = False,
@@ -87,6 +89,7 @@ def generate(
         quantize=quantize,
         kv_cache_dtype=kv_cache_dtype,
         speculation=speculate,
+        tensor_parallel_size=tensor_parallel,
         batch_invariant=batch_invariant or None,
         model_impl=model_impl,
         trust_remote_code=trust_remote_code or None,

@@ -32,6 +32,9 @@ KvCacheDtypeOption = Annotated[
 SpeculateOption = Annotated[
     str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")
 ]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tensor-parallel", help="Processes, one a GPU, that share the model's weights.")
+]
 MaxSequenceLengthOption = Annotated[
     int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
 ]

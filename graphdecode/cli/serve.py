@@ -19,6 +19,7 @@ from graphdecode.cli.options import (
     ModelOption,
     QuantizeOption,
     SpeculateOption,
+    TensorParallelOption,
     TokenizerOption,
     TrustRemoteCodeOption,
     settings_of,
@@ -51,6 +52,7 @@ def serve(
     quantize: QuantizeOption = None,
     kv_cache_dtype: KvCacheDtypeOption = None,
     speculate: SpeculateOption = None,
+    tensor_parallel: TensorParallelOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
     tokenizer: TokenizerOption = None,
@@ -78,7 +80,7 @@ def serve(
 
     settings = settings_of(
         config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
-        model_impl=model_impl, trust_remote_code=trust_remote_code or None,
+        tensor_parallel_size=tensor_parallel, model_impl=model_impl, trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {

@@ -85,6 +85,7 @@ def prepare_ray(doing: str, several: ReplicaConfig) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody
     if several.ray_address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
+        os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
 
 
 def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:

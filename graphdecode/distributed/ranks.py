@@ -356,9 +356,7 @@ class Follower(Ranks):
             leave_group()
 
 
-def start_ranks(
-    count: int, *, device: str, how: str, limit_seconds: float, module: str, threads: int | None = None
-) -> Leader:
+def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
     """Start the other ranks as processes of this machine, and return the end that leads them.
 
     Args:
@@ -367,14 +365,13 @@ def start_ranks(
         how: "auto", "shared", "gloo" or "nccl".
         limit_seconds: see `Terms`.
         module: what such a process runs; it is given the descriptors of link, life and board (-1: none).
-        threads: of each rank on a CPU; None: those that torch has here, shared.
     """
     how = chosen(how, device)
     store = None
     if how != "shared":
         held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
         store = ("127.0.0.1", held.port)
-    terms = Terms(count, device, how, limit_seconds, threads or max(torch.get_num_threads() // count, 1), store)
+    terms = Terms(count, device, how, limit_seconds, shared_threads(count), store)
     descriptor, board = new_board(count, limit_seconds) if how == "shared" else (-1, None)
     links, lives, processes = [], [], []
     for rank in range(1, count):
@@ -405,6 +402,11 @@ def follower_of(descriptors: list[int]) -> Follower:
     _wake_behind(leader)
     mapped = mapped_board(board) if board >= 0 else None
     return Follower(rank, terms_of(hello.payload), connected, socket.socket(fileno=life), mapped)
+
+
+def shared_threads(count: int) -> int:
+    """Return the threads of each of some ranks that share those that torch has here."""
+    return max(torch.get_num_threads() // count, 1)
 
 
 def chosen(how: str, device: str) -> str:

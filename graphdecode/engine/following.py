@@ -1,35 +1,33 @@
-"""A rank that is not the first: the same runner without a scheduler, which does what rank 0 tells.
-
-    python -m graphdecode.engine.following LINK LIFE BOARD
-
-The descriptors are those of `follower_of`. The process ends with rank 0, and when rank 0 ends it.
-"""
+"""A rank that is not the first: the same runner without a scheduler, which does what rank 0 tells."""
 
 from __future__ import annotations
 
 import gc
 import json
-import signal
-import sys
 import tomllib
 import traceback
+from collections.abc import Callable
 
 import numpy as np
 
 from graphdecode.buffers import Change
 from graphdecode.config import EngineConfig
-from graphdecode.distributed import Follower, RankError
+from graphdecode.distributed import Follower, RankError, Ranks
 from graphdecode.distributed.link import Message
-from graphdecode.distributed.ranks import follower_of
 from graphdecode.engine.leading import Command
-from graphdecode.engine.loading import captured_runner
 from graphdecode.engine.prefill import PromptChunk
 from graphdecode.engine.runner import Runner
 from graphdecode.errors import GraphdecodeError
 
+Load = Callable[[str, EngineConfig, Ranks], Runner]
 
-def follow(ranks: Follower) -> None:
+
+def follow(ranks: Follower, load: Load) -> None:
     """Do what rank 0 tells, until it ends the group.
+
+    Args:
+        ranks: this end of the group.
+        load: loads a model, and captures its graphs.
 
     Raises:
         GraphdecodeError: the model cannot be loaded or captured.
@@ -46,7 +44,7 @@ def follow(ranks: Follower) -> None:
         if message.kind == Command.LOAD:
             told = json.loads(message.payload)
             settings = EngineConfig.of(tomllib.loads(told["config"]))
-            runner = captured_runner(told["model"], settings, ranks=ranks)
+            runner = load(told["model"], settings, ranks)
             gc.collect()
             gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
         elif runner is not None and message.kind == Command.UNLOAD:
@@ -93,10 +91,10 @@ def _chunks(payload: bytes) -> list[PromptChunk]:
     return [PromptChunk(range(tokens), 0, (), range(scored), logprobs) for tokens, scored, logprobs in sizes]
 
 
-def run(ranks: Follower) -> int:
+def run(ranks: Follower, load: Load) -> int:
     """Follow, and return the process's exit code; rank 0 is told why where that is not 0."""
     try:
-        follow(ranks)
+        follow(ranks, load)
     except GraphdecodeError as error:
         ranks.fail(str(error))
         return 1
@@ -106,14 +104,3 @@ def run(ranks: Follower) -> int:
         return 1
     ranks.close()
     return 0
-
-
-def main() -> None:
-    """Take part in the group that `start_ranks` has started this process for."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach all ranks: rank 0 decides
-        signal.signal(number, signal.SIG_IGN)
-    sys.exit(run(follower_of([int(each) for each in sys.argv[1:]])))
-
-
-if __name__ == "__main__":
-    main()

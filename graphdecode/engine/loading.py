@@ -14,10 +14,12 @@ import torch
 from graphdecode.buckets import MOST_DRAFTS
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
-from graphdecode.distributed import Leader, Ranks
+from graphdecode.distributed import Follower, Leader, Ranks
+from graphdecode.distributed.launched import LaunchedRank
 from graphdecode.distributed.ranks import start_ranks
 from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
+from graphdecode.engine.following import run
 from graphdecode.engine.leading import Command, LeadingRunner
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
@@ -77,6 +79,8 @@ def load_runner(
         ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
+    if ranks is None and settings.tensor_parallel_size > 1:
+        raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
     shape = describe_shard(model, settings)
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device), device)
@@ -173,18 +177,23 @@ def load_engine(
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
-    """Start the processes that some settings ask for."""
-    return start_ranks(
-        config.tensor_parallel_size,
-        device=resolve_device(config.device).type,
-        how=config.collectives,
-        limit_seconds=config.rank_limit_seconds,
-        module="graphdecode.engine.following",
-    )
+    """Start the processes that some settings ask for, or meet those that torchrun has started with this one.
+
+    Where torchrun has, and this is not the first of them, it follows here until rank 0 ends the group, and exits.
+    """
+    count, device = config.tensor_parallel_size, resolve_device(config.device).type
+    launched = LaunchedRank.here(count)
+    if launched is None:
+        module = "graphdecode.engine.rank_process"
+        return start_ranks(count, device, config.collectives, config.rank_limit_seconds, module)
+    met = launched.meet(device, config.collectives, config.rank_limit_seconds)
+    if isinstance(met, Follower):
+        raise SystemExit(run(met, captured_runner))
+    return met
 
 
 def captured_runner(
-    model: str | Path, config: EngineConfig, *, progress: bool = False, ranks: Ranks | None = None
+    model: str | Path, config: EngineConfig, ranks: Ranks | None = None, *, progress: bool = False
 ) -> Runner:
     """Return a runner whose graphs are captured; see `load_engine`. All ranks call it."""
     runner = load_runner(model, config, progress=progress, ranks=ranks)

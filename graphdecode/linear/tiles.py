@@ -41,15 +41,17 @@ class TiledProduct(NamedTuple):
     bias: Tensor | None
     counters: Tensor
     config: SmallLinearConfig
+    normed_config: SmallLinearConfig
 
     def write(self, out: Tensor, x: Tensor, **fused: Any) -> None:
         """Write the product for `x` into `out`; see `tiled_linear` for what can be fused with it."""
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        config = self.config if fused.get("gain") is None else self.normed_config
         columns = [out] if len(self.parts) == 1 else out.split(self.sizes, dim=1)
         for begin in range(0, x.shape[0], ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
             for part, bias, place in zip(self.parts, biases, columns, strict=True):
-                tiled_linear(place[rows], x[rows], part, bias, self.counters, self.config, **fused)
+                tiled_linear(place[rows], x[rows], part, bias, self.counters, config, **fused)
 
     def normed(self, out: Tensor, x: Tensor, gain: Tensor, eps: float) -> None:
         """Write the product for the norm of `x`; see `FusedProduct`."""
@@ -121,11 +123,13 @@ class Tiles(WeightForm):
         return [self.counters]
 
     def _product(self, rows: int) -> TiledProduct:
-        return TiledProduct(self.parts, self.sizes, self.bias, self.counters, self._config(rows))
+        configs = self._config(rows), self._config(rows, is_normed=True)
+        return TiledProduct(self.parts, self.sizes, self.bias, self.counters, *configs)
 
-    def _config(self, rows: int) -> SmallLinearConfig:
+    def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
-        return tiled_config(given, self.sizes[0], columns_of(first), first.layout.step, self.units, self.early)
+        sizes = (self.sizes[0], columns_of(first), first.layout.step)
+        return tiled_config(given, *sizes, self.units, self.early, is_normed)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from graphdecode.distributed import RankError
 from graphdecode.engine import Engine, Event, RequestMetrics
 from graphdecode.engine.constraint import Constraint
 from graphdecode.engine.loading import load_engine
@@ -65,6 +66,9 @@ class EngineProcess:
                 if engine.has_work:
                     self._send(engine.step())
                 self._tell_vitals()
+            except RankError as error:  # the ranks that are left cannot go on, and another process has new ones
+                log.error("%s", error)
+                return
             except GraphdecodeError as error:
                 log.warning("%s", error)
             except (EOFError, OSError):

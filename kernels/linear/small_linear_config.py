@@ -19,8 +19,10 @@ GEMV_TILES = {
     2: ((8, 512, 4, 3), (4, 1024, 4, 3)),
     4: ((4, 512, 8, 3),),
 }
-# likewise for weights of few bits, without the columns, which follow from their kind
-TILED_TILES = {8: (32, 2, 3), 16: (64, 4, 3), 32: (64, 4, 3), 64: (128, 8, 3), 128: (128, 8, 2)}
+# (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
+# and with one, which is made anew in each block; the columns follow from the weight's kind
+TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
+TILED_STAGES = 3  # of steps that are on their way at a time; two where tiles of 64 rows take much of them
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits aims at
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
@@ -110,7 +112,7 @@ def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool =
 
 
 def tiled_config(
-    rows: int | None, out_features: int, columns: int, step: int, units: int, pdl: bool = False
+    rows: int | None, out_features: int, columns: int, step: int, units: int, pdl: bool = False, is_normed: bool = False
 ) -> SmallLinearConfig:
     """Return how the product with a weight of few bits is dealt out; see `tiled_linear`.
 
@@ -121,10 +123,11 @@ def tiled_config(
         step: columns that are taken at a time.
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
+        is_normed: the product is that of a norm.
     """
     block_m = TILE_ROWS if rows is None else next((most for most in TILED_TILES if rows <= most), max(TILED_TILES))
-    block_n, num_warps, num_stages = TILED_TILES[block_m]
+    block_n, num_warps = TILED_TILES[block_m][is_normed]
     blocks = -(-out_features // block_n) * (1 if rows is None else -(-rows // block_m))
     programs = _FIXED_PROGRAMS if rows is None else units * _WARPS_AT_WORK // num_warps
     splits = _split(columns, step, blocks, programs)
-    return SmallLinearConfig("dot", block_n, step, splits, num_warps, num_stages, pdl, block_m)
+    return SmallLinearConfig("dot", block_n, step, splits, num_warps, TILED_STAGES - (block_m == 64), pdl, block_m)

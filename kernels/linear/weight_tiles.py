@@ -29,6 +29,7 @@ SUPER = 256  # columns of one of GGUF's blocks with scales of two levels
 SECOND_KINDS = ("none", "least", "zeros", "six bits", "parts")
 _LEAST_GROUP = 32
 _FIELDS = 5  # integers of six bits in the lower bits of a word
+_SECOND_DTYPES = {"zeros": torch.uint8, "six bits": torch.int32, "parts": torch.int8}
 _OF_SUPER = {"six bits": (2, 3), "parts": (1, 16)}  # scales and seconds for 256 columns
 
 
@@ -87,7 +88,7 @@ def layout_of(code: str, group: int, second_kind: str = "none") -> TileLayout:
     if second_kind not in _OF_SUPER and not can_tile(group):
         raise ValueError(f"group is {group}; it must be 0 or a power of two >= {_LEAST_GROUP}")
     bits = CODES[code].bits
-    span = 16 if bits in (5, 6) else 32 if group == 32 else 64
+    span = 16 if bits in (5, 6) else 32 if bits == 4 or group == 32 else 64
     return TileLayout(code, second_kind, group, span, 128 if bits == 8 else 256)
 
 
@@ -126,6 +127,36 @@ def tiled(
     ]
     assert held[0] is not None
     return WeightTiles(*to_words(codes, code, layout.span), held[0], held[1], layout)
+
+
+def empty_tiles(
+    layout: TileLayout, rows: int, columns: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> WeightTiles:
+    """Return memory for a weight in tiles, of which nothing is written.
+
+    Args:
+        layout: of the weight.
+        rows: of it.
+        columns: of it, whole steps.
+        dtype: of the scales.
+        device: of the memory.
+    """
+    kind, unit = CODES[layout.code], max(layout.step, layout.group)
+    counts = _OF_SUPER.get(layout.second_kind, (unit // (layout.group or unit),) * 2)
+    units = -(-columns // unit) if layout.group else 1
+    second_dtype = _SECOND_DTYPES.get(layout.second_kind, dtype)
+
+    def words(per_word: int) -> Tensor:
+        return torch.empty(columns // (per_word * layout.span), rows, layout.span, dtype=torch.int16, device=device)
+
+    seconds = torch.empty(units, rows, counts[1], dtype=second_dtype, device=device)
+    return WeightTiles(
+        words(kind.per_word),
+        words(kind.spans_of_high) if kind.spans_of_high else None,
+        torch.empty(units, rows, counts[0], dtype=dtype, device=device),
+        None if layout.second_kind == "none" else seconds,
+        layout,
+    )
 
 
 def six_bit_words(scales: Tensor, mins: Tensor) -> Tensor:

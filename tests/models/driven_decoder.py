@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
-from graphdecode.models import Decoder
+from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
 
@@ -58,8 +58,8 @@ class DrivenDecoder:
         """What would be captured: the decode step, its logits copied into their slot."""
         batch.logits.copy_(self.model.decode(batch, self.caches, self.attention))
 
-    def prefill(self, texts: list[list[int]], starts: list[int]) -> None:
-        """Append the tokens of some rows, the first ones, behind the `starts` tokens that each has already."""
+    def chunks(self, texts: dict[int, list[int]], starts: dict[int, int], padding: int = 0) -> Chunks:
+        """Return the tokens of some rows, each behind the `starts` tokens that it has already, and hostile padding."""
         device = self.model.device
 
         def int32(values: list[int]) -> Tensor:
@@ -68,17 +68,21 @@ class DrivenDecoder:
         def cumulative(lengths: list[int]) -> Tensor:
             return int32([sum(lengths[:end]) for end in range(len(lengths) + 1)])
 
-        lengths = [len(text) for text in texts]
-        self.model.prefill(
-            torch.tensor([token for text in texts for token in text], device=device),
-            int32([row for row, length in enumerate(lengths) for _ in range(length)]),
-            int32([start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]),
-            int32([sum(lengths)]),
-            cumulative(lengths),
-            cumulative([start + length for start, length in zip(starts, lengths, strict=True)]),
-            self._page_table[: len(texts)],
-            self.caches,
+        lengths = {row: len(text) for row, text in texts.items()}
+        hostile = [2**31 - 1] * padding
+        return Chunks(
+            torch.tensor([token for text in texts.values() for token in text] + hostile, device=device),
+            int32([place for place, row in enumerate(texts) for _ in range(lengths[row])] + hostile),
+            int32([starts[row] + i for row in texts for i in range(lengths[row])] + hostile),
+            int32([sum(lengths.values())]),
+            cumulative(list(lengths.values())),
+            cumulative([starts[row] + length for row, length in lengths.items()]),
+            self._page_table[list(texts)],
         )
+
+    def prefill(self, texts: list[list[int]], starts: list[int]) -> None:
+        """Append the tokens of some rows, the first ones, behind the `starts` tokens that each has already."""
+        self.model.prefill(*self.chunks(dict(enumerate(texts)), dict(enumerate(starts))), self.caches)
 
     def stage(self, tokens: list[int], positions: list[int]) -> None:
         """Make the first rows live, each about to be fed a token at a position."""

@@ -5,13 +5,16 @@ import json
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from command_line import run_command
 from starlette.types import Message, Scope
 
+from graphdecode.cli.service import prepare_ray
 from graphdecode.config import ReplicaConfig, ServerConfig
-from graphdecode.errors import ConfigError
+from graphdecode.errors import ArgumentError, ConfigError
 from graphdecode.server.replicas.channel import LostError
 from graphdecode.server.replicas.exposition import merged
 from graphdecode.server.replicas.front import make_front
@@ -194,3 +197,18 @@ def test_metrics_of_several_replicas_are_one_text_with_their_names() -> None:
         '# HELP a_total A.\n# TYPE a_total counter\na_total{replica="x",model_name="m"} 1.0\n'
         'a_total{replica="y",model_name="m"} 2.0\n# HELP b B.\n# TYPE b gauge\n'
     )
+
+
+def test_what_replicas_need_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ArgumentError, match=r"replicas needs ray, aiohttp: pip install 'graphdecode\[ray\]'"):
+        prepare_ray("replicas", ReplicaConfig(count=2))
+
+
+@pytest.mark.parametrize(
+    "arguments", [("serve", "--direct"), ("serve", "--ray-address", "x:1"), ("batch", "a", "b", "--replicas", "2")]
+)
+def test_options_of_replicas_without_replicas_are_refused(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_command(*arguments, folder=tmp_path)
+    assert result.returncode == 2
+    assert "--replicas" in result.stderr

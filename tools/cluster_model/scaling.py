@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
+from statistics import fmean
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Bounds:
         upscale_delay_s: that the wish for more must last.
         downscale_delay_s: that the wish for fewer must last.
         start_s: until a new replica serves.
+        look_back_s: over which the load is averaged.
     """
 
     least: int
@@ -25,6 +28,7 @@ class Bounds:
     upscale_delay_s: float
     downscale_delay_s: float
     start_s: float
+    look_back_s: float = 30.0
 
 
 class Autoscaler:
@@ -38,6 +42,7 @@ class Autoscaler:
         self._bounds = bounds
         self._since: float | None = None  # a wish for more, or for fewer, has lasted
         self._sign = 0
+        self._seen: deque[tuple[float, int]] = deque()
 
     def wanted(self, requests: int, replicas: int, now: float) -> int:
         """Return how many replicas there should be from now on.
@@ -48,7 +53,11 @@ class Autoscaler:
             now: the time.
         """
         bounds = self._bounds
-        wish = min(max(math.ceil(requests / bounds.target), bounds.least), bounds.most)
+        self._seen.append((now, requests))
+        while self._seen[0][0] <= now - bounds.look_back_s:
+            self._seen.popleft()
+        load = fmean(seen for _, seen in self._seen)
+        wish = min(max(math.ceil(load / bounds.target), bounds.least), bounds.most)
         sign = (wish > replicas) - (wish < replicas)
         if sign != self._sign or self._since is None:
             self._sign, self._since = sign, now

@@ -1,0 +1,26 @@
+"""A process that is one rank of a model, and not the first.
+
+    python -m graphdecode.engine.rank_process LINK LIFE BOARD
+
+The descriptors are those of `follower_of`. It ends with rank 0, and when rank 0 ends it.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from graphdecode.distributed.ranks import follower_of
+from graphdecode.engine.following import run
+from graphdecode.engine.loading import captured_runner
+
+
+def main() -> None:
+    """Take part in the group that `start_ranks` has started this process for."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach all ranks: rank 0 decides
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(run(follower_of([int(each) for each in sys.argv[1:]]), captured_runner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Decode steps that take prompts along: the same answers in fewer passes, wherever chunks, buckets and pages end."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
+from graphdecode.engine import mixed_steps
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.prefill import PromptChunk
+from graphdecode.engine.runner import Launch
+from graphdecode.engine.scheduler import Chunk
+from graphdecode.models import Decoder, Model, load_model
+
+ROWS = 12
+ROOM = 63  # tokens of a prompt that the largest graph takes beside one row
+CONFIG = BucketConfig(max_batch_size=ROWS, max_sequence_length=256, page_size=8, batch_sizes=(1, 8))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load_model("demo", device="cpu", dtype="float32")
+
+
+@pytest.fixture(autouse=True)
+def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a model that fits into a processor's caches have mixed steps."""
+    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", 0)
+
+
+class Arrival(NamedTuple):
+    """A request, and the round that it comes in."""
+
+    round: int
+    request: Request
+
+
+def engine_of(model: Model, *, config: BucketConfig = CONFIG, mixes: bool = True, **keywords: object) -> Engine:
+    runner = make_runner(model, EngineConfig(config, **keywords))
+    runner.graphs.capture(progress=False)
+    if mixes:
+        runner.capture_prompts(progress=False)
+    return Engine(runner)
+
+
+def request(prompt_length: int, answer_length: int, number: int = 0, **options: object) -> Request:
+    options = {"temperature": 0.0, "ignore_eos": True, **options}
+    chosen = random.Random(number)
+    prompt = [chosen.randrange(97, 123) for _ in range(prompt_length)]
+    return Request(prompt, SamplingParams(max_tokens=answer_length, **options))
+
+
+def served(engine: Engine, arrivals: list[Arrival]) -> list[list[int]]:
+    """Let requests come in their rounds; return what each is answered with."""
+    told, number = [[] for _ in arrivals], 0
+    names: dict[int, int] = {}
+    waiting = sorted(range(len(arrivals)), key=lambda index: arrivals[index].round)
+    while waiting or engine.has_work:
+        while waiting and arrivals[waiting[0]].round <= number:
+            index = waiting.pop(0)
+            names[engine.add(arrivals[index].request)] = index
+        for event in engine.step():
+            assert event.error is None, event.error
+            told[names[event.request_id]] += event.token_ids
+        number += 1
+    return told
+
+
+def arriving(count: int, seed: int, most: int = 100, most_new: int = 20) -> list[Arrival]:
+    chosen, arrivals = random.Random(seed), []
+    for number in range(count):
+        options: dict[str, object] = {}
+        if number % 3 == 1:
+            options = {"temperature": 1.2, "seed": number, "top_p": 0.9}
+        if number % 4 == 3:
+            options |= {"repetition_penalty": 1.3}
+        asked = request(chosen.randint(1, most), chosen.randint(1, most_new), number, **options)
+        arrivals.append(Arrival(chosen.randrange(3 * count), asked))
+    return arrivals
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {},
+        {"max_prefill_tokens": 20},  # chunks end within prompts
+        {"max_prefill_tokens": 100, "prefix_cache": False},
+        {"kv_cache_dtype": "fp8"},
+        {"target_itl_ms": 0.5},
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_prompts_that_go_by_themselves(model: Model, keywords: dict[str, object]) -> None:
+    arrivals = arriving(20, seed=3)
+    expected = served(engine_of(model, mixes=False, **keywords), arrivals)
+    engine = engine_of(model, **keywords)
+    told = served(engine, arrivals)
+    assert told == expected
+    assert engine.stats.mixed_steps > 10
+
+
+@pytest.mark.parametrize(("steps", "pages"), [(1, 33), (4, 25)])
+def test_pages_that_run_out_while_prompts_go_along_change_no_answer(model: Model, steps: int, pages: int) -> None:
+    config = CONFIG.with_limits(total_num_pages=pages, steps_per_launch=steps)
+    arrivals = arriving(20, seed=5, most=40, most_new=90)
+    expected = served(engine_of(model, mixes=False), arrivals)
+    engine = engine_of(model, config=config)
+    told = served(engine, arrivals)
+    assert told == expected
+    assert engine.scheduler.num_preemptions > 0
+    assert engine.stats.mixed_steps > 10
+
+
+def test_who_gives_way_in_the_round_of_its_chunk_writes_into_nobodys_pages(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunk is computed before its pages are taken."""
+    arrivals = [Arrival(0, request(9, 60)), Arrival(0, request(13, 60, 1)), Arrival(2, request(60, 5, 2))]
+    config = CONFIG.with_limits(total_num_pages=17)
+    engine = engine_of(model, config=config, max_prefill_tokens=2, prefix_cache=False)
+    launch, scheduler = engine.runner.launch, engine.scheduler
+
+    def checked(*arguments: int, along: Sequence[PromptChunk] = (), **options: object) -> Launch:
+        served_now = [*scheduler.decoding, *scheduler.prefilling]
+        held = {page for sequence in served_now for page in scheduler.cache.pages_of(sequence.request_id)}
+        assert all(held.issuperset(chunk.pages) for chunk in along)
+        return launch(*arguments, along=along, **options)
+
+    monkeypatch.setattr(engine.runner, "launch", checked)
+    served(engine, arrivals)
+    assert scheduler.num_preemptions > 0
+    assert engine.stats.mixed_steps > 10
+
+
+@pytest.mark.parametrize("length", [2, 15, 16, 17, 31, 32, 33, ROOM, ROOM + 1])
+def test_the_first_token_of_a_lone_prompt_comes_from_the_pass_over_it(model: Model, length: int) -> None:
+    """All tokens but the last one are its chunk; the last one is fed beside them."""
+    engine = engine_of(model)
+    runner = engine.runner
+    (expected,) = served(engine_of(model, mixes=False), [Arrival(0, request(length, 3))])
+    engine.add(request(length, 3))
+    events = engine.step()
+    assert [token for event in events for token in event.token_ids] == expected[:1]
+    mixed = runner.reports()["mixed"].buckets
+    assert [bucket.replays for bucket in mixed if bucket.replays] == [1]
+    (ran,) = (bucket for bucket in mixed if bucket.replays)
+    assert (ran.bucket, ran.along) == (1, min(tokens - 1 for tokens in (16, 32, 64) if tokens >= length))
+    assert engine.step()[0].token_ids == expected[1:2]
+    assert engine.stats.mixed_steps == 1
+    assert sum(bucket.replays for bucket in runner.graphs.report().buckets) == 1
+
+
+def test_a_round_with_prompts_is_one_pass(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also operator by operator, with more tokens than any graph takes; fewer beside too many rows go by themselves."""
+    passes: list[str] = []
+
+    def noting(name: str) -> Callable[..., object]:
+        as_it_is = getattr(Decoder, name)
+
+        def noted(*arguments: object) -> object:
+            passes.append(name)
+            return as_it_is(*arguments)
+
+        return noted
+
+    for name in ("mix", "prefill", "decode"):
+        monkeypatch.setattr(Decoder, name, noting(name))
+    engine = engine_of(model)
+    for number in range(4):
+        engine.add(request(5, 200, number))
+    engine.step()
+    engine.add(request(100, 5, 9))
+    passes.clear()
+    engine.step()
+    assert passes == ["mix"]
+    for number in range(4, 10):
+        engine.add(request(2, 150, number))
+    engine.step()
+    engine.add(request(56, 5, 20))  # 12 rows then, beside which the largest graph takes 52 tokens
+    passes.clear()
+    before = engine.stats.mixed_steps
+    engine.step()
+    assert set(passes) == {"prefill"}, "as it is, in its warm-up and recorded: it had no graph yet"
+    assert engine.stats.mixed_steps == before
+
+
+def test_a_prompt_in_chunks_goes_along_with_rows_that_end_meanwhile(model: Model) -> None:
+    arrivals = [Arrival(0, request(4, 3)), Arrival(0, request(9, 30, 1)), Arrival(1, request(90, 4, 2))]
+    keywords = {"max_prefill_tokens": 12}
+    expected = served(engine_of(model, mixes=False, **keywords), arrivals)
+    engine = engine_of(model, **keywords)
+    told = served(engine, arrivals)
+    assert told == expected
+    assert engine.stats.mixed_steps == 1 + 8  # the first two prompts together; 89 tokens, 12 in a round
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_who_gives_up_between_two_chunks_changes_nobody_elses_answer(model: Model, number: int) -> None:
+    """A row that decodes, or the prompt itself, whose pages are somebody else's then."""
+    requests = [request(5, 40), request(30, 40, 1), request(100, 40, 2), request(60, 9, 3)]
+    expected = [served(engine_of(model, mixes=False), [Arrival(0, each)])[0] for each in requests]
+    engine = engine_of(model, config=CONFIG.with_limits(total_num_pages=34), max_prefill_tokens=16)
+    names = {engine.add(each): index for index, each in enumerate(requests[:2])}
+    told: list[list[int]] = [[] for _ in requests]
+    for round_ in range(200):
+        if round_ == 1:
+            names[engine.add(requests[2])] = 2
+        for event in engine.step():
+            told[names[event.request_id]] += event.token_ids
+        if round_ == 3:
+            engine.abort(next(name for name, index in names.items() if index == number))
+            names[engine.add(requests[3])] = 3
+    assert not engine.has_work
+    assert told[number] == expected[number][: len(told[number])]
+    assert [told[index] for index in range(4) if index != number] == expected[:number] + expected[number + 1 :]
+
+
+def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None:
+    """Law 4, of rows and of chunks: behind three rows in a bucket of eight, and ten tokens among 24."""
+    kept: list[list[torch.Tensor]] = []
+    for poisoned in (False, True):
+        engine = engine_of(model)
+        runner = engine.runner
+        for number in range(3):
+            engine.add(request(6, 50, number))
+        engine.step()
+        engine.step()
+        mixed = runner._mixed
+        assert mixed is not None
+        sequence = engine.scheduler.decoding[0]
+        chunk = Chunk(sequence, 2, 5).inputs(engine.scheduler.cache)  # what it computes is there already
+        if poisoned:
+            runner.buffers.poison(3)
+            stage = mixed._prefill.stage
+
+            def staged(chunks: object, stage=stage, buffers=mixed._prefill.buffers) -> object:
+                found = stage(chunks)
+                for name in ("tokens", "rows", "positions"):
+                    tail = getattr(buffers, name)[3:]
+                    tail.fill_(torch.iinfo(tail.dtype).max)
+                buffers.page_table[1:].fill_(2**31 - 1)
+                return found
+
+            mixed._prefill.stage = staged  # type: ignore[method-assign]
+        assert runner.launch(3, along=[chunk]).bucket == 8
+        pages = [tensor[:-1] for layer in runner.cache.layers for tensor in layer]
+        kept.append([*pages, runner.buffers.sampled[:3], runner.buffers.sampled_logprob[:3], runner.buffers.tokens[:3]])
+    for clean, hostile in zip(*kept, strict=True):
+        assert torch.equal(clean, hostile)
+
+
+def test_a_prompt_that_is_scored_goes_by_itself(model: Model) -> None:
+    arrivals = [Arrival(0, request(5, 20)), Arrival(2, request(40, 3, 1, prompt_logprobs=1))]
+    engine = engine_of(model)
+    served(engine, arrivals)
+    assert engine.stats.mixed_steps == 1
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [{"batch_invariant": True}, {"speculation": "ngram"}, {"backend": "eager"}, {"capture_when": "first-use"}],
+)
+def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, object]) -> None:
+    of_buckets = {name: value for name, value in keywords.items() if name in ("backend", "capture_when")}
+    others = {name: value for name, value in keywords.items() if name not in of_buckets}
+    invariant = load_model("demo", device="cpu", dtype="float32", batch_invariant=True) if others else model
+    engine = engine_of(invariant, config=CONFIG.with_limits(**of_buckets), **others)
+    served(engine, [Arrival(0, request(20, 4))])
+    assert engine.stats.mixed_steps == 0
+    assert "mixed" not in engine.runner.reports()
+
+
+def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", model.weight_bytes)
+    assert "mixed" not in engine_of(model).runner.reports()
+    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", model.weight_bytes - 1)
+    assert "mixed" in engine_of(model).runner.reports()
+
+
+def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(model, Decoder)
+    unfused = model.varied(operators=model._operators._replace(fuses_append=False))
+    arrivals = arriving(6, seed=8)
+    with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* two parts"):
+        engine = engine_of(unfused)
+    assert served(engine, arrivals) == served(engine_of(model, mixes=False), arrivals)
+    assert engine.stats.mixed_steps == 0
+
+
+def test_graphs_are_captured_again_without_a_trace_in_anybodys_pages(model: Model) -> None:
+    """The last chunks' pages may be somebody else's by then."""
+    engine = engine_of(model)
+    runner = engine.runner
+    served(engine, arriving(8, seed=2))
+    pages = [tensor[:-1].fill_(0.5) for layer in runner.cache.layers for tensor in layer]
+    runner.capture_prompts(progress=False)
+    assert all(bool((tensor == 0.5).all()) for tensor in pages)
+
+
+def test_the_report_names_rows_and_tokens(model: Model) -> None:
+    names = [bucket.name for bucket in engine_of(model).runner.reports()["mixed"].buckets]
+    assert names == ["1+15", "8+8", "1+31", "8+24", "12+20", "1+63", "8+56", "12+52"]
