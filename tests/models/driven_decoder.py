@@ -10,6 +10,7 @@ from torch import Tensor
 from graphdecode import Slot, StepBuffers
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.buffers import Batch
+from graphdecode.cache import LayerCache
 from graphdecode.models import Chunks, Decoder
 
 PAGE_SIZE = 8
@@ -25,7 +26,7 @@ class DrivenDecoder:
         self.trash_page = rows * pages_per_row
         shape = (self.trash_page + 1, PAGE_SIZE, config.num_key_value_heads, config.head_dim)
         self.caches = [
-            tuple(torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2))
+            LayerCache(*(torch.full(shape, math.nan, dtype=model.dtype, device=device) for _ in range(2)))
             for _ in range(model.num_layers)
         ]
         self.attention = PagedDecodeAttention(
