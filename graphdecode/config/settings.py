@@ -268,8 +268,7 @@ class EngineConfig:
         "model",
         30.0,
         number(0.1),
-        "Seconds without a sign of life of one of them, or in wait for it, after which all end with an error that "
-        "names it.",
+        "Seconds without a sign of life of one of them, or in wait for it, after which all end and an error names it.",
     )
     model_impl: str = key(
         "model",

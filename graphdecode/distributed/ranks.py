@@ -328,7 +328,11 @@ class Follower(Ranks):
         Raises:
             EOFError: it ended the group.
         """
-        return self._link.receive()
+        try:
+            return self._link.receive()
+        except EOFError:
+            self._watch.await_end()
+            raise
 
     def agree(self, text: str) -> None:
         """Come back when all ranks have said the same; see `Ranks.agree`."""
@@ -341,7 +345,8 @@ class Follower(Ranks):
         return self._asked(Message(SAID, (number, 0, 0), b"")).numbers[0]
 
     def _asked(self, message: Message) -> Message:
-        self._link.send(message)
+        with contextlib.suppress(OSError):  # it is gone, which receiving tells
+            self._link.send(message)
         return self.receive()
 
     def fail(self, text: str) -> None:
@@ -378,13 +383,8 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
         (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
         given = [their_link.fileno(), their_life.fileno(), descriptor]
         with their_link, their_life:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, *map(str, given)],
-                    pass_fds=[each for each in given if each >= 0],
-                    stdin=subprocess.DEVNULL,
-                )
-            )
+            command, ends = [sys.executable, "-m", module, *map(str, given)], [each for each in given if each >= 0]
+            processes.append(subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL))
         links.append(Link(link))
         lives.append(life)
         links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))

@@ -43,7 +43,7 @@ class Watch(threading.Thread):
         silent = dict.fromkeys(self._peers, 0)
         said = dict.fromkeys(self._peers, b"")
         began: set[int] = set()
-        while not self._ends.is_set():
+        while self._peers and not self._ends.is_set():
             self._send(_SIGN)
             ready, _, _ = select.select(list(self._peers.values()), [], [], self._every)
             if ready:
@@ -78,6 +78,10 @@ class Watch(threading.Thread):
         for peer in list(self._peers.values()):
             with contextlib.suppress(OSError):  # full, for it is stopped; or gone, which reading tells
                 peer.send(sign)
+
+    def await_end(self) -> None:
+        """Wait until the watch is over: somebody was found gone, and told, or all have said that they end."""
+        self.join()
 
     def fail(self, text: str) -> None:
         """Tell the others why this rank is about to end."""

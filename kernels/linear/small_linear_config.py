@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from .weight_tiles import TileLayout
+
 MOST_ROWS = 64  # of which a small product may be faster than cuBLAS's
 TILE_ROWS = 16  # of the activations in the smallest tensor-core tile
 GEMV_ROWS = 2  # rows that the CUDA-core kernel takes at most: with more, its arithmetic takes longer than the reading
@@ -22,6 +24,7 @@ GEMV_TILES = {
 # (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
 # and with one, which is made anew in each block; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
+_ROWS_WITH_TOTALS = 32  # of a tile where sums of activations take registers, too
 TILED_STAGES = 3  # of steps that are on their way at a time; two where tiles of 64 rows take much of them
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits aims at
@@ -112,7 +115,13 @@ def fixed_config(out_features: int, in_features: int, itemsize: int, pdl: bool =
 
 
 def tiled_config(
-    rows: int | None, out_features: int, columns: int, step: int, units: int, pdl: bool = False, is_normed: bool = False
+    rows: int | None,
+    out_features: int,
+    columns: int,
+    layout: TileLayout,
+    units: int,
+    pdl: bool = False,
+    is_normed: bool = False,
 ) -> SmallLinearConfig:
     """Return how the product with a weight of few bits is dealt out; see `tiled_linear`.
 
@@ -120,14 +129,18 @@ def tiled_config(
         rows: of the activations; None: one configuration for any number of rows, on any GPU of the same kind.
         out_features: rows of the weight.
         columns: of it, in whole steps.
-        step: columns that are taken at a time.
+        layout: of the weight.
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
         is_normed: the product is that of a norm.
     """
-    block_m = TILE_ROWS if rows is None else next((most for most in TILED_TILES if rows <= most), max(TILED_TILES))
+    most_rows = _ROWS_WITH_TOTALS if layout.has_totals else max(TILED_TILES)
+    block_m = TILE_ROWS if rows is None else next((most for most in TILED_TILES if rows <= most), most_rows)
+    block_m = min(block_m, most_rows)
     block_n, num_warps = TILED_TILES[block_m][is_normed]
     blocks = -(-out_features // block_n) * (1 if rows is None else -(-rows // block_m))
     programs = _FIXED_PROGRAMS if rows is None else units * _WARPS_AT_WORK // num_warps
-    splits = _split(columns, step, blocks, programs)
-    return SmallLinearConfig("dot", block_n, step, splits, num_warps, TILED_STAGES - (block_m == 64), pdl, block_m)
+    splits = _split(columns, layout.step, blocks, programs)
+    return SmallLinearConfig(
+        "dot", block_n, layout.step, splits, num_warps, TILED_STAGES - (block_m == 64), pdl, block_m
+    )

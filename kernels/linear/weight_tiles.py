@@ -50,6 +50,11 @@ class TileLayout(NamedTuple):
     span: int
     step: int
 
+    @property
+    def has_totals(self) -> bool:
+        """Whether products need the sum of a group's activations."""
+        return self.second_kind in ("least", "zeros", "six bits")
+
 
 class WeightTiles(NamedTuple):
     """A weight in tiles; see above.

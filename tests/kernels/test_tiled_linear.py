@@ -1,6 +1,7 @@
 """Products with weights of few bits on a GPU, against float64 of what others make of the same bytes."""
 
 import math
+import os
 
 import gguf
 import numpy as np
@@ -11,14 +12,14 @@ from test_fused_linear import gain_of, residual_of
 from test_small_linear import EPS, TOLERANCE
 
 from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, values_of
-from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
-from graphdecode.kernels.linear.weight_tiles import tiled
-from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.linear.weight_tiles import layout_of, tiled
 from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks
 
 pytest.importorskip("triton")
-tiled_linear_torch = versions("tiled_linear").torch
+from interpreted_launches import early_starts
+
 GROUPED = {  # code, group, kind of the second number, dtype of the scales
     "int8": ("s8", 0, "none", torch.bfloat16),
     "int8 by 128": ("s8", 128, "none", torch.float32),
@@ -225,3 +226,69 @@ def test_tiles_hold_no_more_bytes_than_what_they_are_made_of(name):
     held = sum(part.nbytes for part in arguments(tiles) if part is not None)
     bits = {"int4 by 32": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q8_0": 8.5}[name]
     assert held * 8 == bits * weight.numel()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="an early start is early in the interpreter")
+@pytest.mark.parametrize("name", ["int8", "Q4_K"])
+def test_products_that_begin_early_one_after_another_are_the_products(name, strict_launches):
+    """Each reads what the one before it writes, and asks for its weight before that one has begun."""
+    tiles = [weight_of(name, 256, 256) for _ in range(2)]
+    x = activations(2, 256, torch.float32, "cpu")
+    outs = [torch.full((2, 256), torch.nan) for _ in tiles]
+    counters, chosen = torch.zeros(64, dtype=torch.int32), config(2, block_n=128, pdl=True)
+    partials = [torch.full((2, 2, 2 * 129), torch.nan) for _ in tiles]
+    with early_starts(strict_launches):
+        for given, (weight, _), out, partial in zip([x, *outs], tiles, outs, partials, strict=False):
+            tiled_linear_triton(
+                out,
+                given,
+                *arguments(weight),
+                None,
+                None,
+                partial,
+                counters,
+                EPS,
+                "store",
+                1.0,
+                *fields(weight, chosen),
+            )
+    expected = x.double() @ tiles[0][1].T @ tiles[1][1].T
+    torch.testing.assert_close(outs[1].double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("has_totals", [False, True])
+@pytest.mark.parametrize("rows", [None, 1, 8, 9, 33, 64, 2048])
+def test_every_program_has_work(rows, has_totals):
+    layout = layout_of("u4", 32, "least" if has_totals else "none")
+    for out_features, columns in ((4096, 4096), (128256, 4096), (64, 256), (1024, 14336)):
+        for is_normed in (False, True):
+            chosen = tiled_config(rows, out_features, columns, layout, 132, True, is_normed)
+            assert chosen.splits <= columns // layout.step
+            assert chosen.block_m <= (32 if has_totals else 64)
+            assert chosen.counters(min(rows or 512, 512), out_features) <= 1 << 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64])
+@pytest.mark.parametrize(
+    "name", ["int8", "int4 by 128 with zeros", "fp8 by 128", "fp4", "Q4_K", "Q5_K", "Q6_K", "Q8_0"]
+)
+def test_replays_give_the_bits_of_eager_runs(name, rows):
+    """Law: replay is eager. Many programs race for the last place here."""
+    tiles, weight = weight_of(name, 2048, 1024)
+    tiles = on("cuda", tiles)
+    x = activations(rows, 1024, torch.bfloat16, "cuda")
+    early = torch.cuda.get_device_capability()[0] >= 9
+    chosen = tiled_config(rows, 2048, 1024, tiles.layout, 132, early)
+    counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
+    outs = [torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    tiled_linear(outs[0], x, tiles, None, counters, chosen)
+    check(outs[0], x, weight)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs[1:]:
+            tiled_linear(out, x, tiles, None, counters, chosen)
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(out, outs[0]) for out in outs[1:])
+    assert not counters.any()

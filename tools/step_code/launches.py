@@ -247,7 +247,8 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
         """Choose without a clock."""
-        found = candidates(*weight.shape, weight.element_size(), rows, gpu.processors)
+        out_features, in_features = weight.shape
+        found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors)
         if not found:
             return None, {"plain": 1.0}
         early = [replace(config, pdl=gpu.arch >= 90) for config in found]

@@ -1,0 +1,224 @@
+"""Say what weights of few bits should cost on a GPU: bytes, the code that undoes them, and the time of a step.
+
+    python tools/few_bits_figures.py                  # the tables
+    python tools/few_bits_figures.py --write          # and into docs/quantisation.md
+
+No GPU has confirmed these figures. A product takes the time to read its weight, or to issue the instructions of its
+loop, whichever is longer; what a step costs beside that is what docs/kernels.md says of the same step in bf16.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+os.environ.pop("TRITON_INTERPRET", None)  # it is the compiler that is asked; must stand before the import of triton
+
+import torch
+import triton  # noqa: F401 - before the kernels, which nothing would compile else
+import typer
+
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
+from graphdecode.kernels.linear.weight_tiles import TileLayout, WeightTiles, empty_tiles, layout_of
+from step_code.compiled import compiled
+from step_code.launches import Gpu, launches_of, recorded_step
+from step_code.model import Costs
+from step_code.sass import Code
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, DOCUMENT = ROOT / "docs" / "kernels.md", ROOT / "docs" / "quantisation.md"
+BEGIN, END = "<!-- figures: written by tools/few_bits_figures.py -->", "<!-- end of figures -->"
+MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
+KINDS = {
+    "int8": (layout_of("s8", 0), torch.bfloat16),
+    "fp8, 128 x 128": (layout_of("e4m3", 128), torch.float32),
+    "Q8_0": (layout_of("s8", 32), torch.float16),
+    "int4, groups of 128": (layout_of("s4", 128), torch.bfloat16),
+    "with zeros": (layout_of("u4", 128, "zeros"), torch.bfloat16),
+    "MXFP4": (layout_of("e2m1", 32), torch.uint8),
+    "Q4_0": (layout_of("s4", 32), torch.float16),
+    "Q4_K": (layout_of("u4", 32, "six bits"), torch.float16),
+    "Q5_K": (layout_of("u5", 32, "six bits"), torch.float16),
+    "Q6_K": (layout_of("s6", 16, "parts"), torch.float16),
+}
+UNDOING = ("LOP3", "SHF", "PRMT", "HFMA2", "HMUL2", "HADD2", "SGXT")
+NORMED = ("qkv", "gate_up", "lm_head")  # products that take the norm before them into their launch
+_ROWS, _COLUMNS = 4096, 4096
+_TENSOR_CYCLES = 8  # of a scheduler for one instruction of the tensor cores; see `step_code.figures`
+_SCHEDULERS = 4
+
+
+@dataclass(frozen=True)
+class Loop:
+    """The loop of one product.
+
+    Attributes:
+        registers: of a thread.
+        spilled: bytes of a thread.
+        width: bytes that a thread reads of the words at once.
+        instructions: of a warp, for each weight of a lane.
+        undoing: share of them that undoes codes, about.
+        weights_per_clock: of a multiprocessor, if nothing but issuing held it up.
+    """
+
+    registers: int
+    spilled: int
+    width: int
+    instructions: float
+    undoing: float
+    weights_per_clock: float
+
+
+def bits_of(layout: TileLayout, dtype: torch.dtype) -> float:
+    """Return the bits of a weight, its share of scales with it."""
+    return 8 * nbytes(empty_tiles(layout, _ROWS, _COLUMNS, dtype, "meta")) / (_ROWS * _COLUMNS)
+
+
+def nbytes(tiles: WeightTiles) -> int:
+    """Return the bytes of a weight in tiles."""
+    return sum(part.nbytes for part in tiles[:4] if part is not None)
+
+
+def loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, arch: int) -> Loop:
+    """Compile a product as a layer has it, and look at its loop."""
+    config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed)
+    (launch,) = launches_of(partial(_launch, layout, dtype, rows, is_normed, config))
+    code = Code.of(compiled(launch.kernel, launch.arguments, launch.options, arch)[0].asm["cubin"])
+    loop = [code.instructions[place] for place in max(code.inner_loops, key=len)]
+    counts = Counter(each.operation for each in loop)
+    tensor = sum(counts[name] for name in ("HMMA", "QMMA", "IMMA")) * _TENSOR_CYCLES
+    weights = config.block_n * layout.step / config.num_warps  # of a warp, in one turn
+    return Loop(
+        code.registers,
+        code.stack,
+        max((each.width for each in loop if each.operation in ("LDG", "LDGSTS")), default=0),
+        len(loop) * 32 / weights,
+        sum(counts[name] for name in UNDOING) / len(loop),
+        _SCHEDULERS * weights / max(len(loop), tensor),
+    )
+
+
+def _launch(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, config: SmallLinearConfig) -> None:
+    on_meta = partial(torch.empty, device="meta")
+    tiles = empty_tiles(layout, _ROWS, _COLUMNS, dtype, "meta")
+    x, out = (on_meta(rows, size, dtype=torch.bfloat16) for size in (_COLUMNS, _ROWS))
+    partial_sums, counters = on_meta(1), on_meta(_ROWS, dtype=torch.int32)
+    tiled_linear_triton(
+        out, x, *tiles[:4], None, on_meta(_COLUMNS) if is_normed else None, partial_sums, counters, 1e-5,
+        "store" if is_normed else "add", 1.0, *layout[:3], layout.step, config.block_m, config.block_n, 4,
+        config.num_warps, config.num_stages, config.pdl,
+    )  # fmt: skip
+
+
+def product_sizes(model: str) -> dict[str, list[tuple[int, int]]]:
+    """Return the sizes of a model's products by their names."""
+    blocks = recorded_step(f"shape:{model}", 1).model.blocks
+    found: dict[str, list[tuple[int, int]]] = {}
+    for block in blocks:
+        for name, linear in block.linears.items():
+            found.setdefault(name, []).append((linear.out_features, linear.in_features))
+    return found
+
+
+def plain_steps() -> dict[tuple[str, int, int], tuple[float, float]]:
+    """Return, by model, rows and context, what docs/kernels.md says: the whole step, and what it costs beside bytes."""
+    pattern = re.compile(r"^\| ([\w.-]+), (\d+) rows?, context (\d+) \|(.*)\|$", re.MULTILINE)
+    found = {}
+    for model, rows, context, cells in pattern.findall(STEPS.read_text()):
+        numbers = [float(cell) for cell in cells.split("|")[2:7]]
+        _, gaps, latency, hidden, step = numbers
+        found[model, int(rows), int(context)] = step, gaps + latency - hidden
+    return found
+
+
+def loop_table(loops: dict[tuple[str, int, bool], Loop]) -> str:
+    """Return what the loops come to in Markdown."""
+    lines = [
+        "| kind | bits | rows | norm | registers | spilled | read at once | instructions | undoing | bytes per clock |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for (kind, rows, is_normed), loop in loops.items():
+        bits = bits_of(*KINDS[kind])
+        lines.append(
+            f"| {kind} | {bits:.2f} | {rows} | {'yes' if is_normed else 'no'} | {loop.registers} | {loop.spilled} | "
+            f"{loop.width} | {loop.instructions:.1f} | {loop.undoing:.0%} | {loop.weights_per_clock * bits / 8:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def step_table(loops: dict[tuple[str, int, bool], Loop], costs: Costs = Costs()) -> str:  # noqa: B008 (immutable)
+    """Return bytes and times of steps in Markdown."""
+    steps = plain_steps()
+    names = ["bf16", *KINDS]
+    lines = ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for model in MODELS:
+        sizes = product_sizes(model)
+        plain_bytes = sum(2 * rows * columns for each in sizes.values() for rows, columns in each)
+        held = {kind: _bytes_of(sizes, kind) for kind in KINDS}
+        cells = [f"{plain_bytes / 2**20:.0f}", *(f"{sum(each.values()) / 2**20:.0f}" for each in held.values())]
+        lines.append(f"| {model}, MiB of weights | " + " | ".join(cells) + " |")
+        for (of_model, rows, context), (step_us, beside_us) in steps.items():
+            if of_model != model:
+                continue
+            cache_us = step_us - beside_us - 1e6 * plain_bytes * (1 + costs.stream_loss) / costs.read_bandwidth
+            cells = [f"{step_us:.0f}"]
+            for kind, by_name in held.items():
+                weights_us = sum(_stream_us(kind, name, size, rows, loops, costs) for name, size in by_name.items())
+                whole_us = weights_us + beside_us + cache_us
+                cells.append(f"{whole_us:.0f} ({step_us / whole_us:.2f}x)")
+            lines.append(
+                f"| {model}, {rows} row{'s' * (rows > 1)}, context {context}, µs | " + " | ".join(cells) + " |"
+            )
+    return "\n".join(lines)
+
+
+def _bytes_of(sizes: dict[str, list[tuple[int, int]]], kind: str) -> dict[str, int]:
+    layout, dtype = KINDS[kind]
+    return {
+        name: sum(
+            nbytes(empty_tiles(layout, rows, -(-columns // layout.step) * layout.step, dtype, "meta"))
+            for rows, columns in each
+        )
+        for name, each in sizes.items()
+    }
+
+
+def _stream_us(
+    kind: str, name: str, size: int, rows: int, loops: dict[tuple[str, int, bool], Loop], costs: Costs
+) -> float:
+    loop = loops[kind, rows, name in NORMED]
+    issued = loop.weights_per_clock * bits_of(*KINDS[kind]) / 8 * Gpu().processors * costs.clock_hz
+    return 1e6 * size * (1 + costs.stream_loss) / min(costs.read_bandwidth, issued)
+
+
+def main(
+    arch: Annotated[int, typer.Option(help="Compute capability as one number.")] = 90,
+    cache: Annotated[Path, typer.Option(help="Folder for what was compiled.")] = ROOT / ".kernel-figures",
+    is_written: Annotated[bool, typer.Option("--write", help="Write docs/quantisation.md.")] = False,
+) -> None:
+    """Print the tables; see the file's docstring."""
+    os.environ["TRITON_CACHE_DIR"] = str(cache / "triton")
+    loops = {
+        (kind, rows, is_normed): loop_of(*KINDS[kind], rows, is_normed, arch)
+        for kind in KINDS
+        for rows in (1, 64)
+        for is_normed in (False, True)
+    }
+    text = "\n\n".join([BEGIN, step_table(loops), "### The loops", loop_table(loops), END])
+    if is_written:
+        page = DOCUMENT.read_text()
+        DOCUMENT.write_text(page.partition(BEGIN)[0] + text + page.partition(END)[2])
+    else:
+        print(text)
+    raise typer.Exit(1 if any(loop.spilled for loop in loops.values()) else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
