@@ -15,7 +15,7 @@ def untouched_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.devi
     """Return zeros that have not been written: on a CPU, pages of the system that are zero until they are used.
 
     `torch.zeros` writes each byte, so that all of it is resident from the first moment. Memory that is mapped and bears
-    no file is zero by the system's promise, and takes room page by page, with what is written; much of it in huge pages,
+    no file is zero by the system's promise, and takes room page by page, with what is written; much of it huge pages,
     where there are some, for reading here and there takes a walk through the page table each time. Whoever writes to it
     where there is no room left is ended by the system, as with any memory that it grants beyond what it has.
 

@@ -103,7 +103,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity
+    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
 
@@ -118,7 +118,8 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         chosen = resolve_dtype(settings.dtype, described.dtype, device)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         free = free_bytes(device)
-        capacity = plan_capacity(one_row, described, chosen, device, available_bytes=2**62)
+        cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)
+        capacity = plan_capacity(one_row, described, cache_dtype, device, available_bytes=2**62)
     except GraphdecodeError as error:
         record.error = " ".join(str(error).split())
         return record

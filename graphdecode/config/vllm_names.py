@@ -114,7 +114,7 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "chat_template": Unsupported("give it to LLM.chat(messages, chat_template=...)"),
     "swap_space": Unsupported("a sequence that gives way is recomputed, not swapped out", (None, 0, 4)),
     "cpu_offload_gb": Unsupported("weights stay where they are computed with: quantize makes them smaller", (None, 0)),
-    "calculate_kv_scales": Unsupported("keys and values of an fp8 cache are not scaled", (None, False)),
+    "calculate_kv_scales": Unsupported("fp8 takes the scales of the checkpoint, and int8 makes its own", (None, False)),
     "kv_cache_memory_bytes": Unsupported("total_num_pages or memory_fraction say how large the cache is"),
     "disable_sliding_window": Unsupported("a model's window is part of it", (None, False)),
     "enable_chunked_prefill": Unsupported("prompts always come in chunks: max_prefill_tokens", (None, True)),

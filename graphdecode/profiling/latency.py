@@ -70,6 +70,20 @@ def rows_at(runner: Runner, count: int, context: int, logprobs: int = -1) -> Ite
             cache.free(name)
 
 
+def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
+    """Write something to the pages of some rows: what was never written is one page of zeros, and takes no memory."""
+    for inputs in rows:
+        pages = torch.tensor(inputs.pages, device=runner.model.device)
+        for tensor in (tensor for layer in runner.cache.layers for tensor in layer):
+            shape = (len(pages), *tensor.shape[1:])
+            if tensor.dtype == torch.int8:
+                tensor[pages] = torch.randint(-127, 128, shape, dtype=torch.int8, device=tensor.device)
+            else:
+                drawn = torch.rand(shape, device=tensor.device).to(tensor.dtype)
+                entries = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch has no index_put of fp8
+                entries[pages] = drawn.view(entries.dtype)
+
+
 class LatencyProfiler:
     """Measures the captured decode step of a runner.
 
@@ -109,6 +123,8 @@ class LatencyProfiler:
                     f"a context must be in 1..{longest} (max_sequence_length less some steps), got {context}"
                 )
         environment = describe_environment(device)  # before this run is part of the load
+        with rows_at(runner, max(runner.graphs.buckets), max(contexts)) as largest:
+            fill_pages(runner, largest)
         points = {(bucket, context): Samples() for context in contexts for bucket in runner.graphs.buckets}
         rounds = min(ROUNDS, self._steps)
         bandwidths: list[float] = []

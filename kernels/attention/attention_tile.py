@@ -181,6 +181,11 @@ def attend_span(
     dims = tl.arange(0, BLOCK_D)
     values = tl.arange(0, BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
+    # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
+    # small the values are
+    unit = tl.full([1], 1e-20, tl.float32)
+    if KV_BITS == "int8":
+        acc = acc / unit
     for start in range(begin, end, BLOCK_N):
         at = start + keys
         inside = at < end
@@ -244,14 +249,16 @@ def attend_span(
             held = inside[:, None] & (values < VALUE_DIM)[None, :]
             v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=held, other=0.0)
         v = dequantise(v, KV_BITS, COMPUTE)
-        if KV_BITS == "int8":  # weights stay within what the compute type has, however small values are
-            most = tl.maximum(tl.max(v_unit), 1e-30)
-            weights = weights * (v_unit / most)[None, :]
-            acc = acc * shrink[:, None] + tl.dot(weights.to(COMPUTE), v, input_precision=PRECISION) * most
-        else:
-            acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
+        if KV_BITS == "int8":
+            larger = tl.maximum(unit, tl.max(v_unit))
+            weights = weights * (v_unit / larger)[None, :]
+            shrink = shrink * (unit / larger)
+            unit = larger
+        acc = tl.dot(weights.to(COMPUTE), v, acc * shrink[:, None], input_precision=PRECISION)
         top = new_top
         page = next_page
+    if KV_BITS == "int8":
+        acc = acc * unit
     return acc, total, top, page
 
 
@@ -287,7 +294,9 @@ def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
     return cache.view(torch.uint8), _FP8_BITS[cache.dtype]
 
 
-def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compute_itemsize: int) -> dict[str, int]:
+def tile_sizes(
+    rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compute_itemsize: int, *, has_scales: bool = False
+) -> dict[str, int]:
     """Return the tile of an attention kernel: BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, num_warps and num_stages.
 
     Args:
@@ -296,6 +305,7 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
         value_dim: of values.
         kv_itemsize: bytes of a cached value.
         compute_itemsize: bytes of a value in the matrix products.
+        has_scales: whether each key and value has one, which takes registers for every tile that is in flight.
     """
     block_d = max(triton.next_power_of_2(head_dim), 16)
     block_v = max(triton.next_power_of_2(value_dim), 16)
@@ -305,9 +315,13 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
     block_n = min(max(1 << (block_n.bit_length() - 1) if block_n else 16, 16), 64 if block_m >= 64 else 128)
     wide = compute_itemsize == 4
     # more warps where the accumulator would not fit their registers; compiled for each architecture by the tests
-    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide else 4096
-    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16  # few queries: decoding fp8 takes the registers
+    room = 8192 if kv_itemsize == 1 and block_v >= 256 and not wide else 2048 if wide or has_scales else 4096
+    # few queries: decoding fp8 takes the registers
+    spread = kv_itemsize == 1 and block_v >= 256 and block_m == 16 and not has_scales
     stages = (1 if block_d >= 256 else 2) if wide else 4 if kv_itemsize == 1 else 3  # one tile fewer is in flight
+    if has_scales:
+        stages = min(stages, 3)
+        block_n = max(block_n // 2, 16) if block_m >= 64 or block_v >= 256 else block_n
     return {
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
@@ -321,7 +335,8 @@ def tile_sizes(rows: int, head_dim: int, value_dim: int, kv_itemsize: int, compu
 def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cache: torch.dtype) -> dict[str, int]:
     """Return the tile of decode attention over so many queries times heads of a group."""
     compute_itemsize = compute_dtype(q, cache).primitive_bitwidth // 8
-    return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize)
+    has_scales = cache == torch.int8
+    return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize, has_scales=has_scales)
 
 
 def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsize: int) -> int:

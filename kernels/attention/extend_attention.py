@@ -267,7 +267,12 @@ def extend_attention_triton(
     values, _ = cache_bytes(v_cache)
     compute = compute_dtype(q.dtype, k_cache.dtype)
     tile = tile_sizes(
-        queries_at_once(q.device), head_dim, v_cache.shape[-1], k_cache.dtype.itemsize, compute.primitive_bitwidth // 8
+        queries_at_once(q.device),
+        head_dim,
+        v_cache.shape[-1],
+        k_cache.dtype.itemsize,
+        compute.primitive_bitwidth // 8,
+        has_scales=scales is not None,
     )
     table = page_table if page_table is not None else torch.arange(rows, dtype=torch.int32, device=q.device)
     most = q.shape[0] * group if packed else q.shape[1] * group

@@ -22,8 +22,9 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
-from graphdecode.kernels.attention import attention_plan, extend_attention, split_append, split_decode
+from graphdecode.kernels.attention import attention_plan, attention_tile, extend_attention, split_append, split_decode
 from graphdecode.kernels.cache import rope_append
+from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.linear import small_linear, tiled_linear
 from graphdecode.kernels.linear.small_linear_config import (
     DOT_TILES,
@@ -69,6 +70,7 @@ ATTENTION_SHAPES = [
         (torch.bfloat16, torch.bfloat16),
         (torch.float16, torch.float16),
         (torch.bfloat16, torch.float8_e4m3fn),
+        (torch.bfloat16, torch.int8),
     )
 ]
 
@@ -92,7 +94,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         results[kernel.fn.__name__.strip("_")] = measured(kernel, dict(arguments), options, arch)
 
     def native(cache: torch.Tensor) -> tuple[torch.Tensor, str]:
-        return cache, ""
+        return attention_tile.cache_bytes(cache) if cache.dtype == torch.int8 else (cache, "")
 
     def early(_: torch.device) -> bool:
         return arch >= 90
@@ -117,10 +119,18 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     return results
 
 
+def scales_of(cache: torch.Tensor) -> PageScales | None:
+    """The scales of an int8 cache."""
+    pages, page_size, heads, _ = cache.shape
+    of_pages = torch.empty(pages, heads, page_size, dtype=torch.bfloat16)
+    return PageScales(of_pages, of_pages) if cache.dtype == torch.int8 else None
+
+
 def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> dict[str, Callable[[], None]]:
     """The launches of one model shape: 32 query heads over 8 key and value heads."""
     heads, kv_heads = 32, 8
     cache = torch.empty(PAGES, PAGE_SIZE, kv_heads, head_dim, dtype=kv_dtype)
+    scales = scales_of(cache)
     q = torch.empty(ROWS, heads, head_dim, dtype=dtype)
     table = torch.empty(ROWS, WIDTH, dtype=torch.int32)
     lens = torch.empty(ROWS, dtype=torch.int32)
@@ -134,7 +144,7 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     def decode(window_left: int, soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         split_decode.decode_attention_triton(
             q, None, q, cache, cache, table, None, lens, plan, partial, partial_lse, lens, 1, 33, head_dim**-0.5, 1.0,
-            window_left, soft_cap, "NONE", 1.0, 1e4, sinks,
+            window_left, soft_cap, "NONE", 1.0, 1e4, sinks, scales,
         )  # fmt: skip
 
     qkv = torch.empty(ROWS, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
@@ -144,12 +154,12 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
         gains = [None if norms is None else torch.empty(count * head_dim) for count in norms or (0, 0)]
         split_append.append_attention_triton(
             q, cache, cache, qkv, table, lens, plan, partial, partial_lse, lens, cos_sin, *gains, given.get("sinks"),
-            1e-6, 33, head_dim**-0.5, window_left, soft_cap,
+            1e-6, 33, head_dim**-0.5, window_left, soft_cap, scales=scales,
         )  # fmt: skip
 
     def extend(soft_cap: float = 0.0, sinks: torch.Tensor | None = None) -> None:
         extend_attention.extend_attention_triton(
-            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, soft_cap, sinks
+            q, None, q, cache, cache, cumulative, cumulative, table, head_dim**-0.5, -1, soft_cap, sinks, scales=scales
         )
 
     return {
@@ -165,9 +175,11 @@ def attention_cases(head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) ->
     }
 
 
-def append_case(head_dim: int, normed_heads: tuple[int, int] | None) -> Callable[[], None]:
+def append_case(
+    head_dim: int, normed_heads: tuple[int, int] | None, kv_dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], None]:
     """The fused append of one model shape."""
-    cache = torch.empty(PAGES, PAGE_SIZE, 8, head_dim, dtype=torch.bfloat16)
+    cache = torch.empty(PAGES, PAGE_SIZE, 8, head_dim, dtype=kv_dtype)
     q = torch.empty(ROWS, 32, head_dim, dtype=torch.bfloat16)
     lens = torch.empty(ROWS, dtype=torch.int32)
     weights = [None if normed_heads is None else torch.empty(heads * head_dim) for heads in normed_heads or (0, 0)]
@@ -183,6 +195,7 @@ def append_case(head_dim: int, normed_heads: tuple[int, int] | None) -> Callable
         torch.empty(4096, 2, head_dim // 2),
         *weights,
         1e-6,
+        scales=scales_of(cache),
     )
 
 
@@ -416,6 +429,8 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
         cases[f"append-d{head_dim}"] = append_case(head_dim, None)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))
         cases[f"append-norm-all-d{head_dim}"] = append_case(head_dim, (32, 8))
+    for kv_dtype in (torch.float8_e4m3fn, torch.int8):
+        cases[f"append-norm-{str(kv_dtype)[6:]}-d128"] = append_case(128, (1, 1), kv_dtype)
     cases |= step_cases()
     cases |= speculation_cases()
     cases |= linear_cases(arch)
