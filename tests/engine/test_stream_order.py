@@ -254,7 +254,6 @@ FAULTS = [
     # captures at a first use
     Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
     Fault(CudaCapture, "on_stream", "self.stream.wait_stream(outer)", "pass"),
-    Fault(CudaCapture, "on_stream", "outer.wait_stream(self.stream)", "pass"),
 ]
 
 
