@@ -228,23 +228,16 @@ def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None
             engine.add(request(6, 50, number))
         engine.step()
         engine.step()
-        mixed = runner._mixed
-        assert mixed is not None
+        assert runner.reports()["mixed"].buckets
         sequence = engine.scheduler.decoding[0]
         chunk = Chunk(sequence, 2, 5).inputs(engine.scheduler.cache)  # what it computes is there already
+        runner.stage_chunks([chunk])
         if poisoned:
             runner.buffers.poison(3)
-            stage = mixed._prefill.stage
-
-            def staged(chunks: object, stage=stage, buffers=mixed._prefill.buffers) -> object:
-                found = stage(chunks)
-                for name in ("tokens", "rows", "positions"):
-                    tail = getattr(buffers, name)[3:]
-                    tail.fill_(torch.iinfo(tail.dtype).max)
-                buffers.page_table[1:].fill_(2**31 - 1)
-                return found
-
-            mixed._prefill.stage = staged  # type: ignore[method-assign]
+            for name in ("tokens", "rows", "positions"):
+                tail = getattr(runner.prompt_buffers, name)[3:]
+                tail.fill_(torch.iinfo(tail.dtype).max)
+            runner.prompt_buffers.page_table[1:].fill_(2**31 - 1)
         assert runner.launch(3, along=[chunk]).bucket == 8
         pages = [tensor[:-1] for layer in runner.cache.layers for tensor in layer]
         kept.append([*pages, runner.buffers.sampled[:3], runner.buffers.sampled_logprob[:3], runner.buffers.tokens[:3]])

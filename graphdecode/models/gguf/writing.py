@@ -50,7 +50,7 @@ class GgufModel:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
         self._architecture: Architecture = ARCHITECTURES[key]
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
-        self.fields: dict[str, Any] = {"general.architecture": key, **_fields(key, config)}
+        self.fields: dict[str, Any] = {"general.architecture": key, **_fields_of(key, config)}
         self._check()
 
     def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
@@ -142,7 +142,7 @@ def _is_near(one: Any, other: Any) -> bool:
     return numbers and bool(np.float32(one) == np.float32(other))
 
 
-def _fields(key: str, config: ModelConfig) -> dict[str, Any]:
+def _fields_of(key: str, config: ModelConfig) -> dict[str, Any]:
     rope = config.rope
     of_architecture: dict[str, Any] = {
         "block_count": config.num_hidden_layers,
