@@ -77,11 +77,11 @@ def quantised_copy(
         file = GgufModel(rounded, config, names)
         vocabulary = vocabulary_fields(load_tokenizer(source.folder), config.vocab_size)
         with _at_once(out) as partial:
-            file.write(partial, vocabulary, _counted(names, progress))
+            file.write(partial, vocabulary, counted(names, progress))
     else:
         with _at_once(out) as partial:
             partial.mkdir()
-            write_weights(rounded, partial, _counted(names, progress))
+            write_weights(rounded, partial, counted(names, progress))
             _write_rest(source, rounded, partial)
     return out
 
@@ -153,5 +153,5 @@ def _at_once(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _counted(names: list[str], progress: bool) -> Iterator[str]:
+def counted(names: list[str], progress: bool) -> Iterator[str]:
     return iter(tqdm(names, desc="quantising", unit="tensor", disable=None if progress else True, leave=False))

@@ -6,6 +6,7 @@ from ..model.advance import AdvanceState, advance_options, advance_row, end_step
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from .candidates import SKETCH_BINS, candidate_window, take_blocks
+from .draw_token import draw_token
 from .follow_automata import Guides, follow_row, guide_options
 from .logprobs import row_logprobs
 from .philox import uniform_bits_of
@@ -19,99 +20,10 @@ from .sampling_slots import (
     LogprobOutputs,
     SamplingSlots,
 )
-from .token_filters import fraction_of_total, kept_total, kept_weights, ordered_key, threshold_key
 
-_LIST_BLOCK = 1024
+_LIST_BLOCK = 1024  # candidates that are looked at together
 _PARTS = 8  # of a block, of which one is looked at for the token
 PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
-
-
-@triton.jit
-def _draw(
-    sums,
-    scaled,
-    candidate_ids,
-    count,
-    vocab,
-    largest,
-    least,
-    most,
-    k,
-    share,
-    lowest_weight,
-    bits,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    LIST_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """The token of one row, whose blocks are all added up and whose `count` candidates are listed.
-
-    The thresholds are searched among the candidates. Should these be more than the list holds, or a bound have been
-    wrong, all logits are the list.
-    """
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    is_block = blocks < BLOCKS
-    by_count = (k > 0) & (k < vocab)
-    by_weight = share < 1.0
-    lowest_key = ordered_key(tl.full([], float("-inf"), dtype=tl.float32))
-    any_weight = tl.full([], 1, dtype=tl.int64)
-    list_begin = BLOCKS * BLOCK
-    listed = count
-    is_listed = True
-    if by_count | by_weight:
-        above = tl.sum(tl.load(sums + BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        between = tl.sum(tl.load(sums + 2 * BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        total = tl.sum(tl.load(sums + 3 * BLOCKS + blocks, mask=is_block, other=0, cache_modifier=".cg"), axis=0)
-        needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
-        needed = tl.where(by_count, k.to(tl.int64), needed)
-        between = tl.where(by_count, count.to(tl.int64), between)
-        has_all = least <= largest - 25.0  # what is not listed has no weight
-        is_listed = (count <= CAPACITY) & (above < needed) & (has_all | (above + between >= needed))
-        if is_listed:
-            needed -= above
-        else:
-            tl.store(sums + blocks, tl.zeros([BLOCKS_PADDED], dtype=tl.int64), mask=is_block)
-            list_begin = 0
-            listed = vocab
-            between = needed
-            least = tl.full([], float("-inf"), dtype=tl.float32)
-            most = largest
-        line = scaled + list_begin
-        if needed <= between:
-            lowest_key = threshold_key(
-                line, listed, largest, ordered_key(least), ordered_key(most), needed, by_count, LIST_BLOCK
-            )
-        if by_count & by_weight:
-            total = kept_total(line, listed, largest, lowest_key, any_weight, LIST_BLOCK)
-            needed = tl.maximum(fraction_of_total(total, (share * 16777216.0).to(tl.int64)), 1)
-            lowest_key = threshold_key(
-                line, listed, largest, lowest_key, ordered_key(largest), needed, False, LIST_BLOCK
-            )
-        for block in range(tl.cdiv(listed, LIST_BLOCK)):
-            places = block * LIST_BLOCK + tl.arange(0, LIST_BLOCK)
-            weights = kept_weights(line, places, listed, largest, lowest_key, lowest_weight)
-            is_candidate = places < tl.where(is_listed, listed, 0)
-            ids = tl.load(candidate_ids + places, mask=is_candidate, other=0, cache_modifier=".cg")
-            ids = tl.where(is_listed, ids, places)
-            tl.atomic_add(sums + ids // BLOCK, weights, mask=weights > 0, sem="relaxed")
-        tl.debug_barrier()  # all have added before one of them reads
-    kept = tl.load(sums + blocks, mask=is_block, other=0, cache_modifier=".cg")
-    reached = tl.cumsum(kept, axis=0)
-    target = fraction_of_total(tl.sum(kept, axis=0), bits)
-    block = tl.minimum(tl.min(tl.where(reached > target, blocks, BLOCKS), axis=0), BLOCKS - 1)
-    before = tl.sum(tl.where(blocks < block, kept, 0), axis=0)
-    first = block * BLOCK
-    parts = tl.arange(0, PARTS)
-    columns = first + parts[:, None] * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)[None, :]
-    kept = tl.sum(kept_weights(scaled, columns, vocab, largest, lowest_key, lowest_weight), axis=1)
-    part = tl.min(tl.where(before + tl.cumsum(kept, axis=0) > target, parts, PARTS - 1), axis=0)
-    before += tl.sum(tl.where(parts < part, kept, 0), axis=0)
-    ids = first + part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)
-    weights = kept_weights(scaled, ids, vocab, largest, lowest_key, lowest_weight)
-    return tl.min(tl.where(before + tl.cumsum(weights, axis=0) > target, ids, 2147483647), axis=0)
 
 
 # Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
@@ -297,7 +209,7 @@ def _choose_kernel(
             tl.debug_barrier()  # all threads have written before one of them says so
             is_last = tl.atomic_add(counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
             if is_last:
-                token = _draw(
+                token = draw_token(
                     row_sums,
                     line,
                     candidate_ids + wide_row * CAPACITY,

@@ -14,6 +14,7 @@ from graphdecode.engine.prefill import PromptChunk
 from graphdecode.engine.runner import Launch
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.models import Decoder, Model, load_model
+from graphdecode.models.blocks import StepOperators
 
 ROWS = 12
 ROOM = 63  # tokens of a prompt that the largest graph takes beside one row
@@ -279,7 +280,7 @@ def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_b
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert isinstance(model, Decoder)
-    unfused = model.varied(operators=model._operators._replace(fuses_append=False))
+    unfused = model.varied(operators=StepOperators()._replace(fuses_append=False))
     arrivals = arriving(6, seed=8)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* two parts"):
         engine = engine_of(unfused)

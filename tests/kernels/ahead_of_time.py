@@ -205,17 +205,8 @@ def step_arguments() -> dict[str, Any]:
     specs = sampling_slots(capacity, VOCAB)
     tensors = {spec.name: torch.empty(ROWS, *spec.sizes, dtype=spec.dtype) for spec in specs}
     tensors["recent_tokens"] = torch.empty(ROWS, BAD_WORD_LENGTH, dtype=torch.int32)
-    for name in (
-        "positions",
-        "pre_step_seqlens",
-        "finished",
-        "live_rows",
-        "live",
-        "running",
-        "loop_limit",
-        "loop_count",
-        "step_entries",
-    ):
+    of_rows = ("positions", "pre_step_seqlens", "finished", "live_rows", "live", "running")
+    for name in (*of_rows, "loop_limit", "loop_count", "step_entries"):
         tensors[name] = torch.empty(ROWS, dtype=torch.int32)
     for name in ("tokens", "sampled", "step_index"):
         tensors[name] = torch.empty(ROWS, dtype=torch.int64)

@@ -130,7 +130,7 @@ def test_an_interrupted_copy_leaves_nothing_and_what_was_there(
         yield from names[:5]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantised_copy, "_counted", interrupted)
+    monkeypatch.setattr(quantised_copy, "counted", interrupted)
     for out in ("copy", "other"):
         with pytest.raises(KeyboardInterrupt):
             copy(model, tmp_path / out, "int8", overwrite=True)
