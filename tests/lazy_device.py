@@ -20,7 +20,7 @@ from graphdecode.engine.steps import DecodeStep, StepSetting
 from graphdecode.graphs import cuda_loop, cuda_nodes
 from graphdecode.graphs.capture import CudaStepGraph
 from graphdecode.graphs.loop import LoopControl, StepLoop
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 _FREE_BYTES = 1 << 30
 
@@ -36,6 +36,10 @@ class LazyDecodeStep(DecodeStep):
         self._streams.enqueue(partial(self._later, super().__call__, batch.size))
         if batch.size == self._streams.refused_bucket and self._streams.current is not self._streams.streams[0]:
             raise ValueError("not fit to be captured")
+
+    def mix(self, batch: Batch, chunks: Chunks) -> None:
+        places = Chunks(*map(as_operations_know, chunks))
+        self._streams.enqueue(partial(self._later, partial(super().mix, chunks=places), batch.size))
 
     def _compute(self, batch: Batch) -> None:
         self._streams.enqueue(partial(self._later, super()._compute, batch.size))

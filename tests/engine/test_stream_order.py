@@ -8,59 +8,32 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import pytest
 from lazy_device import installed, lazy_runner
 from lazy_stream import LazyStreams
+from lazy_visit import REFUSAL_SHARE, SHARED, Answer, Visit, answered, first_wrong
 from planted import Fault
 
-from graphdecode import BucketConfig, Engine, Event, Request, SamplingParams
+from graphdecode import BucketConfig, Engine, Request, SamplingParams
 from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
-from graphdecode.engine.constraint import FilledOneByOne
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.prefill import Prefill
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, step
-from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.graphs import capture
 from graphdecode.graphs.capture import CudaCapture
-from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.models import Model, load_model
 
 SEEDS = 8
 SEEDS_FOR_A_FAULT = 25
-MOST_ROUNDS, MOST_ABORTS = 250, 3
-REQUESTS_OF_A_RUN = 9
 REQUESTS = 24
-VOCABULARY = 259
 ROWS, LENGTH, PAGE = 4, 48, 4
 PAGES = 13  # of 48 for four full rows: some have to give way
 BUCKETS = (1, 2, ROWS)
-ARRIVAL_SHARE, ABORT_SHARE, REFUSAL_SHARE = 0.4, 0.06, 0.4
-SHARED = list(b"rev oceanic=")
-
-Answer = tuple[list[int], list[float]]
-
-
-class Letters(FilledOneByOne):
-    """A form whose next letters depend on the last one."""
-
-    guide = None
-    num_words = -(-VOCABULARY // MASK_BITS)
-
-    def __init__(self, _grammar: str) -> None:
-        self.last = 0
-
-    def fill(self, words: np.ndarray, _stop_ids: Sequence[int]) -> None:
-        words[:] = token_mask([letter for letter in range(97, 123) if (letter + self.last) % 3 == 0], VOCABULARY)
-
-    def accept(self, token_id: int) -> bool:
-        self.last = token_id + 1
-        return False
 
 
 def made_requests() -> list[Request]:
@@ -110,84 +83,7 @@ def model() -> Model:
 def expected(model: Model) -> list[Answer]:
     """What each request is answered with on a CPU, where nothing is under way while the host goes on."""
     buckets = BucketConfig(max_batch_size=ROWS, max_sequence_length=LENGTH, page_size=PAGE, max_logprobs=4)
-    engine = Engine(make_runner(model, EngineConfig(buckets, batch_invariant=True)))
-    engine.constrain = Letters
-    engine.graphs.capture(progress=False)
-    names = {engine.add(request): number for number, request in enumerate(REQUESTED)}
-    answers: list[Answer] = [([], []) for _ in REQUESTED]
-    while engine.has_work:
-        for event in engine.step():
-            take(answers[names[event.request_id]], event)
-    engine.close()
-    return answers
-
-
-def take(answer: Answer, event: Event) -> None:
-    assert event.error is None, event.error
-    answer[0].extend(event.token_ids)
-    answer[1].extend(entry.sampled for entry in event.logprobs or ())
-
-
-class Visit:
-    """An engine on a lazy device, its callers, and what they were told.
-
-    Args:
-        engine: ready to serve.
-        expected: what each request is to be answered with.
-        chosen: who comes and goes, and when.
-    """
-
-    def __init__(self, engine: Engine, expected: list[Answer], chosen: random.Random) -> None:
-        self.engine, self.expected, self.chosen = engine, expected, chosen
-        self.to_come = chosen.sample(range(REQUESTS), REQUESTS_OF_A_RUN)
-        self.number_of: dict[int, int] = {}
-        self.told: dict[int, Answer] = {}
-        self.failed_steps = self.aborted = 0
-
-    def enter(self) -> None:
-        number = self.to_come.pop()
-        name = self.engine.add(REQUESTED[number])
-        self.number_of[name], self.told[name] = number, ([], [])
-
-    def leave(self) -> None:
-        """Abort a request; what it was told is the beginning of what it would have been."""
-        name = self.chosen.choice(sorted(self.told))
-        self.aborted += 1
-        self.engine.abort(name)
-        tokens, _ = self.told.pop(name)
-        assert tokens == self.expected[self.number_of[name]][0][: len(tokens)], f"request {self.number_of[name]}"
-
-    def step(self) -> None:
-        """Take a round's events; whose request is given up comes again."""
-        try:
-            events = self.engine.step()
-        except RuntimeError as error:
-            if str(error) != "the device refuses this launch":
-                raise
-            self.failed_steps += 1
-            return
-        for event in events:
-            if event.finish_reason == "error":
-                assert self.failed_steps, event.error
-                self.to_come.append(self.number_of[event.request_id])
-                del self.told[event.request_id]
-                continue
-            take(self.told[event.request_id], event)
-            if event.finish_reason is not None:
-                number = self.number_of[event.request_id]
-                assert self.told.pop(event.request_id) == self.expected[number], f"request {number}"
-
-    def run(self) -> None:
-        for _ in range(MOST_ROUNDS):
-            while self.to_come and self.chosen.random() < ARRIVAL_SHARE:
-                self.enter()
-            self.step()
-            if self.told and self.aborted < MOST_ABORTS and self.chosen.random() < ABORT_SHARE:
-                self.leave()
-            if not self.to_come and not self.engine.has_work:
-                break
-        assert not self.to_come
-        assert not self.told
+    return answered(Engine(make_runner(model, EngineConfig(buckets, batch_invariant=True))), REQUESTED)
 
 
 def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
@@ -200,17 +96,10 @@ def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
     ):
         warnings.filterwarnings("ignore", "bucket . stays eager:")
         engine = Engine(runner)
-        engine.constrain = Letters
         engine.graphs.capture(progress=False)
         if chosen.random() < REFUSAL_SHARE:
             streams.refused_bucket = chosen.choice(BUCKETS)
-        if chosen.random() < REFUSAL_SHARE:
-            streams.refused_launch = chosen.randint(1, 20)
-        Visit(engine, expected, chosen).run()
-        streams.refused_launch = None
-        engine.add(REQUESTED[0])
-        engine.step()
-        engine.close()
+        Visit(engine, REQUESTED, expected, chosen).run_on(streams)
         return streams
 
 
@@ -257,20 +146,11 @@ FAULTS = [
 ]
 
 
-def first_wrong(model: Model, expected: list[Answer]) -> Exception | None:
-    for seed in range(SEEDS_FOR_A_FAULT):
-        try:
-            serve(model, expected, seed)
-        except Exception as error:
-            return error
-    return None
-
-
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_a_planted_fault_is_found(
     model: Model, expected: list[Answer], monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     fault.plant(monkeypatch)
-    found = first_wrong(model, expected)
+    found = first_wrong(partial(serve, model, expected), SEEDS_FOR_A_FAULT)
     assert found is not None, f"{SEEDS_FOR_A_FAULT} seeds gave the right tokens all the same"
     assert not isinstance(found, (NameError, AttributeError, TypeError)), "no fault, but nonsense"
