@@ -17,6 +17,7 @@ PLAN_TILE = 64  # tokens: rows are split between whole ones, whatever the tile o
 _TILE_BYTES = 32 * 1024  # keys and values of one 16-bit tile; two or three tiles are in flight
 _OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reductions exchange
 _PROGRAM_REGISTERS = 168  # of a thread, at most; the tests' budgets
+_MOST_REGISTERS = 255  # of a thread
 _PROCESSOR_REGISTERS = 65536  # of every NVIDIA GPU from 2012 on
 _FP8_BITS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
@@ -337,6 +338,14 @@ def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cac
     compute_itemsize = compute_dtype(q, cache).primitive_bitwidth // 8
     has_scales = cache == torch.int8
     return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize, has_scales=has_scales)
+
+
+def all_registers() -> dict[str, int]:
+    """Return what lets a kernel take all registers of a thread, where shared memory lets few programs run side by side.
+
+    The compiler saves registers for more of them otherwise, and spills.
+    """
+    return {"maxnreg": _MOST_REGISTERS} if torch.version.hip is None else {}
 
 
 def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsize: int) -> int:

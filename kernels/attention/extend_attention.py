@@ -15,6 +15,7 @@ from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Written
 from .attention_tile import (
     LOG2_E,
+    all_registers,
     attend_span,
     cache_bytes,
     compute_dtype,
@@ -317,6 +318,7 @@ def extend_attention_triton(
         HAS_WINDOW=window_left >= 0,
         HAS_CAP=soft_cap > 0.0,
         **tile,
+        **(all_registers() if tile["num_warps"] > 4 else {}),
     )
 
 

@@ -75,7 +75,7 @@ def processed_logits(
             frequency = tl.load(frequency_penalty + row)
             repeated = tl.where(values > 0, values / repetition, values * repetition)
             values = tl.where(counts != 0, repeated, values)
-            values = tl.where(generated > 0, values - presence - frequency * generated, values)
+            values = tl.where(generated > 0, values - (presence + frequency * generated), values)
     if (flags & STOP_MASK_FLAG) != 0:
         index = 0
         stop_id = tl.load(stop_ids + wide_row * STOPS)

@@ -89,7 +89,8 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
     results: dict[str, dict[str, int]] = {}
 
     def compile_instead(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages", "launch_pdl") if name in kwargs}
+        names = ("num_warps", "num_stages", "launch_pdl", "maxnreg")
+        options = {name: kwargs.pop(name) for name in names if name in kwargs}
         arguments = inspect.signature(kernel.fn).bind(*args, **kwargs).arguments
         results[kernel.fn.__name__.strip("_")] = measured(kernel, dict(arguments), options, arch)
 

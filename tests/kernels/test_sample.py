@@ -349,6 +349,15 @@ def test_presence_and_frequency_count_the_output_and_not_the_prompt(draw):
     assert draw(logits, slots, counts=None).tolist() == [8, 8, 8, 8]
 
 
+def test_penalties_are_added_before_they_are_taken_off(draw):
+    """15.82 - (1.1 + 3 x 0.6) is 12.92 in float32, and one by one a little less; of equals the first leads."""
+    logits, counts = torch.zeros(1, 40), torch.zeros(1, 40, dtype=torch.int32)
+    logits[0, 8], logits[0, 21], counts[0, 8] = 15.82, 12.92, 3
+    slots = neutral_slots(1)
+    set_row(slots, 0, presence_penalty=1.1, frequency_penalty=0.6)
+    assert draw(logits, slots, counts=counts).tolist() == [8]
+
+
 def test_a_large_vocabulary_takes_the_same_path_as_a_sort():
     """More candidates than the shortcut looks at: a flat nucleus of thousands of tokens."""
     rows, vocab = 6, 6000
