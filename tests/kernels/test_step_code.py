@@ -22,6 +22,7 @@ from graphdecode.kernels.norm.rms_norm import rms_norm
 from graphdecode.models.blocks import Head
 from step_code.launches import recorded_step
 from step_code.model import Costs, step_cost
+from step_code.sass import instructions_in
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
@@ -140,6 +141,18 @@ def test_the_rules_find_each_fault_that_was_planted_and_none_besides(cache):
     assert {name: len(faults) for name, faults in said.items()} == dict.fromkeys(words, 1)
     for name, faults in said.items():
         assert words[name] in faults[0]
+
+
+def test_code_reads_the_same_with_and_without_notes_that_a_disassembler_adds():
+    code = "/*0160*/  @!P2 LDG.E R3, desc[UR8][R14.64]{} ;  /* 0x000000080e03a981 */", "/* 0x001162000c1e1900 */"
+    plain, noted = (
+        list(instructions_in([code[0].format(notes), code[1]]))
+        for notes in ("", "  &req={0} &rd=0x0 &wr=0x5 ?trans1")  # as of CUDA 13.1, and of 12.8 for sm_120
+    )
+    assert noted == plain
+    (load,) = plain
+    assert (load.name, load.operands) == ("LDG.E", ("R3", "desc[UR8][R14.64]"))
+    assert (load.predicate, load.waits, load.reads, load.writes, load.stall) == ("@!P2", {0}, 0, 5, 1)
 
 
 def figures_of_nobody(launch: object) -> None:

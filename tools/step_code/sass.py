@@ -19,7 +19,8 @@ from pathlib import Path
 import triton
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-_LINE = re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;\s*/\* 0x([0-9a-f]{16}) \*/")
+_NOTES = r"(?:\s+[&?]\w\S*)*"  # such as "&wr=0x0 ?trans5": CUDA 12.8 prints the control word of sm_120 in words too
+_LINE = re.compile(rf"\s*/\*([0-9a-f]{{4,}})\*/\s+(.*?){_NOTES}\s*;\s*/\* 0x([0-9a-f]{{16}}) \*/")
 _UPPER = re.compile(r"\s*/\* 0x([0-9a-f]{16}) \*/")
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+)")
 _NONE = 7  # no scoreboard
@@ -91,7 +92,7 @@ class Code:
             RuntimeError: there is nothing in it that is understood.
         """
         printed = _printed(cubin, "-sass", "-res-usage")
-        instructions = tuple(_instructions(printed.splitlines()))
+        instructions = tuple(instructions_in(printed.splitlines()))
         if not instructions:
             raise RuntimeError(f"cuobjdump printed nothing that is understood:\n{printed[:1000]}")
         return cls(instructions, *_usage(printed))
@@ -161,7 +162,8 @@ def _printed(cubin: bytes, *options: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def _instructions(lines: list[str]) -> Iterator[Instruction]:
+def instructions_in(lines: list[str]) -> Iterator[Instruction]:
+    """Read the instructions out of what cuobjdump printed; lines of another kind are passed by."""
     for line, below in pairwise(lines):
         found, upper = _LINE.match(line), _UPPER.match(below)
         if found is None or upper is None:
