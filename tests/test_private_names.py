@@ -57,9 +57,10 @@ for namespace, names in hidden.items():
     setattr(torch.ops, namespace, Without(getattr(torch.ops, namespace), names))
 """
 IMPORT_ALL = """
-import importlib, pkgutil, graphdecode
+import importlib, importlib.util, pkgutil, graphdecode
+lacks_ray = importlib.util.find_spec("ray") is None  # an extra that one package alone imports
 for module in pkgutil.walk_packages(graphdecode.__path__, "graphdecode."):
-    if module.name != "graphdecode.__main__":
+    if module.name != "graphdecode.__main__" and not (lacks_ray and ".server.replicas." in module.name):
         importlib.import_module(module.name)
 """
 GENERATE = """

@@ -21,6 +21,7 @@ from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_d
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.following import run
 from graphdecode.engine.leading import Command, LeadingRunner
+from graphdecode.engine.mixed_steps import pays
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
@@ -276,6 +277,9 @@ def make_runner(
         prefix_caching=settings.prefix_cache,
         scales=decoder.cache_scales,
     )
+    mixes = pays(decoder)
+    if ranks is not None:  # which differ by a bias
+        mixes = bool(ranks.least(mixes))
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(
         decoder,
@@ -285,6 +289,7 @@ def make_runner(
         prefill_budget=settings.prefill_tokens(device.type),
         batch_invariant=settings.batch_invariant,
         step=step or step_of(settings, draft),
+        mixes=mixes,
         around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
     )
 

@@ -14,13 +14,18 @@ from graphdecode.engine.prefill import Prefill, PromptChunk
 from graphdecode.engine.steps import MixingStep, Step, StepSetting
 from graphdecode.graphs import CaptureError, GraphManager, GraphReport
 from graphdecode.graphs.capture import no_row_live, run
-from graphdecode.models import MixingModel
+from graphdecode.models import MixingModel, Model
 
 # tokens of a pass that has a graph, those of rows and of chunks together, and rows of it: among so many tokens some of
 # padding weigh little. A CPU multiplies 16 or 32 rows at once, a GPU waits for weights up to some hundred
-_GRAPH_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
+GRAPH_TOKENS = {"cuda": (64, 128, 256, 512), "cpu": (16, 32, 64)}
 _GRAPH_ROWS = {"cuda": (8, 64), "cpu": (1, 8, 32)}
 CACHED_BYTES = 8 * 2**20  # of weights that a CPU has in the caches of its cores: to read them once more takes no time
+
+
+def pays(model: Model) -> bool:
+    """Whether a model has weights that take time to be read once more."""
+    return model.device.type != "cpu" or model.weight_bytes > CACHED_BYTES
 
 
 class MixedSteps:
@@ -56,8 +61,6 @@ class MixedSteps:
         model = setting.model
         if setting.batch_invariant or getattr(step, "drafting", None) is not None:
             return None
-        if model.device.type == "cpu" and model.weight_bytes <= CACHED_BYTES:
-            return None
         if not isinstance(step, MixingStep) or not isinstance(model, MixingModel):
             return None
         return cls(setting, step, prefill)
@@ -73,7 +76,7 @@ class MixedSteps:
             return
         try:
             with no_row_live(self._prefill.buffers):  # the last chunks' pages may be somebody else's by now
-                for tokens in reversed(_GRAPH_TOKENS[self._setting.model.device.type]):
+                for tokens in reversed(GRAPH_TOKENS[self._setting.model.device.type]):
                     ladder = self._ladder(tokens)
                     if ladder is not None:
                         self.graphs[tokens] = self._manager(tokens, ladder)

@@ -85,6 +85,7 @@ class Runner:
         prefill_budget: tokens of a prefill at most.
         batch_invariant: give a token the same bits in any batch, in a prompt as in a step.
         step: makes the kind of step that is captured.
+        mixes: let steps take prompts along where this kind of step and the model can.
         around: is entered around each capture, with what is captured.
     """
 
@@ -98,6 +99,7 @@ class Runner:
         prefill_budget: int,
         batch_invariant: bool = False,
         step: Callable[[StepSetting], Step] = DecodeStep,
+        mixes: bool = True,
         around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.model = model
@@ -113,7 +115,7 @@ class Runner:
         self.drafting: Drafting | None = getattr(self.step, "drafting", None)
         drafting = self.drafting
         self._prefill = Prefill(setting, prefill_budget, follow=None if drafting is None else drafting.prefill)
-        self._mixed = MixedSteps.of(setting, self.step, self._prefill)
+        self._mixed = MixedSteps.of(setting, self.step, self._prefill) if mixes else None
         self.graphs = GraphManager(
             self.step,
             self.buffers,

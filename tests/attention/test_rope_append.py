@@ -5,10 +5,14 @@ import math
 import pytest
 import torch
 
+from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native.registration import versions
 
-rope_append_torch = versions("rope_append").torch
+
+def rope_append_torch(*given, k_scale=1.0, v_scale=1.0, scales=None):
+    versions("rope_append").torch(*given, k_scale, v_scale, *(scales or (None, None)))
+
 
 HEADS, KV_HEADS, PAGE, PAGES, POSITIONS = 6, 2, 4, 12, 40
 VERSIONS = {"triton": rope_append_triton, "torch": rope_append_torch}
@@ -80,6 +84,28 @@ def test_queries_and_cache_agree_with_float64(version, norm, dtype, dim, rotated
     torch.testing.assert_close(given["q_out"][:live].double().cpu(), wanted[0][:live], atol=close, rtol=close)
     torch.testing.assert_close(given["k_cache"].double().cpu(), wanted[1], atol=close, rtol=close)
     assert torch.equal(given["v_cache"].double().cpu(), wanted[2])
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn])
+def test_entries_of_8_bits_are_those_of_float64_over_their_scales(version, kind, device):
+    given = inputs(64, 64, torch.float32, "of each head", device if version == "triton" else "cpu")
+    for name in ("k_cache", "v_cache"):
+        given[name].zero_()
+    _, *wanted = expected(given)
+    given |= {name: torch.zeros_like(given[name], dtype=torch.uint8).view(kind) for name in ("k_cache", "v_cache")}
+    if kind == torch.int8:
+        shape = (PAGES, KV_HEADS, PAGE)
+        scales = PageScales(*(torch.zeros(shape, dtype=torch.bfloat16, device=given["live"].device) for _ in range(2)))
+        VERSIONS[version](*given.values(), scales=scales)
+        units = [scale.cpu().double().transpose(1, 2)[..., None] for scale in scales]
+        close = units  # half a step of the code, and of the largest code half a step for what the scale lost in bf16
+    else:
+        VERSIONS[version](*given.values(), k_scale=0.02, v_scale=0.5)
+        units = [0.02, 0.5]
+        close = [entries.abs() / 16 + 2.0**-9 * unit for unit, entries in zip(units, wanted, strict=True)]
+    for name, unit, entries, error in zip(("k_cache", "v_cache"), units, wanted, close, strict=True):
+        assert bool(((given[name].cpu().double() * unit - entries).abs() <= error).all())
 
 
 @pytest.mark.parametrize("version", VERSIONS)

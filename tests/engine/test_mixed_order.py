@@ -31,7 +31,7 @@ SEEDS_FOR_A_FAULT = 25
 REQUESTS = 20
 ROWS, LENGTH, PAGE = 4, 48, 4
 PAGES = 17  # of 48 for four full rows: some have to give way
-GRAPH_TOKENS = (8, 16)  # some chunks are more than that
+FEW_TOKENS = (8, 16)  # of the graphs; some chunks are more than that
 
 
 def made_requests() -> list[Request]:
@@ -78,7 +78,7 @@ def expected(model: Model) -> list[Answer]:
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(mixed_steps._GRAPH_TOKENS, "cuda", GRAPH_TOKENS)
+    monkeypatch.setitem(mixed_steps.GRAPH_TOKENS, "cuda", FEW_TOKENS)
 
 
 def ready(runner: Runner) -> Engine:
@@ -143,6 +143,7 @@ FAULTS = [
     Fault(Runner, "stage_chunks", "self._prefill", "with torch.cuda.stream(torch.cuda.Stream()): self._prefill"),
     # the engine's loop
     Fault(EngineLoop, "_launch", "1 if along else ", ""),  # the rings have one entry of a mixed step
+    Fault(EngineLoop, "_launch", "if along:", "if along and not self._under_way:"),
     Fault(EngineLoop, "_taken_along", "self._to_prefill, []", "[], []"),
     # the passes
     Fault(MixedSteps, "_graph_for", "num_tokens <= self._room(tokens, graphs.bucket_for(num_rows))", "True"),

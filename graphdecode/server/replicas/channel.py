@@ -7,10 +7,12 @@ from typing import Protocol
 
 from starlette.types import Message, Scope
 
+from graphdecode.errors import GraphdecodeError
+
 REPLICA_HEADER = b"x-graphdecode-replica"  # of each response: who answered
 
 
-class LostError(RuntimeError):
+class LostError(GraphdecodeError, RuntimeError):
     """The replica that was to answer is gone."""
 
 
