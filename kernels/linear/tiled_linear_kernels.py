@@ -200,7 +200,7 @@ def tiled_linear_kernel(
             elif tile * PER_WORD % PER_HIGH == 0:
                 own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
                 h = tl.load(high + own * plane + w_rows, eviction_policy="evict_first")
-            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # Triton 3.6 unwraps it
+            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
             for span in tl.static_range(PER_WORD):
                 a, squares = activations(
                     x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
@@ -213,7 +213,7 @@ def tiled_linear_kernel(
                 else:
                     product = tl.dot(code, a, product, input_precision="ieee")
                     if HAS_TOTALS:
-                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # bf16's are not in every interpreter
+                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for interpreters of 3.6
                         total = tl.dot(ones, a, total, input_precision="ieee")
                     if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
                         acc = _with_group(
