@@ -318,7 +318,7 @@ def extend_attention_triton(
         HAS_WINDOW=window_left >= 0,
         HAS_CAP=soft_cap > 0.0,
         **tile,
-        **(all_registers() if tile["num_warps"] > 4 else {}),
+        **(all_registers() if head_dim == 128 else {}),  # one program fits at a time
     )
 
 

@@ -13,7 +13,6 @@ from ..native.optional_triton import tl, triton
 from .attention_tile import (
     LOG2_E,
     PLAN_TILE,
-    all_registers,
     attend_span,
     cache_bytes,
     capped,
@@ -387,6 +386,5 @@ def append_attention_triton(
         HAS_WINDOW=window_left >= 0,
         HAS_CAP=soft_cap > 0.0,
         **tile,
-        **(all_registers() if head_dim >= 256 else {}),
         **early_start_options(out.device),
     )
