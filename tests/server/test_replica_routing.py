@@ -175,7 +175,7 @@ def test_a_stream_that_had_begun_ends_with_an_error_that_says_so_and_is_not_aske
 
 
 def test_what_is_no_stream_and_had_begun_is_cut() -> None:
-    with pytest.raises(LostError):
+    with pytest.raises(ConnectionAbortedError):
         answer(Script([PLAIN, body(b"{"), LOST], WHOLE))
 
 

@@ -115,7 +115,7 @@ class Front:
                 await send(message)
         except LostError as lost:
             if not _header(begin, b"content-type").startswith("text/event-stream"):
-                raise  # which cuts the connection: there is no other way to say so
+                raise ConnectionAbortedError(str(lost)) from lost  # cuts the connection: nothing else can be said
             log.warning("an answer under way: %s", lost)
             failed = HttpError(503, _LOST, code="replica_lost")
             await send({"type": "http.response.body", "body": sse.event(failed.body) + sse.DONE})
