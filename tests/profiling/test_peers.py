@@ -107,6 +107,7 @@ def test_unknown_peers_are_refused_with_those_that_there_are() -> None:
         parse_peers("tranformers,transformers,x")
 
 
+@pytest.mark.alone  # what the tests behind it look at is measured here
 def test_absent_and_broken_peers_are_left_out_with_their_reason(record: dict) -> None:
     assert record["left_out"] == {
         "absent": "not installed: no-such-package",
