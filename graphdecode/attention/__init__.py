@@ -2,7 +2,7 @@
 
 from graphdecode.attention.append import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from graphdecode.attention.cached import cached_attention
-from graphdecode.attention.extend import extend_attention
+from graphdecode.attention.extend import extend_attention, extend_over
 from graphdecode.attention.merge import merge_state, merge_state_in_place, merge_states
 from graphdecode.attention.options import AttentionOptions, HeadTurn
 from graphdecode.attention.paged_decode import PagedDecodeAttention
@@ -16,6 +16,7 @@ __all__ = [
     "append_paged_kv_cache",
     "cached_attention",
     "extend_attention",
+    "extend_over",
     "get_batch_indices_positions",
     "get_seq_lens",
     "merge_state",

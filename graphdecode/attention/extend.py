@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphdecode.attention.options import AttentionOptions
-from graphdecode.cache import CacheScales
+from graphdecode.cache import CacheScales, LayerCache
 from graphdecode.kernels.attention import extend_attention as kernel
 
 
@@ -52,4 +52,27 @@ def extend_attention(
         sinks=options.sinks,
         v_scale=scales.value,
         scales=scales.pages,
+    )
+
+
+def extend_over(
+    cache: LayerCache,
+    out: Tensor,
+    q: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    page_table: Tensor,
+    options: AttentionOptions,
+) -> None:
+    """Do what `extend_attention` does over a layer's cache, whose scales it knows."""
+    extend_attention(
+        out,
+        q,
+        cache.keys,
+        cache.values,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        page_table,
+        options=options,
+        scales=cache.scales,
     )

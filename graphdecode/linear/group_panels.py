@@ -55,7 +55,7 @@ class GroupPanels(WeightForm):
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
         """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
-        return isinstance(source, GroupSource) and {source.tensors[name].dtype for name in names.weights} <= KEPT_GROUPS
+        return has_groups(source, names)
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
@@ -74,6 +74,11 @@ class GroupPanels(WeightForm):
         quantised_linear(out, x, self.weight, self.bias)
 
 
+def has_groups(source: TensorSource, names: LinearNames) -> bool:
+    """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
+    return isinstance(source, GroupSource) and {source.tensors[name].dtype for name in names.weights} <= KEPT_GROUPS
+
+
 def fused_groups(source: TensorSource, names: LinearNames, shard: Shard | None) -> Groups | None:
     """Return a layer's tensors, or a part of each, as one weight in groups; None where they are not of one kind."""
     if not isinstance(source, GroupSource):
@@ -84,14 +89,13 @@ def fused_groups(source: TensorSource, names: LinearNames, shard: Shard | None) 
 
 def _in_panels(groups: Groups) -> QuantisedPanels | None:
     """Return a weight in panels; None where its groups are too small for that."""
-    rows, columns = groups.shape
+    columns = groups.shape[1]
     even = _evenly(groups.by_row())
     if columns % BLOCK or (even.group_size < columns and even.group_size % LEAST_GROUP):
         return None
     if even.zeros is not None and even.bits == 8 and not bool(even.zeros.all()):  # 128 - 0 is no int8
         even = replace(even, scales=even.scales.float())
-    made = [_some_panels(even.rows(slice(at, min(at + _ROWS_AT_ONCE, rows)))) for at in range(0, rows, _ROWS_AT_ONCE)]
-    return joined_panels(made)
+    return joined_panels([_some_panels(some) for some in even.split(_ROWS_AT_ONCE)])
 
 
 def _evenly(groups: Groups) -> Groups:

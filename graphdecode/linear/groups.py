@@ -7,7 +7,7 @@ read. `Groups.dequantised` is its definition: every product with it agrees with 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, runtime_checkable
 
@@ -134,6 +134,11 @@ class Groups:
         blocks = slice(rows.start // self.rows_of_scale, -(-rows.stop // self.rows_of_scale))
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
+
+    def split(self, count: int) -> Iterator[Groups]:
+        """Yield so many rows at a time, in memory that is shared."""
+        for begin in range(0, self.shape[0], count):
+            yield self.rows(slice(begin, min(begin + count, self.shape[0])))
 
     def _columns(self, columns: slice) -> Groups:
         if self.order is not None:

@@ -60,17 +60,10 @@ def _some_tiles(stored: Tensor, block_type: str) -> WeightTiles:
 
 def tiles_of_groups(groups: Groups) -> WeightTiles | None:
     """Return a weight in groups in tiles; None where its codes or its groups are none that tiles can have."""
-    rows, columns = groups.shape
-    group = 0 if groups.group_size >= columns else groups.group_size
+    group = 0 if groups.group_size >= groups.shape[1] else groups.group_size
     if groups.code == "nf4" or not can_tile(group):
         return None
-    by_row = groups.by_row()
-    return joined_tiles(
-        [
-            _tiles_of_some(by_row.rows(slice(at, min(at + _ROWS_AT_ONCE, rows))), group)
-            for at in range(0, rows, _ROWS_AT_ONCE)
-        ]
-    )
+    return joined_tiles([_tiles_of_some(some, group) for some in groups.by_row().split(_ROWS_AT_ONCE)])
 
 
 def _tiles_of_some(groups: Groups, group: int) -> WeightTiles:

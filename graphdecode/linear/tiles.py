@@ -17,8 +17,7 @@ from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.native.early_start import has_early_start
 from graphdecode.linear.blocks import stored_blocks
 from graphdecode.linear.fixed import Fixed
-from graphdecode.linear.group_panels import KEPT_GROUPS, fused_groups
-from graphdecode.linear.groups import GroupSource
+from graphdecode.linear.group_panels import fused_groups, has_groups
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import ROWS_AT_ONCE, Plain
 from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_blocks, tiles_of_groups
@@ -189,8 +188,7 @@ class GroupTiles(Tiles):
     @classmethod
     def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
         """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
-        found = {source.tensors[name].dtype for name in names.weights}
-        return isinstance(source, GroupSource) and found <= KEPT_GROUPS
+        return has_groups(source, names)
 
     @classmethod
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:

@@ -45,6 +45,13 @@ class StepOperators(NamedTuple):
     fuses_append: bool = True
     embedding_norm: Callable[..., None] | None = embedding_norm  # None: the two are launched one by one
 
+    def append(self, q: Tensor, cache: LayerCache, qkv: Tensor, tokens: Tokens, turn: HeadTurn) -> None:
+        """Write rotated queries into `q`, and rotated keys and values into a layer's cache; see `rope_append`."""
+        _, rows, positions, live, page_table = tokens
+        key, value, pages = cache.scales
+        where = (rows, positions, live, page_table)
+        self.rope_append(q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages)
+
 
 class Tokens(NamedTuple):
     """The tokens of a pass, and where they belong."""
@@ -122,7 +129,7 @@ class Stream:
     Args:
         parts: the tokens of the pass; those of a second part stand behind those of the first in all that it holds.
         stem: embeds them, together with the first norm where that is computed by itself and there is one part.
-        attend: attention over a layer's cache.
+        attend: attention over a layer's cache; None: of two parts, which append where they attend.
         operators: of the layers.
         append_and_attend: the same with the append before it, in one launch, where that can be had.
     """
@@ -131,7 +138,7 @@ class Stream:
         self,
         parts: Sequence[Tokens],
         stem: Stem,
-        attend: Attend,
+        attend: Attend | None,
         operators: StepOperators,
         append_and_attend: AppendAndAttend | None = None,
     ) -> None:
@@ -313,12 +320,9 @@ class Attention(Block):
         if stream.append_and_attend is not None:
             stream.append_and_attend(attended, qkv, cache, turn, options)
         else:
-            tokens, q = stream.tokens, torch.empty_like(attended)
-            where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
-            key, value, pages = cache.scales
-            stream.operators.rope_append(
-                q, cache.keys, cache.values, qkv, *where, *turn, k_scale=key, v_scale=value, scales=pages
-            )
+            q = torch.empty_like(attended)
+            stream.operators.append(q, cache, qkv, stream.tokens, turn)
+            assert stream.attend is not None  # of a pass of one part
             stream.attend(attended, q, cache, options)
         stream.give(self.o, attended.view(qkv.shape[0], -1))
 

@@ -13,7 +13,7 @@ from graphdecode.attention import (
     HeadTurn,
     PagedDecodeAttention,
     TokenByTokenAttention,
-    extend_attention,
+    extend_over,
 )
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
@@ -147,20 +147,15 @@ class Decoder:
         of_rows = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
         count = chunks.token_ids.shape[0]
 
-        def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            raise NotImplementedError("a pass of two parts appends where it attends")
-
         def append(out: Tensor, qkv: Tensor, cache: LayerCache, turn: HeadTurn, options: AttentionOptions) -> None:
-            q, pages = torch.empty_like(out[:count]), (cache.keys, cache.values)
-            key, value, of_pages = cache.scales
-            self._operators.rope_append(
-                q, *pages, qkv[:count], *of_chunks[1:], *turn, k_scale=key, v_scale=value, scales=of_pages
-            )
-            extend_attention(out[:count], q, *pages, *chunks[4:], options=options, scales=cache.scales)
+            q = torch.empty_like(out[:count])
+            self._operators.append(q, cache, qkv[:count], of_chunks, turn)
+            extend_over(cache, out[:count], q, *chunks[4:], options)
             # last, for a row whose prompt ends here attends to the keys of its chunk
+            pages = (cache.keys, cache.values)
             attention.append_and_run(out[count:], qkv[count:], *pages, batch.page_table, turn, options, cache.scales)
 
-        stream = self._run_layers([of_chunks, of_rows], caches, attend, append)
+        stream = self._run_layers([of_chunks, of_rows], caches, None, append)
         return self.head.run(stream.narrowed(count, count + batch.size))
 
     def prefill(
@@ -181,17 +176,7 @@ class Decoder:
             if attention is not None:
                 attention.run(out, q, cache, rows, positions, live, page_table, options)
                 return
-            extend_attention(
-                out,
-                q,
-                cache.keys,
-                cache.values,
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                page_table,
-                options=options,
-                scales=cache.scales,
-            )
+            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, page_table, options)
 
         with torch.no_grad():
             return self._run_layers([Tokens(token_ids, rows, positions, live, page_table)], caches, attend)
@@ -211,7 +196,7 @@ class Decoder:
         self,
         parts: Sequence[Tokens],
         caches: list[LayerCache],
-        attend: Attend,
+        attend: Attend | None,
         append: AppendAndAttend | None = None,
     ) -> Stream:
         """Return the stream that the last layer leaves."""

@@ -158,14 +158,23 @@ def small_linear(
         raise ValueError(f"config.kind is {config.kind!r}; it must be one of {', '.join(KINDS)}")
     if config.kind == "gemv" and rows > GEMV_ROWS:
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
-    needed = config.counters(rows, out_features)
-    if needed > (0 if counters is None else counters.numel()):
-        raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
-    partial = None
-    if config.splits > 1:  # each block has a column more, for the sum of squares
-        columns = -(-out_features // config.block_n) * (config.block_n + 1)
-        partial = torch.empty((config.splits, rows, columns), dtype=torch.float32, device=x.device)
+    partial = partial_sums(config, x, out_features, counters)
     _small_linear(
         out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config.kind, config.block_m,
         config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages, config.pdl,
     )  # fmt: skip
+
+
+def partial_sums(config: SmallLinearConfig, x: Tensor, out_features: int, counters: Tensor | None) -> Tensor | None:
+    """Return the memory for what splits have summed up, fp32 [splits, rows, columns]; None where there is one split.
+
+    Raises:
+        ValueError: too few counters.
+    """
+    needed = config.counters(x.shape[0], out_features)
+    if needed > (0 if counters is None else counters.numel()):
+        raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
+    if config.splits == 1:
+        return None
+    columns = -(-out_features // config.block_n) * (config.block_n + 1)  # one more of a block: the sum of squares
+    return torch.empty((config.splits, x.shape[0], columns), dtype=torch.float32, device=x.device)

@@ -18,7 +18,7 @@ from ..native.registration import operator
 from ..native.signature import AnyElement, Float32, OneOf, Written
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
-from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, parts_at_once
+from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, partial_sums, parts_at_once
 from .small_linear_config import SmallLinearConfig
 from .tiled_linear_kernels import tiled_linear_kernel
 from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
@@ -174,14 +174,7 @@ def tiled_linear(
     Raises:
         ValueError: too few counters, or an epilogue that is not known.
     """
-    rows, out_features = out.shape[0], tiles.words.shape[1]
-    needed = config.counters(rows, out_features)
-    if needed > (0 if counters is None else counters.numel()):
-        raise ValueError(f"counters holds {0 if counters is None else counters.numel()}; {needed} are needed")
-    partial = None
-    if config.splits > 1:  # each block has a column more, for the sum of squares
-        columns = -(-out_features // config.block_n) * (config.block_n + 1)
-        partial = torch.empty((config.splits, rows, columns), dtype=torch.float32, device=x.device)
+    partial = partial_sums(config, x, tiles.words.shape[1], counters)
     layout = tiles.layout
     _tiled_linear(
         out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,

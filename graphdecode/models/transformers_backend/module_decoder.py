@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_attention
+from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
 from graphdecode.kernels.cache.rope_append import rope_append
@@ -115,17 +115,7 @@ class ModuleDecoder:
             if attention is not None:
                 attention.run(out, q, cache, rows, positions, live, page_table, options)
                 return
-            extend_attention(
-                out,
-                q,
-                cache.keys,
-                cache.values,
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                page_table,
-                options=options,
-                scales=cache.scales,
-            )
+            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, page_table, options)
 
         tokens = _Pass(Tokens(token_ids, rows, positions, live, page_table), caches, attend)
         with torch.no_grad():  # what comes after the layers is for logits
@@ -142,17 +132,7 @@ class ModuleDecoder:
         cu_seqlens_kv = torch.nn.functional.pad(positions[end - 1 : end] + 1, (1, 0))
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
-            extend_attention(
-                out,
-                q,
-                cache.keys,
-                cache.values,
-                cu_seqlens_q,
-                cu_seqlens_kv,
-                table,
-                options=options,
-                scales=cache.scales,
-            )
+            extend_over(cache, out, q, cu_seqlens_q, cu_seqlens_kv, table, options)
 
         with torch.no_grad():
             return self._logits(_Pass(tokens, passed.caches, attend, is_known=True))
