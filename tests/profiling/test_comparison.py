@@ -145,13 +145,15 @@ def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> di
 
 
 @pytest.mark.alone
-def test_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # what memory can do is not compared, and takes longer to measure than the steps
     monkeypatch.setattr("graphdecode.profiling.latency.read_bandwidth", lambda *_, **__: 1e10)
     profiles = [measured(monkeypatch, {}) for _ in range(11)]
-    told = [exit_code(before, after, tmp_path) for before, after in itertools.pairwise(profiles)]
-    # a machine that others share may become slower in the midst of one
-    assert sum(code != 0 for code, _ in told) <= 1, "\n".join(output for code, output in told if code != 0)
+    for before, after in itertools.pairwise(profiles):
+        code, output = exit_code(before, after, tmp_path)
+        assert code == 0, output
     fifth = {row["bucket"]: 200 * min(row["round_ms"]) for row in profiles[-1]["rows"]}
     code, output = exit_code(profiles[-1], measured(monkeypatch, fifth), tmp_path)
     assert code == 1, output
