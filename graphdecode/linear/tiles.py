@@ -143,7 +143,7 @@ class Int8Tiles(Tiles):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8."""
-        return cls._of_parts(weight.shape, bias, [int8_tiles(weight)], options)
+        return cls._of_parts(weight.shape, bias, [int8_tiles(weight, options.row_maxima)], options)
 
 
 @dataclass(frozen=True)
