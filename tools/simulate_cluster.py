@@ -86,13 +86,19 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
 
 
 def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
-    """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes."""
-    rows, outcomes = [], {}
+    """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes.
+
+    It aims at a quarter of the rows, as `target_requests` does unless it is set, and beside that at twice as many.
+    """
+    rows, outcomes, target = [], {}, costs.max_rows // 4
     for name, replicas, bounds in (
         ("fixed", 14, None),
-        ("2 to 24", 2, Bounds(2, 24, 32.0, 10.0, 300.0, START_S)),
-        ("6 to 24", 6, Bounds(6, 24, 32.0, 10.0, 300.0, START_S)),
-        ("6 to 24, two minutes to start", 6, Bounds(6, 24, 32.0, 10.0, 300.0, 120.0)),
+        ("2 to 24", 2, Bounds(2, 24, target, 10.0, 300.0, START_S)),
+        ("6 to 24", 6, Bounds(6, 24, target, 10.0, 300.0, START_S)),
+        ("6 to 24, two minutes to start", 6, Bounds(6, 24, target, 10.0, 300.0, 120.0)),
+        ("2 to 24, twice the target", 2, Bounds(2, 24, 2 * target, 10.0, 300.0, START_S)),
+        ("6 to 24, twice the target", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, START_S)),
+        ("6 to 24, twice the target, two minutes to start", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, 120.0)),
     ):
         told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
         rows.append(told)
