@@ -35,6 +35,7 @@ RATES = (2.0, 3.0, 4.0, 5.0, 6.0)  # requests a second and replica
 SLACKS = (0, 2, 4, 8, 16, 32, 64)
 DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
+DRAWN_DAYS = ("fixed", "2 to 24", "6 to 24", "6 to 24, two minutes to start")
 START_S = 10.0  # from the wish for a replica to its first request, as tools/try_replicas.py measured it
 
 
@@ -135,7 +136,7 @@ def main(
         pictures.mkdir(parents=True, exist_ok=True)
         draw_policies(steady, pictures / "routing-policies.svg")
         draw_slack(slacks, pictures / "routing-slack.svg")
-        draw_day(outcomes, pictures / "autoscaling-day.svg")
+        draw_day({name: outcomes[name] for name in DRAWN_DAYS}, pictures / "autoscaling-day.svg")
 
 
 if __name__ == "__main__":

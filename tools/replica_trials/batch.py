@@ -38,7 +38,7 @@ def batch(model: str, *options: str) -> dict[str, Any]:
         asked, answers, log = (Path(folder) / name for name in ("requests.jsonl", "answers.jsonl", "log"))
         asked.write_text("".join(f"{json.dumps(line)}\n" for line in _lines()))
         arguments = ("batch", str(asked), str(answers), "--model", model, "--max-batch-size", str(ROWS), *options)
-        moments, began = [], time.monotonic()
+        moments, none_left, began = list[int](), list[float](), time.monotonic()
         for run in range(RUNS):
             moments.append(min(_line_count(answers) + draw.randrange(LINES // 4), LINES - 100))
             with begun(arguments, log, folder) as process:
@@ -48,13 +48,14 @@ def batch(model: str, *options: str) -> dict[str, Any]:
                 else:
                     os.kill(draw.choice(_engines(folder)), signal.SIGKILL)
                 code = process.wait(2 * START_SECONDS)
-            until_none_is_left(folder)
+            none_left.append(until_none_is_left(folder))
         told = [json.loads(line) for line in answers.read_text().splitlines()]
     wrong = [line["response"]["body"]["error"]["message"] for line in told if line["response"]["status_code"] != 200]
     return {
         "lines": LINES,
         "killed_at_lines": moments[:-1],
         "engine_killed_at_line": moments[-1],
+        "none_left_after_s": none_left,
         "exit_code": code,
         "answers": len(told),
         "answered_once": len({line["custom_id"] for line in told}) == len(told) == LINES,

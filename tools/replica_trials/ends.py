@@ -8,10 +8,11 @@ import signal
 import time
 from typing import Any
 
-from replica_trials.server import END_SECONDS, Server, processes_of, served, until_none_is_left
+from replica_trials.server import END_SECONDS, GENERATED, Server, processes_of, served, until_none_is_left
 from replica_trials.streams import Stream, ask, client_of, outcomes, requests_of
 
-STREAMS = 16
+STREAMS = 64
+ANSWER_TOKENS = 400
 WAYS = {
     "SIGTERM": (signal.SIGTERM,),
     "Ctrl-C": (signal.SIGINT,),
@@ -20,17 +21,17 @@ WAYS = {
 }
 
 
-def ends(model: str, tokens: int, *options: str) -> dict[str, Any]:
+def ends(model: str, *options: str) -> dict[str, Any]:
     """End the command under load in each way; nothing of it may stay."""
-    return {name: _ended_by(signals, model, tokens, options) for name, signals in WAYS.items()}
+    return {name: _ended_by(signals, model, options) for name, signals in WAYS.items()}
 
 
-def _ended_by(signals: tuple[int, ...], model: str, tokens: int, options: tuple[str, ...]) -> dict[str, Any]:
+def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) -> dict[str, Any]:
     async def under_load(server: Server) -> tuple[list[Stream], float, float]:
         async with client_of(server.address) as http:
-            bodies = requests_of(STREAMS, 9, tokens)
+            bodies = requests_of(STREAMS, 9, ANSWER_TOKENS)
             tasks = [asyncio.create_task(ask(http, model, body)) for body in bodies]
-            while not any(server.counts("vllm:generation_tokens_total").values()):
+            while not any(server.counts(GENERATED).values()):
                 await asyncio.sleep(0.1)
             for number in signals:
                 os.kill(server.process.pid, number)

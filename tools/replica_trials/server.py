@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ ROWS = 32
 GENERATED = "vllm:generation_tokens_total"
 LARGE_CACHE = "[capacity]\ntotal_num_pages = 1500\nmax_sequence_length = 512\n"
 _PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # on the loopback interface
+_ALONE |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 _REPLICA = "ray::ServeReplica:graphdecode:replica"
 
 
@@ -56,7 +59,7 @@ class Server:
         return time.monotonic() - began
 
 
-@contextmanager
+@contextlib.contextmanager
 def served(model: str, *options: str, settings: str = LARGE_CACHE, folder: str | None = None) -> Iterator[Server]:
     """Serve a model, and leave no process of it.
 
@@ -78,7 +81,7 @@ def served(model: str, *options: str, settings: str = LARGE_CACHE, folder: str |
                 until_none_is_left(own)
 
 
-@contextmanager
+@contextlib.contextmanager
 def begun(arguments: tuple[str, ...], log: Path, folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a command on the CPU with Ray's files in a folder, and end it.
 
@@ -105,7 +108,7 @@ def begun(arguments: tuple[str, ...], log: Path, folder: str) -> Iterator[subpro
 
 def ray_environment(folder: str) -> dict[str, str]:
     """Return the environment of a Ray whose files lie in a folder."""
-    return os.environ | _PATIENCE | {"RAY_TMPDIR": folder}
+    return os.environ | _PATIENCE | _ALONE | {"RAY_TMPDIR": folder}
 
 
 def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
@@ -124,16 +127,32 @@ def replicas_of(folder: str) -> list[int]:
 
 
 def processes_of(folder: str) -> list[int]:
-    """Return the processes whose Ray has its files in a folder."""
-    mark, found = f"RAY_TMPDIR={folder}".encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                if mark in (entry / "environ").read_bytes().split(b"\0"):
-                    found.append(int(entry.name))
-            except OSError:  # it has ended, or is another's
-                continue
-    return found
+    """Return the processes of a Ray that has its files in a folder.
+
+    Some have taken the place of their environment for a longer title; these have their logs open.
+    """
+    mark = f"RAY_TMPDIR={folder}".encode()
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and (mark in _environment(pid) or any(file.startswith(folder) for file in _files(pid)))
+    ]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another's
+        return []
+
+
+def _files(pid: int) -> Iterator[str]:
+    """Yield the paths of the files that a process has open."""
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(file)
 
 
 def until_none_is_left(folder: str) -> float:

@@ -20,7 +20,7 @@ from graphdecode.server.replicas.front import Front, make_front
 from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.router import PrefixRouter
-from graphdecode.server.run import on_signals
+from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
 Way = Literal["proxy", "direct", "calls"]
@@ -179,7 +179,7 @@ class Cluster:
         )(Replica)
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve behind Ray's proxies until SIGTERM or Ctrl-C; running answers are finished first.
+        """Serve behind Ray's proxies until SIGTERM or Ctrl-C; running answers are finished first, or until another one.
 
         Args:
             on_ready: is called when clients can come.
@@ -193,6 +193,8 @@ class Cluster:
             on_signals(asked.set)
             on_ready()
             await asked.wait()
+            log.warning("finishing what runs; ask again to end at once")
+            off_signals()  # Ray's processes end with this one
         finally:
             await asyncio.to_thread(self.close)
 
