@@ -28,8 +28,3 @@ class BlocksStem(Stem):
         residual = self.residual(tokens)
         quantised_embedding(residual, tokens.ids, self.table, tokens.live, self.vocab_size, self.scale)
         return residual
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that a step only reads."""
-        return [*super().tensors, *(part for part in self.table if isinstance(part, Tensor))]

@@ -108,7 +108,7 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
 
         Raises:
@@ -118,10 +118,12 @@ class SplitSource:
         if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
             return None
         if part.split is None:
-            return source.read_groups(name)
-        found = [source.read_groups(name, cut) for cut in self._cuts(part, part.split)]
+            return source.read_groups(name, None, expert)
+        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
+        cuts = (replace(cut, axis=axis) for cut in self._cuts(part, part.split))
+        found = [source.read_groups(name, cut, expert) for cut in cuts]
         whole = [groups for groups in found if groups is not None]
-        if len(whole) == len(found) and (part.split == 0 or len(found) == 1):
+        if len(whole) == len(found) and (axis == 0 or len(found) == 1):
             return fused(whole)
         raise ArgumentError(
             f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, begins or ends "
