@@ -26,8 +26,3 @@ class BlocksStem(Stem):
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
         quantised_embedding(residual, tokens.ids, self.table, tokens.live, self.vocab_size, self.scale)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that a step only reads."""
-        return [*super().tensors, *(part for part in self.table if isinstance(part, Tensor))]
