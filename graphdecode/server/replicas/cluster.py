@@ -20,6 +20,7 @@ from graphdecode.server.replicas.front import Front, make_front
 from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.router import PrefixRouter
+from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
@@ -155,11 +156,12 @@ class Cluster:
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
-            target = max(rows // 4, 1) if replicas.target_requests == "auto" else replicas.target_requests
-            scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
+            target = target_requests(rows) if replicas.target_requests == "auto" else replicas.target_requests
+            scaling = {"min_replicas": least, "max_replicas": most}
+            aim = {"target_ongoing_requests": target, "downscaling_factor": DOWNSCALING_FACTOR}
             delays = {"upscale_delay_s": replicas.upscale_delay_s, "downscale_delay_s": replicas.downscale_delay_s}
             look_back = {"look_back_period_s": max(min(replicas.upscale_delay_s, 30.0), 1.0), "metrics_interval_s": 1.0}
-            size = {"autoscaling_config": scaling | delays | look_back}
+            size = {"autoscaling_config": scaling | aim | delays | look_back}
         routing = {
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"slack": replicas.slack, "policy": replicas.routing},
