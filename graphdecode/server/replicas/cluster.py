@@ -67,7 +67,7 @@ class Cluster:
         self._replicas = replicas
         self._way = way
         self._application = application
-        self._deployed_at = 0.0  # by the clock of the cluster
+        self._deployed_at: float | None = None  # by the clock of the cluster; None: it was not
         self.limits = limits
         self.front: Front | None = None
 
@@ -114,13 +114,18 @@ class Cluster:
         try:
             serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
             if self._way == "proxy":
-                serve.run(ingress.bind(replica, self.limits), name=self._application)
-                self._check_proxy()
-            else:
-                serve.run(replica, name=self._application, route_prefix=None)
+                self._check_proxy()  # before anything is replaced
+            before = self._latest()
+            try:
+                if self._way == "proxy":
+                    serve.run(ingress.bind(replica, self.limits), name=self._application)
+                else:
+                    serve.run(replica, name=self._application, route_prefix=None)
+            finally:
+                latest = self._latest()
+                self._deployed_at = latest if latest != before else None
         except (RayError, RuntimeError) as error:  # which holds what the replicas said
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
-        self._deployed_at = self._latest()
 
     def _check_proxy(self) -> None:
         """See that the proxies listen where they should: those of a cluster stay where an earlier command had them."""
@@ -137,10 +142,10 @@ class Cluster:
         finally:
             asking.close()
 
-    def _latest(self) -> float:
-        """Return when the application was deployed, by this command or by one after it; 0: it is not there."""
+    def _latest(self) -> float | None:
+        """Return when the application was deployed, by whatever command; None: it is not there."""
         told = serve.status().applications.get(self._application)
-        return 0.0 if told is None else told.last_deployed_time_s
+        return None if told is None else told.last_deployed_time_s
 
     def _resources(self) -> dict[str, float]:
         """Return what one replica takes: its devices, all on one machine."""
@@ -218,7 +223,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None
-        if (joined or not at_once) and self._latest() == self._deployed_at:
+        if (joined or not at_once) and self._deployed_at is not None and self._latest() == self._deployed_at:
             serve.delete(self._application)
         ray.shutdown()
 
