@@ -56,10 +56,10 @@ class Family(ABC):
         """Return what comes before the layers."""
         # rounded as the rows are: models were trained so
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
-        panels = weights.embedding_panels()
-        if panels is not None:
-            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype)
-            return BlocksStem(no_rows, scale, table=panels, vocab_size=config.vocab_size)
+        rows = weights.embedding_rows()
+        if rows is not None:
+            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+            return BlocksStem(no_rows, scale, table=rows)
         table = weights.tensor("embedding")
         if shared is None:
             return Stem(table, scale)
