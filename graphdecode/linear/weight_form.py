@@ -106,6 +106,8 @@ class FormOptions:
         quantize: None, or what the forms that lose precision are asked for by.
         batch_invariant: on a GPU, take one product for any number of rows, so that a row's bits do not depend on the
             others; slower than the plain product for many rows.
+        row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
+            [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
 
     Raises:
         ValueError: `batch_sizes` is empty or not positive.
@@ -117,6 +119,7 @@ class FormOptions:
     batch_sizes: tuple[int, ...] = (1, 8)
     quantize: str | None = None
     batch_invariant: bool = False
+    row_maxima: Callable[[Tensor], Tensor] | None = None
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or min(self.batch_sizes) < 1:

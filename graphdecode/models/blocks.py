@@ -147,7 +147,8 @@ class Stream:
         self.append_and_attend = append_and_attend if operators.fuses_append else None
         self.operators = operators
         # while the residual is not made; a stem that has its own way of embedding takes it
-        self._stem: Stem | None = stem if type(stem).run is Stem.run and len(parts) == 1 else None
+        is_plain = type(stem).run is Stem.run and type(stem).embed is Stem.embed
+        self._stem: Stem | None = stem if is_plain and len(parts) == 1 else None
         if self._stem is not None:
             self._residual = stem.residual(parts[0])
         else:

@@ -58,7 +58,7 @@ class Weights:
     def embedding_panels(self) -> QuantisedPanels | None:
         """Return the embedding in blocks, if products keep the source's; a tied output layer shares them."""
         names = LinearNames(self._names("embedding"))
-        if self.shared is not None or not keeps(self._source, names, self._options):
+        if not keeps(self._source, names, self._options):
             return None
         form = load_linear(self._source, names, None, self._options)
         if form.row_panels is not None:
@@ -124,7 +124,10 @@ class Weights:
         if self.shared is not None and split is None:
             # each rank computes it for itself: measured choices may differ between them, and so would the bits
             return replace(Plain.load(self._source, names, None, self._options), choices={})
-        form = load_linear(self._source, names, None, self._options)
+        options = self._options
+        if self.shared is not None and split == 1:
+            options = replace(options, row_maxima=self.shared.greatest)
+        form = load_linear(self._source, names, None, options)
         if self.shared is None or split == 0 or is_partial:
             return form
         return Summed(form.shape, None, form, self.shared, place)
