@@ -35,6 +35,7 @@ RATES = (2.0, 3.0, 4.0, 5.0, 6.0)  # requests a second and replica
 SLACKS = (0, 2, 4, 8, 16, 32, 64)
 DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
+DRAWN_DAYS = ("fixed", "2 to 24", "6 to 24", "6 to 24, two minutes to start")
 START_S = 10.0  # from the wish for a replica to its first request, as tools/try_replicas.py measured it
 
 
@@ -86,13 +87,19 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
 
 
 def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
-    """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes."""
-    rows, outcomes = [], {}
+    """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes.
+
+    It aims at a quarter of the rows, as `target_requests` does unless it is set, and beside that at twice as many.
+    """
+    rows, outcomes, target = [], {}, costs.max_rows // 4
     for name, replicas, bounds in (
         ("fixed", 14, None),
-        ("2 to 24", 2, Bounds(2, 24, 32.0, 10.0, 300.0, START_S)),
-        ("6 to 24", 6, Bounds(6, 24, 32.0, 10.0, 300.0, START_S)),
-        ("6 to 24, two minutes to start", 6, Bounds(6, 24, 32.0, 10.0, 300.0, 120.0)),
+        ("2 to 24", 2, Bounds(2, 24, target, 10.0, 300.0, START_S)),
+        ("6 to 24", 6, Bounds(6, 24, target, 10.0, 300.0, START_S)),
+        ("6 to 24, two minutes to start", 6, Bounds(6, 24, target, 10.0, 300.0, 120.0)),
+        ("2 to 24, twice the target", 2, Bounds(2, 24, 2 * target, 10.0, 300.0, START_S)),
+        ("6 to 24, twice the target", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, START_S)),
+        ("6 to 24, twice the target, two minutes to start", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, 120.0)),
     ):
         told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
         rows.append(told)
@@ -129,7 +136,7 @@ def main(
         pictures.mkdir(parents=True, exist_ok=True)
         draw_policies(steady, pictures / "routing-policies.svg")
         draw_slack(slacks, pictures / "routing-slack.svg")
-        draw_day(outcomes, pictures / "autoscaling-day.svg")
+        draw_day({name: outcomes[name] for name in DRAWN_DAYS}, pictures / "autoscaling-day.svg")
 
 
 if __name__ == "__main__":

@@ -80,15 +80,14 @@ class Tiles(WeightForm):
     counters: Tensor  # int32, the workspace of products with splits; all weights share it
     units: int  # multiprocessors of the GPU
     early: bool  # kernels can begin early
+    has_tensor_memory: bool  # the tensor cores write sums into a memory of their own
     is_invariant: bool  # a row's bits do not depend on the number of rows
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: it is for a GPU; what Triton makes of the kernel for sm_100 has been seen to be empty."""
-        if options.device.type != "cuda":
-            return f"needs a CUDA device, the device is {options.device.type}"
-        is_sm_100 = torch.cuda.get_device_capability(options.device)[0] == 10
-        return "cannot be had on GPUs of compute capability 10 yet" if is_sm_100 else ""
+        """Return why not: it is for a GPU."""
+        is_cuda = options.device.type == "cuda"
+        return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
 
     @classmethod
     def _of_parts(
@@ -96,14 +95,16 @@ class Tiles(WeightForm):
     ) -> Self:
         """Return a weight of parts one below another."""
         device = options.device
+        properties = torch.cuda.get_device_properties(device)
         return cls(
             shape,
             bias,
             tuple(moved_tiles(part, device) for part in parts),
             tuple(part.words.shape[1] for part in parts),
             options.tuner.counters(device),
-            torch.cuda.get_device_properties(device).multi_processor_count,
+            properties.multi_processor_count,
             has_early_start(device),
+            properties.major == 10,
             options.batch_invariant,
         )
 
@@ -131,7 +132,7 @@ class Tiles(WeightForm):
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (self.sizes[0], columns_of(first), first.layout)
-        return tiled_config(given, *sizes, self.units, self.early, is_normed)
+        return tiled_config(given, *sizes, self.units, self.early, is_normed, self.has_tensor_memory)
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Int8Tiles(Tiles):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8."""
-        return cls._of_parts(weight.shape, bias, [int8_tiles(weight)], options)
+        return cls._of_parts(weight.shape, bias, [int8_tiles(weight, options.row_maxima)], options)
 
 
 @dataclass(frozen=True)

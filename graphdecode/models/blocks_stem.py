@@ -23,13 +23,6 @@ class BlocksStem(Stem):
     table: QuantisedPanels = field(kw_only=True)
     vocab_size: int = field(kw_only=True)
 
-    def run(self, tokens: Tokens) -> Tensor:
-        """Return the embedded tokens [t, hidden]."""
-        residual = self.residual(tokens)
+    def embed(self, residual: Tensor, tokens: Tokens) -> None:
+        """Write the embedded tokens into `residual`."""
         quantised_embedding(residual, tokens.ids, self.table, tokens.live, self.vocab_size, self.scale)
-        return residual
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that a step only reads."""
-        return [*super().tensors, *(part for part in self.table if isinstance(part, Tensor))]

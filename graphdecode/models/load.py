@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
-from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.groups import GROUP_TYPES, GroupSource
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
@@ -182,7 +182,7 @@ def load_model(
         _check_form(weights_from, options, quantize)
     elif quantize_group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    elif quantize is not None and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
+    elif quantize is not None and _has_groups(source):
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
@@ -192,6 +192,11 @@ def load_model(
     shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
     weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
     return _build(split_config(config, shared.count), weights, scales, progress)
+
+
+def _has_groups(source: Source) -> bool:
+    """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
+    return isinstance(source, GroupSource) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

@@ -39,7 +39,8 @@ def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for form in (Blocks, GroupPanels, Int8, Int8Panels):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
     monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=132))
+    properties = SimpleNamespace(multi_processor_count=132, major=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
 
 
 def product(form: WeightForm) -> torch.Tensor:
@@ -135,7 +136,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     tiles = tiles_of_groups(groups)
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, order)
+    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, False, order)
     torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
