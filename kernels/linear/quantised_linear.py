@@ -192,7 +192,7 @@ def quantised_linear(out: Written[Tensor], x: Tensor, weight: QuantisedPanels, b
 
     Args:
         out: [rows, out_features], rows may be strided.
-        x: [rows, in_features], float32 or bfloat16, rows may be strided; any number of rows.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         weight: as `quantised_panels` returned it.
         bias: [out_features] or None.
     """
