@@ -104,6 +104,7 @@ def installed(seed: int, *, has_while_nodes: bool = True) -> Iterator[LazyStream
         "current_device": lambda: 0,
         "get_device_properties": lambda _device: SimpleNamespace(
             multi_processor_count=2,
+            major=9,
             total_memory=_FREE_BYTES,
             shared_memory_per_multiprocessor=228 * 1024,
         ),

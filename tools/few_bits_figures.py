@@ -88,7 +88,7 @@ def nbytes(tiles: WeightTiles) -> int:
 
 def loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, arch: int) -> Loop:
     """Compile a product as a layer has it, and look at its loop."""
-    config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed)
+    config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed, arch == 100)
     (launch,) = launches_of(partial(_launch, layout, dtype, rows, is_normed, config))
     code = Code.of(compiled(launch.kernel, launch.arguments, launch.options, arch)[0].asm["cubin"])
     loop = [code.instructions[place] for place in max(code.inner_loops, key=len)]

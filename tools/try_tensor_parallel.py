@@ -1,10 +1,13 @@
-"""Compare the tokens of several ranks with those of one, for the small checkpoints of every family.
+"""Compare the tokens of several ranks with those of one, for the small checkpoints of every family and form of weights.
 
-    python tools/try_tensor_parallel.py [--ranks 2,4] [--collectives shared,gloo] [--families llama-3,qwen2-moe]
+    python tools/try_tensor_parallel.py [--ranks 2,4] [--collectives shared,gloo] [--only llama-3,gptq] [--out FILE]
 
-Each family's requests are sampled and greedy, longer than a chunk and shorter, over few pages, so that some are
-preempted, with prefixes that are shared. A group of processes loads one family after the other. The last lines are what
-torchrun gives: the demo's answer, printed by rank 0 alone.
+Requests are sampled and greedy, longer than a chunk and shorter, over few pages, so that some are preempted, with
+prefixes that are shared; chunks go along with steps of rows. A group of processes loads one model after the other.
+Where a family can be had with batch_invariant, a request alone has the tokens that it has among others. The forms are
+of a wider Llama: files with weights in few bits, and weights that are rounded while they are read. The last rows are
+what torchrun gives: the demo's answer, printed by rank 0 alone. With --out each row takes the place of the same one in
+a file.
 """
 
 from __future__ import annotations
@@ -12,21 +15,49 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 
-from family_checkpoints import FAMILIES, save_checkpoint
+import family_checkpoints
+import gguf_checkpoints
+from quantised_checkpoints import FORMS, write_pair
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
-from graphdecode.engine.loading import load_engine, start_ranks_of
+from graphdecode.distributed import Leader
+from graphdecode.distributed.started import start_ranks
+from graphdecode.engine import mixed_steps, rank_process
+from graphdecode.engine.loading import load_engine
+from graphdecode.errors import ArgumentError
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.family import family_of
+from graphdecode.models.gguf.writing import GgufModel
+from graphdecode.models.quantised.on_load import QuantisedBlocks
+from graphdecode.models.weight_map import parts
+from graphdecode.profiling.environment import describe_environment
 
+_SCHEMA = 1
+_KEYS = ("model", "weights", "collectives", "ranks")
+_WIDE = {  # into shares of which groups and blocks of 32, 128 and 256 columns go
+    "hidden_size": 256,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+_ON_LOAD = ("int8", "int4", "fp8", "q8_0", "q4_k")
+_OF_FILES = ("int4 group", "int4 group with zeros", "gptq", "gptq desc_act", "awq", "fp8 128x128", "fp8 channel")
 _LAUNCHED = """
 from graphdecode import LLM, SamplingParams
 with LLM("demo", tensor_parallel_size={ranks}, collectives="{how}", max_batch_size=2) as llm:
@@ -34,77 +65,214 @@ with LLM("demo", tensor_parallel_size={ranks}, collectives="{how}", max_batch_si
 """
 
 
-def settings(ranks: int, how: str = "auto") -> EngineConfig:
+class Case(NamedTuple):
+    """A model to compare.
+
+    Attributes:
+        model: its name.
+        weights: the form of its weights.
+        make: writes it into a folder, and returns what to load.
+        options: of the engine.
+    """
+
+    model: str
+    weights: str
+    make: Callable[[Path], Path]
+    options: dict[str, Any]
+
+
+class Answers(NamedTuple):
+    """What came of an engine.
+
+    Attributes:
+        tokens: of all requests together.
+        alone: of one of them by itself.
+        seen: figures of the run.
+        model_bytes: what its weights take.
+    """
+
+    tokens: list[list[int]]
+    alone: list[int]
+    seen: dict[str, int]
+    model_bytes: int
+
+
+def cases() -> Iterator[Case]:
+    """Yield all families in plain weights, and one in all forms."""
+    for name in family_checkpoints.FAMILIES:
+        yield Case(name, "plain", lambda folder, name=name: family_checkpoints.save_checkpoint(name, folder), {})
+    family_checkpoints.FAMILIES["wide"] = (LlamaConfig, LlamaForCausalLM, _WIDE)
+    gguf_checkpoints.ARCHITECTURES["wide"] = ("llama", "Llama", _WIDE | {"tie_word_embeddings": True})
+
+    def wide(folder: Path) -> Path:
+        return family_checkpoints.save_checkpoint("wide", folder)
+
+    for name in _OF_FILES:
+        yield Case("wide", name, lambda folder, name=name: write_pair(FORMS[name], folder, "wide")[0], {})
+    for kind in ("Q4_0", "Q8_0"):
+
+        def of_library(folder: Path, kind: str = kind) -> Path:
+            folder.mkdir()
+            types = {"weight": kind}
+            return gguf_checkpoints.quantised_file(folder / "model.gguf", "wide", types)
+
+        yield Case("wide", f"GGUF {kind}", of_library, {"quantize": "gguf"})
+    yield Case("wide", "GGUF Q4_K", lambda folder: in_blocks(wide(folder), "q4_k"), {"quantize": "gguf"})
+    for name in _ON_LOAD:
+        yield Case("wide", f"{name} on load", wide, {"quantize": name})
+
+
+def in_blocks(folder: Path, quantize: str) -> Path:
+    """Write a checkpoint's weights into a GGUF file beside it; return the file."""
+    source = Checkpoint(folder)
+    config, path = source.config(), folder / "model.gguf"
+    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
+    names = [part.name for part in parts(weight_map)]
+    GgufModel(QuantisedBlocks(source, weight_map, quantize), config, names).write(path, {}, names)
+    return path
+
+
+def settings(ranks: int, how: str = "auto", **options: Any) -> EngineConfig:
     """Return settings under which pages run out."""
     return EngineConfig.of(
         None, tensor_parallel_size=ranks, collectives=how, max_batch_size=4, batch_sizes=[4], page_size=4,
-        total_num_pages=22, max_sequence_length=64, max_prefill_tokens=16, dtype="float32",
+        total_num_pages=22, max_sequence_length=64, max_prefill_tokens=16, dtype="float32", **options,
     )  # fmt: skip
 
 
-def answers(engine: Engine) -> list[list[int]]:
-    """Return the tokens of some requests."""
+def request(seed: int, length: int) -> Request:
+    """Return a request whose first tokens others have, too."""
+    params = SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True)
+    return Request([5, 6, 7, 8, 9, 10, *range(20 + seed, 20 + seed + length)], params)
+
+
+def served(engine: Engine, requests: list[Request]) -> tuple[list[list[int]], int]:
+    """Return the tokens of requests that come two at a time, and how many of their prompts' came from the cache."""
     found: dict[int, list[int]] = {}
-    for seed, length in enumerate((1, 3, 9, 17, 24, 30)):
-        params = SamplingParams(temperature=0.8 * (seed % 2), seed=seed, max_tokens=16, ignore_eos=True)
-        found[engine.add(Request([5, 6, 7, 8, 9, 10, *range(20 + seed, 20 + seed + length)], params))] = []
-    while engine.has_work:
+    from_cache = 0
+    waiting = list(requests)
+    while waiting or engine.has_work:
+        for each in waiting[:2]:
+            found[engine.add(each)] = []
+        del waiting[:2]
         for event in engine.step():
             found[event.request_id] += event.token_ids
-    return list(found.values())
+            if event.finish_reason is not None:
+                from_cache += event.metrics.num_cached_tokens
+    return list(found.values()), from_cache
 
 
-def compared(names: list[str], folders: dict[str, Path], ranks: int, how: str) -> int:
-    """Print what becomes of each family; return how many differ."""
-    differ, leader = 0, start_ranks_of(settings(ranks, how))
-    for name in names:
-        alone = load_engine(folders[name], settings(1))
-        expected, began = answers(alone), time.perf_counter()
-        alone.close()
-        shared = load_engine(folders[name], settings(ranks, how), ranks=leader)
-        is_same = answers(shared) == expected
-        differ += not is_same
-        whole, own = alone.model.weight_bytes, shared.model.weight_bytes
-        print(
-            f"{name:22s} {ranks} ranks, {how}: {'the same tokens' if is_same else 'OTHER TOKENS'}, "
-            f"{shared.num_preemptions} preemptions, weights read {own / whole:.3f} of one rank's, "
-            f"{time.perf_counter() - began:.1f} s",
-            flush=True,
-        )
-        shared.close()
+def answers(model: Path, config: EngineConfig, leader: Leader | None = None) -> Answers:
+    """Load a model, and return what it answers."""
+    engine = load_engine(model, config, ranks=leader)
+    requests = [request(seed, length) for seed, length in enumerate((1, 3, 9, 17, 24, 30))]
+    tokens, from_cache = served(engine, requests)
+    seen = {
+        "preemptions": engine.num_preemptions,
+        "mixed_steps": engine.stats.mixed_steps,
+        "tokens_from_cache": from_cache,
+    }
+    ((alone,), _) = served(engine, requests[5:])
+    nbytes = sum(held.nbytes for held in engine.model.constants)
+    engine.close()
+    return Answers(tokens, alone, seen, nbytes)
+
+
+def row_of(case: Case, model: Path, leader: Leader, ranks: int, how: str) -> dict[str, Any]:
+    """Compare one case; return what came of it."""
+    row: dict[str, Any] = dict(zip(_KEYS, (case.model, case.weights, how, ranks), strict=True))
+    one = answers(model, settings(1, **case.options))
+    began = time.perf_counter()
+    try:
+        several = answers(model, settings(ranks, how, **case.options), leader)
+    except ArgumentError as error:
+        return row | {"refused": str(error)}
+    row |= {"same_tokens": several.tokens == one.tokens and several.alone == one.alone, **several.seen}
+    row["share_of_bytes"] = round(several.model_bytes / one.model_bytes, 4)
+    invariant = {**case.options, "batch_invariant": True}
+    try:
+        one = answers(model, settings(1, **invariant))
+    except ArgumentError:
+        row["batch_invariant"] = None
+    else:
+        several = answers(model, settings(ranks, how, **invariant), leader)
+        row["batch_invariant"] = several.tokens == one.tokens and several.alone == several.tokens[5]
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Whether a row is as it should be: tokens are the same, or the whole was refused."""
+    return "refused" in row or (row["same_tokens"] and row.get("batch_invariant") is not False)
+
+
+def started(ranks: int, how: str) -> Leader:
+    """Start ranks whose models mix steps, however small they are."""
+    folder = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    return start_ranks(ranks, "cpu", how, settings(ranks).rank_limit_seconds, Path(__file__).stem)
+
+
+def compared(some: list[Case], models: dict[tuple[str, str], Path], ranks: int, how: str) -> Iterator[dict[str, Any]]:
+    """Yield what becomes of each case."""
+    leader = started(ranks, how)
+    for case in some:
+        row = row_of(case, models[case.model, case.weights], leader, ranks, how)
+        if "refused" in row:  # which ended the ranks
+            leader = started(ranks, how)
+        yield row
     leader.close()
-    return differ
 
 
-def launched(ranks: int, how: str) -> int:
-    """Start the demo by torchrun; return 1 where it does not answer as it should."""
+def launched(ranks: int, how: str) -> dict[str, Any]:
+    """Start the demo by torchrun; return whether it answers as it should, once."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(_LAUNCHED.format(ranks=ranks, how=how))
         script.flush()
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), script.name]
         ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    print(f"{ranks} ranks, {how}: {ran.stdout.strip()}", flush=True)
-    return int(ran.stdout.split() != ["torchrun", "answers", "802"])
+    values = ("demo", "started by torchrun", how, ranks)
+    row: dict[str, Any] = dict(zip(_KEYS, values, strict=True))
+    return row | {"same_tokens": ran.stdout.split() == ["torchrun", "answers", "802"]}
+
+
+def written(out: Path, new: dict[str, Any]) -> None:
+    """Put a row into a file, in the place of the same one."""
+    found = {"schema": _SCHEMA, "rows": []} | (json.loads(out.read_text()) if out.exists() else {})
+    rows = [row for row in found["rows"] if any(row[key] != new[key] for key in _KEYS)] + [new]
+    rows.sort(key=lambda row: (row["collectives"], row["ranks"]))
+    found |= {"environment": describe_environment("cpu"), "rows": rows}
+    out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--collectives", default="shared,gloo")
-    parser.add_argument("--families", default=",".join(FAMILIES))
+    parser.add_argument("--only", default="", help="names of families or forms")
+    parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     warnings.simplefilter("ignore")
-    names, failures = [name for name in given.families.split(",") if name], 0
+    wanted = [name for name in given.only.split(",") if name]
+    some = [each for each in cases() if not wanted or each.weights in wanted or each.model in wanted]
+    is_right_everywhere = True
     with tempfile.TemporaryDirectory() as scratch:
-        folders = {name: Path(scratch) / name for name in names}
         with contextlib.redirect_stderr(io.StringIO()):
-            for name, folder in folders.items():
-                save_checkpoint(name, folder)
+            models = {each[:2]: each.make(Path(scratch) / str(number)) for number, each in enumerate(some)}
         for ranks in map(int, given.ranks.split(",")):
             for how in given.collectives.split(","):
-                failures += compared(names, folders, ranks, how) + launched(ranks, how)
-    sys.exit(1 if failures else 0)
+                by_torchrun = () if wanted else (launched(ranks, how),)
+                for row in chain(compared(some, models, ranks, how), by_torchrun):
+                    print(
+                        "" if is_right(row) else "WRONG", *(f"{key}={value}" for key, value in row.items()), flush=True
+                    )
+                    is_right_everywhere = is_right_everywhere and is_right(row)
+                    if given.out is not None:
+                        written(given.out, row)
+    sys.exit(0 if is_right_everywhere else 1)
 
 
+mixed_steps.CACHED_BYTES = 0  # in all ranks
 if __name__ == "__main__":
+    if all(each.isdigit() or each == "-1" for each in sys.argv[1:]) and len(sys.argv) == 4:
+        rank_process.main()
     main()

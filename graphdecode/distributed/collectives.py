@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
 from torch import Tensor
 
 from graphdecode.kernels.collective.board import LATE, MOST_RANKS
@@ -63,6 +64,17 @@ class Collectives(ABC):
         self._announce("all_gather", out, place)
         self._gather(out, part)
 
+    def greatest(self, x: Tensor) -> Tensor:
+        """Return the greatest of all ranks' numbers, one by one, [n]; while a model is loaded, however long that takes.
+
+        Args:
+            x: [n], of as many on each rank.
+        """
+        self._agree(f"is to compare {len(x)} numbers")  # who is early waits here, where there is no limit
+        found = x.new_empty((1, self.count * len(x)))
+        self._gather(found, x[None])
+        return found.view(self.count, -1).amax(0)
+
     @contextmanager
     def captured(self, what: str) -> Iterator[None]:
         """Let all ranks begin to capture something together, agree on its collectives, and end together.
@@ -93,7 +105,8 @@ class Collectives(ABC):
         """Return what went wrong in a collective since the last look, naming the rank; None if nothing did."""
         return None
 
-    def give_up(self, rank: int) -> None:  # noqa: B027 (torch.distributed notices by itself)
+    @abstractmethod
+    def give_up(self, rank: int) -> None:
         """Let nobody wait any more: a rank is gone."""
 
     @abstractmethod
@@ -146,6 +159,12 @@ class SharedCollectives(Collectives):
 
 class GroupCollectives(Collectives):
     """Over torch.distributed's default group: gloo on CPUs, NCCL on GPUs."""
+
+    def give_up(self, rank: int) -> None:
+        """Let nobody wait any more: gloo notices by itself, NCCL in a graph would wait for ever for a rank."""
+        world = dist.group.WORLD
+        if world is not None and dist.get_backend() == "nccl":
+            world.abort()
 
     def _reduce(self, x: Tensor) -> None:
         group_all_reduce(x, self.count)

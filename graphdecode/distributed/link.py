@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from typing import NamedTuple
@@ -66,6 +67,11 @@ class Link:
                 raise EOFError
             view = view[count:]
         return data
+
+    def end(self) -> None:
+        """Send and receive no more; who waits for either, on this end or the other, is told."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the socket."""

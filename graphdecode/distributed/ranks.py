@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import json
 import os
 import select
@@ -23,17 +22,16 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from graphdecode.distributed.board_file import mapped_board, new_board
 from graphdecode.distributed.collectives import Collectives, GroupCollectives, SharedCollectives
 from graphdecode.distributed.errors import RankError
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.watch import Watch
+from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.native import library as native
 
 SAID = -1  # the kind of what ranks say to one another; others are the engine's
 _LOOK_SECONDS = 0.05
 _GRACE_SECONDS = 5.0  # for a rank that was told to end
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -120,7 +118,8 @@ def join_group(rank: int, terms: Terms, device: torch.device) -> None:
     host, port = terms.store
     limit = timedelta(seconds=terms.limit_seconds)
     store = dist.TCPStore(host, port, terms.count, is_master=False, timeout=limit)
-    dist.init_process_group(terms.how, store=store, rank=rank, world_size=terms.count, timeout=limit)
+    bound = device if device.type == "cuda" else None  # NCCL connects here, so that no capture has to
+    dist.init_process_group(terms.how, store=store, rank=rank, world_size=terms.count, timeout=limit, device_id=bound)
 
 
 def leave_group() -> None:
@@ -168,12 +167,14 @@ class Leader(Ranks):
         self._failure = f"rank {rank} of {self.count} {fate}"
         if hasattr(self, "collectives"):
             self.collectives.give_up(rank)
-        self._kill()
+        self._end_others()
 
-    def _kill(self) -> None:
+    def _end_others(self) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
+        for link in self._links:  # whoever sends to one that has been stopped waits for it to read
+            link.end()
 
     @property
     def pids(self) -> list[int]:
@@ -250,11 +251,11 @@ class Leader(Ranks):
         Raises:
             RankError: it failed because another rank is gone.
         """
-        if not isinstance(error, RankError):
-            if isinstance(error, Exception):  # gloo's, when a rank is gone, comes before the watch has seen it
-                ends = time.monotonic() + 2 * self._every
-                while self._failure is None and time.monotonic() < ends:
-                    time.sleep(_LOOK_SECONDS)
+        if isinstance(error, Exception) and not isinstance(error, GraphdecodeError):
+            # gloo's, when a rank is gone, comes before the watch has seen it
+            ends = time.monotonic() + 2 * self._every
+            while self._failure is None and time.monotonic() < ends:
+                time.sleep(_LOOK_SECONDS)
             if self._failure is not None:
                 raise RankError(self._failure) from error
         self.fail(f"rank 0 of {self.count} failed: {type(error).__name__}: {error}")
@@ -268,7 +269,7 @@ class Leader(Ranks):
         if self._failure is None:
             self._failure = text
             self.collectives.give_up(0)
-            self._kill()
+            self._end_others()
 
     def close(self, last: int | None = None) -> None:
         """End the other ranks, and wait until they have.
@@ -289,7 +290,7 @@ class Leader(Ranks):
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(ends - time.monotonic(), 0))
-        self._kill()
+        self._end_others()
         for process in self._processes:
             process.wait()
         torch.set_num_threads(self._own_threads)
@@ -361,49 +362,6 @@ class Follower(Ranks):
             leave_group()
 
 
-def start_ranks(count: int, device: str, how: str, limit_seconds: float, module: str) -> Leader:
-    """Start the other ranks as processes of this machine, and return the end that leads them.
-
-    Args:
-        count: ranks, this process among them.
-        device: "cpu" or "cuda".
-        how: "auto", "shared", "gloo" or "nccl".
-        limit_seconds: see `Terms`.
-        module: what such a process runs; it is given the descriptors of link, life and board (-1: none).
-    """
-    how = chosen(how, device)
-    store = None
-    if how != "shared":
-        held = dist.TCPStore("127.0.0.1", 0, count, is_master=True, wait_for_workers=False)
-        store = ("127.0.0.1", held.port)
-    terms = Terms(count, device, how, limit_seconds, shared_threads(count), store)
-    descriptor, board = new_board(count, limit_seconds) if how == "shared" else (-1, None)
-    links, lives, processes = [], [], []
-    for rank in range(1, count):
-        (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
-        given = [their_link.fileno(), their_life.fileno(), descriptor]
-        with their_link, their_life:
-            command, ends = [sys.executable, "-m", module, *map(str, given)], [each for each in given if each >= 0]
-            processes.append(subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL))
-        links.append(Link(link))
-        lives.append(life)
-        links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))
-    if descriptor >= 0:
-        os.close(descriptor)
-    return Leader(terms, links, lives, board, processes)
-
-
-def follower_of(descriptors: list[int]) -> Follower:
-    """Return the end of a rank that `start_ranks` has started, given what it was given."""
-    link, life, board = descriptors
-    connected = Link(socket.socket(fileno=link))
-    hello = connected.receive()
-    rank, leader, _ = hello.numbers
-    _wake_behind(leader)
-    mapped = mapped_board(board) if board >= 0 else None
-    return Follower(rank, terms_of(hello.payload), connected, socket.socket(fileno=life), mapped)
-
-
 def shared_threads(count: int) -> int:
     """Return the threads of each of some ranks that share those that torch has here."""
     return max(torch.get_num_threads() // count, 1)
@@ -428,14 +386,6 @@ def terms_of(text: bytes) -> Terms:
     given: Mapping[str, Any] = json.loads(text)
     store = given["store"]
     return Terms(**{**given, "store": None if store is None else (store[0], store[1])})
-
-
-def _wake_behind(parent: int) -> None:
-    """Let the kernel wake this process, if it is stopped, when the one that started it ends: so it can end, too."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
-        if os.getppid() != parent:
-            os._exit(1)
 
 
 def _fate(process: subprocess.Popen[bytes]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 
 _MOST_SECONDS = 0.5  # between two signs
 _SIGNS_PER_LIMIT = 10
+_FAREWELL_SECONDS = 1.0  # to say why a rank ends
 _START_SECONDS = 120.0  # up to the first sign, in which a process imports what it needs
 _SIGN, _FAILED, _ENDED = b".", b"!", b"-"
 
@@ -87,7 +88,7 @@ class Watch(threading.Thread):
         """Tell the others why this rank is about to end."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.setblocking(True)
+                peer.settimeout(_FAREWELL_SECONDS)  # it is full where the other side has been stopped for long
                 peer.sendall(_FAILED + text.encode())
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.launched import LaunchedRank
-from graphdecode.distributed.ranks import start_ranks
+from graphdecode.distributed.started import start_ranks
 from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.following import run
@@ -125,7 +125,7 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
         return shape
     if settings.speculation == "model":
         raise ArgumentError(f"tensor_parallel_size={count} goes with the speculation method ngram, not with model")
-    return split_config(check_split(shape, count, settings.quantize), count)
+    return split_config(check_split(shape, count), count)
 
 
 def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from graphdecode.distributed.ranks import follower_of
+from graphdecode.distributed.started import follower_of
 from graphdecode.engine.following import run
 from graphdecode.engine.loading import captured_runner
 

@@ -29,7 +29,7 @@ class Int8(WeightForm):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8."""
-        return cls(weight.shape, bias, *quantise_int8(weight))
+        return cls(weight.shape, bias, *quantise_int8(weight, options.row_maxima))
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
@@ -45,5 +45,5 @@ class Int8Panels(Panels):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8, in panels."""
-        qweight, scales = quantise_int8(weight)
+        qweight, scales = quantise_int8(weight, options.row_maxima)
         return cls(weight.shape, bias, to_panels(qweight), scales)

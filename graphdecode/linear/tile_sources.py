@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -26,9 +28,9 @@ _CODES = {
 TILED_BLOCKS = frozenset(_CODES)  # GGUF's types that can be put in tiles
 
 
-def int8_tiles(weight: Tensor) -> WeightTiles:
-    """Return a plain weight rounded to int8 with a scale for each row."""
-    codes, scales = quantise_int8(weight)
+def int8_tiles(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> WeightTiles:
+    """Return a plain weight rounded to int8 with a scale for each row; see `quantise_int8`."""
+    codes, scales = quantise_int8(weight, maxima)
     return tiled(codes.view(torch.uint8), "s8", scales[:, None], 0)
 
 

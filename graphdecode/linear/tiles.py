@@ -14,6 +14,7 @@ from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, ti
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
 from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.tiled_embedding import tiled_embedding
 from graphdecode.kernels.native.early_start import has_early_start
 from graphdecode.linear.blocks import stored_blocks
 from graphdecode.linear.fixed import Fixed
@@ -24,6 +25,7 @@ from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_b
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
+    RowTable,
     Shard,
     TensorSource,
     WeightForm,
@@ -70,6 +72,16 @@ class TiledProduct(NamedTuple):
         self.write(residual, x, epilogue="add", scale=scale)
 
 
+class TileRows(NamedTuple):
+    """An embedding in tiles."""
+
+    weight: WeightTiles
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write the tokens' rows; see `RowTable`."""
+        tiled_embedding(out, tokens, self.weight, live, scale)
+
+
 @dataclass(frozen=True)
 class Tiles(WeightForm):
     """A weight in tiles; tensors that are fused and differ in type are parts, each with a product of its own."""
@@ -80,15 +92,14 @@ class Tiles(WeightForm):
     counters: Tensor  # int32, the workspace of products with splits; all weights share it
     units: int  # multiprocessors of the GPU
     early: bool  # kernels can begin early
+    has_tensor_memory: bool  # the tensor cores write sums into a memory of their own
     is_invariant: bool  # a row's bits do not depend on the number of rows
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: it is for a GPU; what Triton makes of the kernel for sm_100 has been seen to be empty."""
-        if options.device.type != "cuda":
-            return f"needs a CUDA device, the device is {options.device.type}"
-        is_sm_100 = torch.cuda.get_device_capability(options.device)[0] == 10
-        return "cannot be had on GPUs of compute capability 10 yet" if is_sm_100 else ""
+        """Return why not: it is for a GPU."""
+        is_cuda = options.device.type == "cuda"
+        return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
 
     @classmethod
     def _of_parts(
@@ -96,14 +107,16 @@ class Tiles(WeightForm):
     ) -> Self:
         """Return a weight of parts one below another."""
         device = options.device
+        properties = torch.cuda.get_device_properties(device)
         return cls(
             shape,
             bias,
             tuple(moved_tiles(part, device) for part in parts),
             tuple(part.words.shape[1] for part in parts),
             options.tuner.counters(device),
-            torch.cuda.get_device_properties(device).multi_processor_count,
+            properties.multi_processor_count,
             has_early_start(device),
+            properties.major == 10,
             options.batch_invariant,
         )
 
@@ -120,6 +133,11 @@ class Tiles(WeightForm):
         return LinearChoice(self.path, self._config(rows))
 
     @property
+    def row_table(self) -> RowTable | None:
+        """The weight where it is in one part."""
+        return TileRows(self.parts[0]) if len(self.parts) == 1 else None
+
+    @property
     def workspace(self) -> list[Tensor]:
         """The counters."""
         return [self.counters]
@@ -131,7 +149,7 @@ class Tiles(WeightForm):
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (self.sizes[0], columns_of(first), first.layout)
-        return tiled_config(given, *sizes, self.units, self.early, is_normed)
+        return tiled_config(given, *sizes, self.units, self.early, is_normed, self.has_tensor_memory)
 
 
 @dataclass(frozen=True)
@@ -143,7 +161,7 @@ class Int8Tiles(Tiles):
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
         """Return the weight rounded to int8."""
-        return cls._of_parts(weight.shape, bias, [int8_tiles(weight)], options)
+        return cls._of_parts(weight.shape, bias, [int8_tiles(weight, options.row_maxima)], options)
 
 
 @dataclass(frozen=True)
@@ -208,6 +226,11 @@ class GroupTiles(Tiles):
     def fused(self, rows: int) -> TiledProduct | None:
         """Return the product itself, unless columns are to be put in order first."""
         return super().fused(rows) if self.order is None else None
+
+    @property
+    def row_table(self) -> RowTable | None:
+        """The weight, unless its columns are in another order."""
+        return super().row_table if self.order is None else None
 
 
 def _plain(options: FormOptions) -> type[WeightForm]:

@@ -56,14 +56,17 @@ class Family(ABC):
         """Return what comes before the layers."""
         # rounded as the rows are: models were trained so
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
-        panels = weights.embedding_panels()
-        if panels is not None:
-            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype)
-            return BlocksStem(no_rows, scale, table=panels, vocab_size=config.vocab_size)
-        table = weights.tensor("embedding")
+        rank, count = (0, 1) if shared is None else (shared.rank, shared.count)
+        begin, end = (config.vocab_size * each // count for each in (rank, rank + 1))
+        rows = weights.embedding_rows()
+        if rows is not None:
+            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+            stem: Stem = BlocksStem(no_rows, scale, table=rows)
+        else:
+            stem = Stem(weights.tensor("embedding"), scale)
         if shared is None:
-            return Stem(table, scale)
-        return SplitStem(table, scale, begin=config.vocab_size * shared.rank // shared.count, collectives=shared)
+            return stem
+        return SplitStem(stem.embedding, scale, part=stem, begin=begin, end=end, collectives=shared)
 
     def head(self, config: ModelConfig, weights: Weights, stem: Stem) -> Head:
         """Return what comes after them; the output layer is the embedding where the map has no place for it."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.gguf_blocks import block_values
 from graphdecode.linear.groups import GROUP_TYPES, Groups, GroupSource, fused
-from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.linear.weight_form import BlockSource, Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.transformers_backend import AdoptedConfig
 from graphdecode.models.weight_map import Part, Run, WeightMap, parts
 
 
-def check_split(config: ModelConfig | AdoptedConfig, count: int, quantize: str | None = None) -> ModelConfig:
+def check_split(config: ModelConfig | AdoptedConfig, count: int) -> ModelConfig:
     """Return a model's configuration, if shards of it can be had.
 
     Raises:
@@ -25,8 +27,6 @@ def check_split(config: ModelConfig | AdoptedConfig, count: int, quantize: str |
         raise ArgumentError(
             f"tensor_parallel_size={count} needs a family of graphdecode; {config.architecture} is run by transformers"
         )
-    if quantize == "gguf":
-        raise ArgumentError(f"tensor_parallel_size={count} cannot be had with quantize='gguf': blocks are not split")
     return config
 
 
@@ -108,7 +108,23 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
+        """Return the rank's part of a matrix in blocks; None where it is no blocks, or begins or ends within one."""
+        part, source = self._whole[name], self._source
+        blocks = source.read_blocks(name, expert) if isinstance(source, BlockSource) else None
+        if blocks is None or part.split is None:
+            return blocks
+        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
+        values = block_values(source.tensors[name].dtype) if axis == 1 else 1
+        cuts = [cut.slices(part.shape)[part.split] for cut in self._cuts(part, part.split)]
+        if any(bound % values for cut in cuts for bound in (cut.start, cut.stop)):
+            return None
+        units = part.shape[part.split] // values  # blocks of a row, or rows
+        each = blocks.shape[axis] // units
+        kept = [torch.arange(cut.start // values * each, cut.stop // values * each) for cut in cuts]
+        return blocks.index_select(axis, torch.cat(kept))
+
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
 
         Raises:
@@ -118,14 +134,19 @@ class SplitSource:
         if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
             return None
         if part.split is None:
-            return source.read_groups(name)
-        found = [source.read_groups(name, cut) for cut in self._cuts(part, part.split)]
+            return source.read_groups(name, None, expert)
+        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
+        cuts = (replace(cut, axis=axis) for cut in self._cuts(part, part.split))
+        found = [source.read_groups(name, cut, expert) for cut in cuts]
         whole = [groups for groups in found if groups is not None]
-        if len(whole) == len(found) and (part.split == 0 or len(found) == 1):
+        if len(whole) == len(found) and (axis == 0 or len(found) == 1):
             return fused(whole)
+        stored = source.read_groups(name, None, expert)
+        why = f"begins or ends within a group of {source.tensors[name].dtype}"
+        if stored is not None and stored.order is not None:
+            why = "has columns of all groups, for they are in another order (GPTQ's desc_act)"
         raise ArgumentError(
-            f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, begins or ends "
-            f"within a group of {source.tensors[name].dtype}"
+            f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, {why}"
         )
 
     def _cuts(self, part: Part, axis: int) -> Iterator[Shard]:

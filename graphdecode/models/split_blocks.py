@@ -11,7 +11,6 @@ from torch import Tensor
 
 from graphdecode.attention import HeadTurn
 from graphdecode.distributed import Collectives
-from graphdecode.kernels.model.embedding import embedding
 from graphdecode.models.blocks import Attention, FeedForward, Norm, Stem, Stream, Tokens
 
 
@@ -20,22 +19,28 @@ class SplitStem(Stem):
     """An embedding of which each rank has some rows: those of others are zeros in the sum, which so is exact.
 
     Attributes:
-        begin: the rank's first row.
+        part: has the rank's rows; `embedding` is its own.
+        begin: the first of them.
+        end: behind the last one.
         collectives: of the ranks.
     """
 
+    part: Stem = field(kw_only=True)
     begin: int = field(kw_only=True)
+    end: int = field(kw_only=True)
     collectives: Collectives = field(kw_only=True)
 
-    def run(self, tokens: Tokens) -> Tensor:
-        """Return the embedded tokens [t, hidden]."""
-        residual = self.residual(tokens)
-        ids = tokens.ids - self.begin
-        embedding(residual, ids, self.embedding, tokens.live, self.scale)
-        is_elsewhere = (ids < 0) | (ids >= self.embedding.shape[0])
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a step only reads."""
+        return self.part.tensors
+
+    def embed(self, residual: Tensor, tokens: Tokens) -> None:
+        """Write the embedded tokens into `residual`."""
+        self.part.embed(residual, tokens._replace(ids=tokens.ids - self.begin))
+        is_elsewhere = (tokens.ids < self.begin) | (tokens.ids >= self.end)
         residual.masked_fill_(is_elsewhere.unsqueeze(1), 0.0)
         self.collectives.all_reduce(residual, "embedding")
-        return residual
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any
 
 from graphdecode.distributed import RankError
@@ -68,6 +69,8 @@ class EngineProcess:
                 self._tell_vitals()
             except RankError as error:  # the ranks that are left cannot go on, and another process has new ones
                 log.error("%s", error)
+                with suppress(GraphdecodeError, OSError):
+                    self._send(engine.step())  # whoever waits is told which rank it was
                 return
             except GraphdecodeError as error:
                 log.warning("%s", error)

@@ -1,5 +1,7 @@
 """Linear layers with int8 weights, which halve or quarter the bytes that a step reads."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,13 +37,16 @@ def int8_linear(out: Written[Tensor], x: Tensor, qweight: Tensor, scales: Tensor
         out.add_(bias)
 
 
-def quantise_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantise_int8(weight: Tensor, maxima: Callable[[Tensor], Tensor] | None = None) -> tuple[Tensor, Tensor]:
     """Return (int8 [n, k], scales [n] of the weight's dtype): symmetric, one scale per output feature.
 
     Args:
         weight: [n, k], any float dtype.
+        maxima: takes the largest magnitudes [n] and returns those of rows of which these are a part; None: the same.
     """
     largest = torch.maximum(weight.amax(dim=1), -weight.amin(dim=1)).float()
+    if maxima is not None:
+        largest = maxima(largest)
     scales = (largest / 127).clamp_(min=1e-12).to(weight.dtype)
     qweight = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
     for start in range(0, weight.shape[0], 4096):  # no second copy of a large weight in fp32

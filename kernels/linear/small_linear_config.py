@@ -25,6 +25,7 @@ GEMV_TILES = {
 # and with one, which is made anew in each block; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
 _ROWS_WITH_TOTALS = 32  # of a tile where sums of activations take registers, too
+_SUM_COLUMNS = 512  # of the memory that tensor cores of compute capability 10 write sums into: 128 lanes wide
 TILED_STAGES = 3  # of steps that are on their way at a time; two where tiles of 64 rows take much of them
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits aims at
@@ -122,6 +123,7 @@ def tiled_config(
     units: int,
     pdl: bool = False,
     is_normed: bool = False,
+    has_tensor_memory: bool = False,
 ) -> SmallLinearConfig:
     """Return how the product with a weight of few bits is dealt out; see `tiled_linear`.
 
@@ -133,8 +135,14 @@ def tiled_config(
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
         is_normed: the product is that of a norm.
+        has_tensor_memory: the GPU's tensor cores write into a memory of their own (compute capability 10). The sums of
+            all groups of a step stand there at a time; a kernel that asks for more than there is cannot be launched.
     """
     most_rows = _ROWS_WITH_TOTALS if layout.has_totals else max(TILED_TILES)
+    if has_tensor_memory:
+        groups = layout.step // layout.group if layout.group else 1
+        columns_of_row = groups * (1 + layout.has_totals) + 2  # and those of the step before, scaled and not
+        most_rows = max(most for most in TILED_TILES if most <= min(most_rows, _SUM_COLUMNS // columns_of_row))
     block_m = TILE_ROWS if rows is None else next((most for most in TILED_TILES if rows <= most), most_rows)
     block_m = min(block_m, most_rows)
     block_n, num_warps = TILED_TILES[block_m][is_normed]

@@ -1,8 +1,9 @@
 """Compile kernels for GPUs that are not here, exactly as their launchers would launch them, and measure the code.
 
 Run as `python ahead_of_time.py ARCH`: prints one JSON object, {case: {registers, stack, shared}}, with early_loads, the
-loads from global memory before the wait, for kernels that may start early. It has to be a process of its own, for
-Triton's interpreter cannot be switched off again.
+loads from global memory before the wait, for kernels that may start early, and with tensor_columns, what a kernel takes
+of the memory that tensor cores of sm_100 have. It has to be a process of its own, for Triton's interpreter cannot be
+switched off again.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from graphdecode.kernels.model import (
     embedding_norm,
     sample_and_advance,
     skip_steps,
+    tiled_embedding,
 )
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.native import early_start
@@ -80,6 +82,8 @@ def measured(kernel: JITFunction, arguments: dict[str, Any], options: dict[str, 
     code, _ = compiled(kernel, arguments, options, arch)
     registers, stack = usage_of(code.asm["cubin"])
     numbers = {"registers": registers, "stack": stack, "shared": code.metadata.shared}
+    if arch == 100:
+        numbers["tensor_columns"] = code.metadata.tmem_size
     before_wait, wait, _ = code.asm["ptx"].partition("griddepcontrol.wait")
     return numbers | ({"early_loads": before_wait.count("ld.global")} if wait else {})
 
@@ -349,8 +353,6 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
 def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
     """Products with weights of few bits: few rows as they are, many with all that a layer fuses with them."""
     cases: dict[str, Callable[[], None]] = {}
-    if arch == 100:  # weights of few bits are refused there
-        return cases
     kinds = {
         "int8": ("s8", 0, "none", torch.bfloat16),
         "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
@@ -360,10 +362,18 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
     for name, (code, group, second_kind, dtype) in kinds.items():
         tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
         for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
-            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed)
+            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch == 100)
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
             cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
+        cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
     return cases
+
+
+def launch_tiled_embedding(tiles: WeightTiles) -> None:
+    """Gather rows of few bits."""
+    out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
+    live, layout = torch.empty(1, dtype=torch.int32), tiles.layout
+    tiled_embedding.tiled_embedding_triton(out, ids, *tiles[:4], live, *layout[:3], layout.step, 1.0)
 
 
 def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:

@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 BUDGETS = HERE / "budgets.json"
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}  # bytes a program can have
 ARCHITECTURES = [int(arch) for arch in os.environ.get("GRAPHDECODE_ARCHITECTURES", "90").split(",")]
+TENSOR_COLUMNS = 512  # of the tensor cores' own memory; with more, the compiler makes a kernel that only traps
 REGISTER_SLACK = 8  # compilers of CUDA differ by a few; a spill is never allowed
 # Tritons differ by more, so that of one that the budgets were not taken with it is asked that everything fits
 IS_OF_BUDGETS = f"triton=={version('triton')}\n" in (HERE.parents[1] / "constraints.txt").read_text()
@@ -68,6 +69,8 @@ def faults(numbers: dict[str, int], allowed: dict[str, int], arch: int) -> Itera
     most = min(allowed["shared"] + SHARED_SLACK, SHARED_LIMIT[arch]) if IS_OF_BUDGETS else SHARED_LIMIT[arch]
     if numbers["shared"] > most:
         yield f"{numbers['shared']} bytes of shared memory, {most} are possible"
+    if numbers.get("tensor_columns", 0) > TENSOR_COLUMNS:
+        yield f"{numbers['tensor_columns']} columns of the tensor cores' memory, {TENSOR_COLUMNS} are there"
 
 
 @pytest.mark.slow

@@ -278,8 +278,8 @@ def test_replays_give_the_bits_of_eager_runs(name, rows):
     tiles, weight = weight_of(name, 2048, 1024)
     tiles = on("cuda", tiles)
     x = activations(rows, 1024, torch.bfloat16, "cuda")
-    early = torch.cuda.get_device_capability()[0] >= 9
-    chosen = tiled_config(rows, 2048, 1024, tiles.layout, 132, early)
+    major = torch.cuda.get_device_capability()[0]
+    chosen = tiled_config(rows, 2048, 1024, tiles.layout, 132, major >= 9, has_tensor_memory=major == 10)
     counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
     outs = [torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     tiled_linear(outs[0], x, tiles, None, counters, chosen)

@@ -129,6 +129,30 @@ def write(model: Any, name: str, path: Path, edit: Callable[[gguf.GGUFWriter], N
     return path
 
 
+def quantised_file(path: Path, name: str, types: dict[str, str]) -> Path:
+    """Write a random model whose matrices have block types, by the ends of their names."""
+    plain = write(random_model(name), name, path.with_name("plain.gguf"))
+    reader = gguf.GGUFReader(plain)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES[name][0])
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind = field.types[0]
+            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type)
+    for tensor in reader.tensors:
+        block_type = next((kind for end, kind in types.items() if tensor.name.endswith(end)), None)
+        if block_type is None or tensor.data.ndim < 2:
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+        else:
+            kind = gguf.GGMLQuantizationType[block_type]
+            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def _write_numbers(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None:
     for theirs, ours in _NUMBERS.items():
         value = getattr(config, theirs, None)

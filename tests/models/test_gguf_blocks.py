@@ -2,11 +2,9 @@
 
 from pathlib import Path
 
-import gguf
-import numpy as np
 import pytest
 import torch
-from gguf_checkpoints import random_model, write
+from gguf_checkpoints import quantised_file
 
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.blocks import Blocks
@@ -19,30 +17,6 @@ from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
-
-
-def quantised_file(path: Path, name: str, types: dict[str, str]) -> Path:
-    """Write a random model whose matrices have block types, by the ends of their names."""
-    plain = write(random_model(name), name, path.with_name("plain.gguf"))
-    reader = gguf.GGUFReader(plain)
-    writer = gguf.GGUFWriter(path, "llama")
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kind = field.types[0]
-            sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kind, sub_type)
-    for tensor in reader.tensors:
-        block_type = next((kind for end, kind in types.items() if tensor.name.endswith(end)), None)
-        if block_type is None or tensor.data.ndim < 2:
-            writer.add_tensor(tensor.name, np.array(tensor.data))
-        else:
-            kind = gguf.GGMLQuantizationType[block_type]
-            writer.add_tensor(tensor.name, gguf.quants.quantize(np.array(tensor.data), kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 TYPES = {"attn_v.weight": "Q4_0", "ffn_up.weight": "F32", "ffn_down.weight": "Q8_0", "embd.weight": "Q8_0"}
@@ -103,8 +77,8 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     stem, lm_head = model.stem, model.head.lm_head
     assert isinstance(stem, BlocksStem)
     assert isinstance(lm_head, Blocks)
-    assert (lm_head.parts[0] is stem.table) == (name == "llama-tied-biases")
-    assert any(held is stem.table.panels for held in model.constants)
+    assert (lm_head.parts[0] is stem.table.weight) == (name == "llama-tied-biases")
+    assert any(held is stem.table.weight.panels for held in model.constants)
     table = values(Gguf(path), "model.embed_tokens.weight")
     assert not any(held.shape == table.shape for held in model.constants)
     nothing = torch.zeros(0, dtype=torch.int32)

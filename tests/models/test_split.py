@@ -105,7 +105,6 @@ def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
     [
         ({"tensor_parallel_size": 3}, "does not divide num_attention_heads 4"),
         ({"tensor_parallel_size": 2, "speculation": "model", "draft_model": "demo"}, "goes with .* ngram"),
-        ({"tensor_parallel_size": 2, "quantize": "gguf"}, "quantize='gguf'"),
         ({"tensor_parallel_size": 2, "model_impl": "transformers"}, "is run by transformers"),
     ],
 )

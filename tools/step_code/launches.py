@@ -237,13 +237,14 @@ def programs_apart(launch: Launch, gpu: Gpu = Gpu()) -> float:
 @contextmanager
 def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None]:
     """Let there be a GPU for the code that makes a model and a step; nothing may be computed on it."""
+    capability = (gpu.arch // 10, gpu.arch % 10)
     properties = SimpleNamespace(
+        major=capability[0],
         multi_processor_count=gpu.processors,
         total_memory=gpu.memory_bytes,
         shared_memory_per_multiprocessor=gpu.processor_shared_bytes,
         name="modelled",
     )
-    capability = (gpu.arch // 10, gpu.arch % 10)
 
     def fastest(weight: Tensor, bias: Tensor | None, rows: int, clock: Any) -> tuple[Any, dict[str, float]]:
         """Choose without a clock."""
