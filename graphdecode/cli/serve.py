@@ -116,29 +116,40 @@ def _run(
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("graphdecode.server").setLevel(logging.INFO)
+    if several.wanted and not several.direct:
+        _run_behind_proxies(make_service, settings, limits, several)
+        return
     bound = bind(limits.host, limits.port)
-    address = f"http://{limits.host}:{bound.getsockname()[1]}"
-    service = make_service()
+    service, address = make_service(), f"http://{limits.host}:{bound.getsockname()[1]}"
+    if several.wanted:
+        from graphdecode.server.replicas.cluster import Cluster
 
-    def on_ready() -> None:
-        STDERR.print(f"serving {service.model_name} on {address}", highlight=False, soft_wrap=True)
-        has_template = bool(service.tokenizer.chat_template)
-        for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
-            STDERR.print(line, highlight=False, soft_wrap=True, markup=False)
-
-    if not several.wanted:
-        asyncio.run(run(service, lambda: make_app(service), bound, on_ready))
-        return
-    from graphdecode.server.replicas.cluster import Cluster
-
-    if several.direct:
         cluster = Cluster(make_service, settings, limits, several, "direct")
-        asyncio.run(run(cluster, cluster.app, bound, on_ready))
-        return
-    port = bound.getsockname()[1]
-    bound.close()  # Ray's proxy listens there
-    cluster = Cluster(make_service, settings, limits.with_settings(port=port), several, "proxy")
-    asyncio.run(cluster.run(on_ready))
+        asyncio.run(run(cluster, cluster.app, bound, lambda: _say_ready(service, address)))
+    else:
+        asyncio.run(run(service, lambda: make_app(service), bound, lambda: _say_ready(service, address)))
+
+
+def _run_behind_proxies(
+    make_service: Callable[[], Service], settings: EngineConfig, limits: ServerConfig, several: ReplicaConfig
+) -> None:
+    import asyncio
+
+    from graphdecode.server.replicas.cluster import Cluster
+    from graphdecode.server.run import bind
+
+    if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may listen on their port already
+        with bind(limits.host, limits.port) as free:
+            limits = limits.with_settings(port=free.getsockname()[1])
+    service, address = make_service(), f"http://{limits.host}:{limits.port}"
+    asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(lambda: _say_ready(service, address)))
+
+
+def _say_ready(service: Service, address: str) -> None:
+    STDERR.print(f"serving {service.model_name} on {address}", highlight=False, soft_wrap=True)
+    has_template = bool(service.tokenizer.chat_template)
+    for line in _how_to_try(address, has_template=has_template, guarded=bool(service.api_keys)):
+        STDERR.print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def _how_to_try(address: str, *, has_template: bool, guarded: bool) -> list[str]:

@@ -154,6 +154,13 @@ def on_signals(call: Callable[[], object]) -> None:
         asyncio.get_running_loop().add_signal_handler(number, call)
 
 
+def off_signals() -> None:
+    """Have SIGTERM and Ctrl-C end this process at once from now on."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_DFL)
+
+
 class _Life:
     """What signals ask for.
 

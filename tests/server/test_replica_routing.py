@@ -18,7 +18,14 @@ from graphdecode.errors import ArgumentError, ConfigError
 from graphdecode.server.replicas.channel import LostError
 from graphdecode.server.replicas.exposition import merged
 from graphdecode.server.replicas.front import make_front
-from graphdecode.server.replicas.routing import BLOCK_CHARACTERS, MAX_BLOCKS, PrefixIndex, choose, prompt_blocks
+from graphdecode.server.replicas.routing import (
+    BLOCK_CHARACTERS,
+    MAX_BLOCKS,
+    OwnRequests,
+    PrefixIndex,
+    choose,
+    prompt_blocks,
+)
 
 SEEDS = range(5)
 
@@ -80,6 +87,45 @@ def test_equals_have_turns_by_chance() -> None:
     draw = random.Random(0)
     counts = Counter(choose(dict.fromkeys("abcd", 3), {}, 0, draw) for _ in range(4000))
     assert all(900 < counts[each] < 1100 for each in "abcd")  # 3.6 standard deviations
+
+
+def test_long_answers_count_though_their_replica_has_said_nothing_for_long() -> None:
+    own: OwnRequests[str] = OwnRequests()
+    for _ in range(30):
+        own.sent("long")
+    own.sent("short")
+    own.ended("short")
+    loads = {name: own.load(name, None) for name in ("long", "short")}
+    assert loads == {"long": 30, "short": 0}
+    assert choose(loads, {"long": 9}, 8, random.Random(0)) == "short"
+
+
+def test_requests_of_other_fronts_count_and_old_news_does_not_hide_our_own() -> None:
+    own: OwnRequests[str] = OwnRequests()
+    for _ in range(5):
+        own.sent("a")
+    assert [own.load("a", told) for told in (12, 1, None)] == [12, 5, 5]
+    for _ in range(6):  # one more than was sent, as where a replica's name comes back
+        own.ended("a")
+    own.sent("a")
+    assert own.load("a", None) == 1
+
+
+def test_of_many_requests_at_a_time_each_replica_gets_as_many() -> None:
+    own, draw = OwnRequests[str](), random.Random(0)
+
+    def load(name: str) -> int:
+        return own.load(name, 0)  # as told before any of them came
+
+    for request in range(200):
+        own.chosen(request, choose({name: load(name) for name in "ab"}, {}, 8, draw))
+    assert (load("a"), load("b")) == (100, 100)
+    own.chosen(7, "a")  # again, as where the first choice had no room
+    own.chosen(7, "a")
+    for request in range(200):
+        own.settled(request)
+        own.settled(request)
+    assert (load("a"), load("b")) == (0, 0)
 
 
 def test_prompts_of_all_kinds_have_blocks_and_what_is_none_has_none() -> None:

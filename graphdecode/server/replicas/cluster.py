@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import logging
 from collections.abc import Callable
 from typing import Any, Literal
@@ -19,7 +20,8 @@ from graphdecode.server.replicas.front import Front, make_front
 from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.router import PrefixRouter
-from graphdecode.server.run import on_signals
+from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
+from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
 Way = Literal["proxy", "direct", "calls"]
@@ -30,6 +32,7 @@ _CARE: dict[str, Any] = {"health_check_period_s": 2.0, "health_check_timeout_s":
 _MOST_REQUESTS = 2**31 - 1  # that Ray can count
 _ATTEMPTS = 2  # at starting a replica
 _STATS_SECONDS = 1.0  # how often the router learns which engines serve
+_PROXY_SECONDS = 10.0  # for a proxy to say that it is there
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class Cluster:
         self._replicas = replicas
         self._way = way
         self._application = application
+        self._deployed_at: float | None = None  # by the clock of the cluster; None: it was not
         self.limits = limits
         self.front: Front | None = None
 
@@ -110,11 +114,38 @@ class Cluster:
         try:
             serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
             if self._way == "proxy":
-                serve.run(ingress.bind(replica, self.limits), name=self._application)
-            else:
-                serve.run(replica, name=self._application, route_prefix=None)
+                self._check_proxy()  # before anything is replaced
+            before = self._latest()
+            try:
+                if self._way == "proxy":
+                    serve.run(ingress.bind(replica, self.limits), name=self._application)
+                else:
+                    serve.run(replica, name=self._application, route_prefix=None)
+            finally:
+                latest = self._latest()
+                self._deployed_at = latest if latest != before else None
         except (RayError, RuntimeError) as error:  # which holds what the replicas said
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
+
+    def _check_proxy(self) -> None:
+        """See that the proxies listen where they should: those of a cluster stay where an earlier command had them."""
+        host, port = self.limits.host, self.limits.port
+        asking = http.client.HTTPConnection(host, port, timeout=_PROXY_SECONDS)
+        try:
+            asking.request("GET", "/-/healthz")
+            asking.getresponse().read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ArgumentError(
+                f"no proxy of the cluster listens on {host} port {port}: Ray Serve keeps the address that it was "
+                f"first started with ({error})"
+            ) from error
+        finally:
+            asking.close()
+
+    def _latest(self) -> float | None:
+        """Return when the application was deployed, by whatever command; None: it is not there."""
+        told = serve.status().applications.get(self._application)
+        return None if told is None else told.last_deployed_time_s
 
     def _resources(self) -> dict[str, float]:
         """Return what one replica takes: its devices, all on one machine."""
@@ -130,11 +161,12 @@ class Cluster:
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
-            target = max(rows // 4, 1) if replicas.target_requests == "auto" else replicas.target_requests
-            scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
+            target = target_requests(rows) if replicas.target_requests == "auto" else replicas.target_requests
+            scaling = {"min_replicas": least, "max_replicas": most}
+            aim = {"target_ongoing_requests": target, "downscaling_factor": DOWNSCALING_FACTOR}
             delays = {"upscale_delay_s": replicas.upscale_delay_s, "downscale_delay_s": replicas.downscale_delay_s}
             look_back = {"look_back_period_s": max(min(replicas.upscale_delay_s, 30.0), 1.0), "metrics_interval_s": 1.0}
-            size = {"autoscaling_config": scaling | delays | look_back}
+            size = {"autoscaling_config": scaling | aim | delays | look_back}
         routing = {
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"slack": replicas.slack, "policy": replicas.routing},
@@ -154,7 +186,7 @@ class Cluster:
         )(Replica)
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Serve behind Ray's proxies until SIGTERM or Ctrl-C; running answers are finished first.
+        """Serve behind Ray's proxies until SIGTERM or Ctrl-C; running answers are finished first, or until another one.
 
         Args:
             on_ready: is called when clients can come.
@@ -168,6 +200,8 @@ class Cluster:
             on_signals(asked.set)
             on_ready()
             await asked.wait()
+            log.warning("finishing what runs; ask again to end at once")
+            off_signals()  # Ray's processes end with this one
         finally:
             await asyncio.to_thread(self.close)
 
@@ -181,14 +215,15 @@ class Cluster:
         return serve.get_deployment_handle("replica", self._application)
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the replicas, and the Ray that was begun here.
+        """End the replicas, and the Ray that was begun here; in a cluster, what another command made of them stays.
 
         Args:
             at_once: do not let them finish what is under way.
         """
         if not ray.is_initialized():
             return
-        if self._replicas.ray_address is not None or not at_once:
+        joined = self._replicas.ray_address is not None
+        if (joined or not at_once) and self._deployed_at is not None and self._latest() == self._deployed_at:
             serve.delete(self._application)
         ray.shutdown()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from graphdecode.server.replicas.routing import PrefixIndex, choose
+from graphdecode.server.replicas.routing import OwnRequests, PrefixIndex, choose
 
 
 class Route(NamedTuple):
@@ -24,7 +24,7 @@ class Route(NamedTuple):
 
 
 class PrefixRouter(RequestRouter):
-    """Sends a request to the replica that `choose` names, by Ray's counts of the requests under way at each.
+    """Sends a request to the replica that `choose` names, by the requests under way at each.
 
     Replicas that say that their engine does not serve, and those that a request avoids, come last.
     """
@@ -38,6 +38,7 @@ class PrefixRouter(RequestRouter):
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
         self.prefixes: PrefixIndex[ReplicaID] = PrefixIndex()
+        self.own: OwnRequests[ReplicaID] = OwnRequests()
         self.draw = random.Random()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
@@ -51,11 +52,16 @@ class PrefixRouter(RequestRouter):
         """Return the replica for a request, and behind it the others: Ray takes the first that has room."""
         route = pending_request.kwargs.get("route", Route()) if pending_request is not None else Route()
         fit = [each for each in candidate_replicas if _serves(each) and each.replica_id.unique_id not in route.avoid]
-        loads = {each.replica_id: self._load(each) for each in fit or candidate_replicas}
+        told = self.replica_queue_len_cache
+        names = [each.replica_id for each in fit or candidate_replicas]
+        loads = {name: self.own.load(name, told.get(name)) for name in names}
         if self.policy == "random":
             chosen = self.draw.choice(list(loads))
         else:
             chosen = choose(loads, self.prefixes.matched(route.blocks), self.slack, self.draw)
+        if pending_request is not None:
+            self.own.chosen(pending_request.future, chosen)
+            pending_request.future.add_done_callback(self.own.settled)
         others = [each for each in candidate_replicas if each.replica_id != chosen]
         return [[each for each in candidate_replicas if each.replica_id == chosen], others]
 
@@ -63,8 +69,14 @@ class PrefixRouter(RequestRouter):
         """Take note of who has the prompt now."""
         self.prefixes.add(replica_id, pending_request.kwargs.get("route", Route()).blocks)
 
-    def _load(self, replica: RunningReplica) -> int:
-        return self.replica_queue_len_cache.get(replica.replica_id) or 0
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        """Take note that a request is on its way."""
+        super().on_send_request(replica_id)
+        self.own.sent(replica_id)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """Take note that it ended."""
+        self.own.ended(replica_id)
 
 
 def _serves(replica: RunningReplica) -> bool:

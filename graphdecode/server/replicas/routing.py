@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
@@ -68,6 +68,53 @@ class PrefixIndex(Generic[R]):
         holders.discard(replica)
         if not holders:
             del self._holders[block]
+
+
+class OwnRequests(Generic[R]):
+    """The requests that a front has under way at each replica.
+
+    What a replica has in all, those of other fronts included, it says with each request that it takes. Ray forgets that
+    behind ten seconds without news, which long answers are, and answers that overtake each other put it back.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[R] = Counter()
+        self._chosen: dict[Hashable, R] = {}
+
+    def chosen(self, request: Hashable, replica: R) -> None:
+        """Count a request that is yet to be sent, so that of many at a time not all go to one; the last choice counts.
+
+        Args:
+            request: any name of it; it was not `settled` yet.
+            replica: that it shall go to.
+        """
+        self.settled(request)
+        self._chosen[request] = replica
+        self.sent(replica)
+
+    def settled(self, request: Hashable) -> None:
+        """Count a choice no more: its request was sent, or given up."""
+        if request in self._chosen:
+            self.ended(self._chosen.pop(request))
+
+    def sent(self, replica: R) -> None:
+        """Count a request until it has `ended`."""
+        self._counts[replica] += 1
+
+    def ended(self, replica: R) -> None:
+        """Count it no more, whatever came of it."""
+        self._counts[replica] -= 1
+        if self._counts[replica] <= 0:
+            del self._counts[replica]
+
+    def load(self, replica: R, told: int | None) -> int:
+        """Return the requests under way at a replica, as far as is known.
+
+        Args:
+            replica: any.
+            told: what it has in all; None: there is no news.
+        """
+        return max(told or 0, self._counts[replica])
 
 
 def choose(loads: Mapping[R, int], matched: Mapping[R, int], slack: int, draw: random.Random) -> R:

@@ -1,0 +1,183 @@
+"""The command itself on a Ray of its own, all of whose processes are found again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2 as httpx
+
+START_SECONDS = 420.0
+END_SECONDS = 120.0
+ROWS = 32
+GENERATED = "vllm:generation_tokens_total"
+LARGE_CACHE = "[capacity]\ntotal_num_pages = 1500\nmax_sequence_length = 512\n"
+_PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
+_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # on the loopback interface
+_ALONE |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+_REPLICA = re.compile(r"ray::ServeReplica:graphdecode(-batch)?:replica")
+
+
+@dataclass
+class Server:
+    """Replicas that serve.
+
+    Attributes:
+        model: as the command got it.
+        address: to ask.
+        folder: of Ray's files, which tells its processes from others.
+        process: of the command.
+    """
+
+    model: str
+    address: str
+    folder: str
+    process: subprocess.Popen[bytes]
+
+    def counts(self, name: str) -> dict[str, float]:
+        """Return the counter of that name, by replica."""
+        found = re.findall(rf'^{name}{{replica="(\w+)".*}} (\S+)$', httpx.get(f"{self.address}/metrics").text, re.M)
+        return {replica: float(value) for replica, value in found}
+
+    def until_replicas(self, count: int, seconds: float = START_SECONDS) -> float:
+        """Wait until so many replicas serve; return how long it took."""
+        began = time.monotonic()
+        while (there := len(self.counts("vllm:prefix_cache_queries_total"))) != count:
+            if time.monotonic() - began > seconds:
+                raise TimeoutError(f"{there} replicas after {seconds:g} s, not {count}")
+            time.sleep(0.5)
+        return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def served(model: str, *options: str, settings: str = LARGE_CACHE, folder: str | None = None) -> Iterator[Server]:
+    """Serve a model, and leave no process of it.
+
+    Args:
+        model: as the command takes it.
+        options: of the command.
+        settings: the text of its configuration file.
+        folder: of a Ray that others began and will end; None: of one that is begun here.
+    """
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as own:
+        config, log = Path(own) / "server.toml", Path(own) / "log"
+        config.write_text(settings)
+        options = ("--max-batch-size", str(ROWS), "--config", str(config), *options)
+        try:
+            with begun(("serve", "--model", model, "--port", "0", *options), log, folder or own) as process:
+                yield Server(model, _address_in(log, process), folder or own, process)
+        finally:
+            if folder is None:
+                until_none_is_left(own)
+
+
+@contextlib.contextmanager
+def begun(arguments: tuple[str, ...], log: Path, folder: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command on the CPU with Ray's files in a folder, and end it.
+
+    Args:
+        arguments: of `graphdecode`.
+        log: that its output is added to.
+        folder: of Ray's files.
+    """
+    command = [sys.executable, "-m", "graphdecode", *arguments, "--device", "cpu"]
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stderr=file, stdout=file, env=ray_environment(folder)
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def ray_environment(folder: str) -> dict[str, str]:
+    """Return the environment of a Ray whose files lie in a folder."""
+    return os.environ | _PATIENCE | _ALONE | {"RAY_TMPDIR": folder}
+
+
+def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
+    """Return where the server listens, once it says so."""
+    end = time.monotonic() + START_SECONDS
+    while not (found := re.search(r"^serving \S+ on (\S+)", log.read_text(), re.M)):
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(log.read_text()[-2000:])
+        time.sleep(0.1)
+    return found[1]
+
+
+def replicas_of(folder: str) -> list[int]:
+    """Return the processes of the replicas of a Ray, whose children are the engines."""
+    return [pid for pid in processes_of(folder) if _REPLICA.match(command_of(pid))]
+
+
+def processes_of(folder: str) -> list[int]:
+    """Return the processes of a Ray that has its files in a folder.
+
+    Some have taken the place of their environment for a longer title; these have their logs open.
+    """
+    mark = f"RAY_TMPDIR={folder}".encode()
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [
+        pid
+        for pid in pids
+        if pid != os.getpid() and (mark in _environment(pid) or any(file.startswith(folder) for file in _files(pid)))
+    ]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another's
+        return []
+
+
+def _files(pid: int) -> Iterator[str]:
+    """Yield the paths of the files that a process has open."""
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                yield os.readlink(file)
+
+
+def until_none_is_left(folder: str) -> float:
+    """Wait until Ray's own processes have seen that who began it is gone; end those that do not.
+
+    Returns:
+        the seconds that it took.
+
+    Raises:
+        RuntimeError: some had to be ended.
+    """
+    began = time.monotonic()
+    while left := processes_of(folder):
+        if time.monotonic() - began > END_SECONDS:
+            told = [command_of(pid)[:80] for pid in left]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            raise RuntimeError(f"processes were left: {told}")
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process; of one that has ended, nothing."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
