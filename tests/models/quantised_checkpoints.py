@@ -142,7 +142,8 @@ def float8(block: tuple[int, int] | None) -> Form:
     def write(weight: Tensor, generator: torch.Generator) -> Written:
         rows, columns = weight.shape
         height, width = block or (rows, columns)
-        scales = torch.rand(math.ceil(rows / height), math.ceil(columns / width), generator=generator) / 400 + 1e-3
+        parts = [part.split(width, 1) for part in weight.split(height)]
+        scales = torch.tensor([[float(part.abs().max()) for part in row] for row in parts]) / 448
         wide = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
         codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors = {"weight": codes, "weight_scale_inv": scales} if block else {}
@@ -212,20 +213,26 @@ FORMS = {
 }
 
 
-def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
-    """Write a checkpoint in a form, and the plain one that it stands for; one MLP is plain in both."""
-    packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
-    tensors = load_file(plain / "model.safetensors")
+def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm_head") -> tuple[dict, dict]:
+    """Return a checkpoint's tensors in a form, and what they stand for; those with `left_plain` in their names stay."""
     generator = torch.Generator().manual_seed(0)
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if not name.endswith("proj.weight") or "layers.1.mlp" in name:
+        if not name.endswith("proj.weight") or left_plain in name:
             continue
         written = form.write(weight.float(), generator)
         meant[name] = written.stands_for.float()
         del stored[name]
         module = name.removesuffix("weight")
         stored |= {f"{module}{end}": tensor for end, tensor in written.tensors.items()}
+    return stored, meant
+
+
+def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
+    """Write a checkpoint in a form, and the plain one that it stands for; one MLP is plain in both."""
+    packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
+    tensors = load_file(plain / "model.safetensors")
+    stored, meant = packed_tensors(form, tensors, left_plain="layers.1.mlp")
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / "model.safetensors")
     save_file(meant, plain / "model.safetensors")
     edit_config(packed, lambda settings: settings.update(quantization_config=form.settings))
