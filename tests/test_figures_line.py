@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from command_line import run_command, spawn_command
+from command_line import spawn_command
 
 SMALL = "[capacity]\nmax_batch_size = 1\nmax_sequence_length = 64\n"
 
@@ -38,12 +38,6 @@ def test_a_cache_folder_that_is_a_file_costs_a_line_and_not_the_kernels(tmp_path
     (told,) = [line for line in said if "compiled kernels are kept in" in line]
     assert "GRAPHDECODE_CACHE_DIR names a better folder" in told
     assert said[-1].endswith("backend on cpu; compiled kernels")
-
-
-def test_a_dtype_that_the_compiled_kernels_do_not_take_is_named(tmp_path: Path) -> None:
-    (tmp_path / "small.toml").write_text(SMALL)
-    result = run_command("generate", "-p", "12+30=", "--config", "small.toml", "--dtype", "float16", folder=tmp_path)
-    assert result.stderr.rstrip().endswith("; torch's operators (compiled ones are for float32 and bfloat16)")
 
 
 def test_a_log_file_gets_lines_and_no_bars(tmp_path: Path) -> None:

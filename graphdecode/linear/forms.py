@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.expert_form import ExpertForm, ExpertNames
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
@@ -17,6 +18,8 @@ from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
@@ -33,6 +36,8 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
     Packed,
     Plain,
 ]
+
+EXPERT_FORMS: tuple[type[ExpertForm], ...] = (BlockExperts, GroupExperts)  # plain ones are for all others
 
 
 def register_form(form: type[WeightForm]) -> None:
@@ -73,6 +78,27 @@ def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, o
         return kept.load(source, names, shard, options)
     form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
     return _with(form.load(source, names, shard, options), choices)
+
+
+def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
+    """Read the weights of all experts of a layer for one of their products, in few bits where the source has them so.
+
+    Args:
+        source: of the weights.
+        names: of these.
+        bias: [experts, out_features], the gate first, or None.
+        options: of the forms.
+
+    Raises:
+        ValueError: weights are to be rounded.
+    """
+    if options.quantize not in (None, BlockExperts.quantize):
+        raise ArgumentError(f"quantize={options.quantize!r} cannot be had for a model with experts")
+    for form in EXPERT_FORMS:
+        held = form.load(source, names, bias, options) if form.quantize == options.quantize else None
+        if held is not None:
+            return held
+    return PlainExperts.load(source, names, bias, options)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:

@@ -61,7 +61,7 @@ class GroupPanels(WeightForm):
     def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
         """Read a layer's groups, or a part of them; what cannot be fused or cut so is put in plain panels."""
         groups = fused_groups(source, names, shard)
-        held = None if groups is None else _in_panels(groups)
+        held = None if groups is None else panels_of_groups(groups)
         if groups is None or held is None:
             return Panels.load(source, names, shard, options)
         order = None if groups.order is None else groups.order.clone()
@@ -87,7 +87,7 @@ def fused_groups(source: TensorSource, names: LinearNames, shard: Shard | None) 
     return fused(parts) if len(parts) == len(names.weights) else None
 
 
-def _in_panels(groups: Groups) -> QuantisedPanels | None:
+def panels_of_groups(groups: Groups) -> QuantisedPanels | None:
     """Return a weight in panels; None where its groups are too small for that."""
     columns = groups.shape[1]
     even = _evenly(groups.by_row())

@@ -128,10 +128,12 @@ class Groups:
         return kept._columns(slice(*columns[0].indices(self.shape[1])[:2])) if columns else kept
 
     def rows(self, rows: slice) -> Groups:
-        """Return some rows, in memory that is shared."""
-        if rows.start % self.rows_of_scale or (rows.stop % self.rows_of_scale and rows.stop != self.shape[0]):
+        """Return some rows, perhaps every so many, in memory that is shared."""
+        size = self.rows_of_scale
+        is_cut = rows.start % size or (rows.stop % size and rows.stop != self.shape[0])
+        if is_cut or (size > 1 and rows.step not in (None, 1)):
             return self.by_row().rows(rows)
-        blocks = slice(rows.start // self.rows_of_scale, -(-rows.stop // self.rows_of_scale))
+        blocks = slice(rows.start // size, -(-rows.stop // size), rows.step)
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
 
@@ -163,9 +165,11 @@ class Groups:
 class GroupSource(TensorSource, Protocol):
     """A source whose tensors may stand in groups of few bits; the dtype of such a tensor is one of GROUP_TYPES."""
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is no groups.
 
+        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
+        in_features, out_features].
         Where this is None, `read` gives its values. Tensors may be views of a mapped file: what is kept must be copied.
         """
 

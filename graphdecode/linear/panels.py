@@ -23,7 +23,7 @@ class Panels(WeightForm):
     def why_not(cls, options: FormOptions) -> str:
         """Return why not: there are no compiled kernels, or none for the dtype or the device."""
         probe = torch.empty(0, dtype=options.dtype, device=options.device)
-        return "" if can_panel(probe) else "needs compiled kernels, float32 or bfloat16, and a CPU"
+        return "" if can_panel(probe) else "needs compiled kernels, and a CPU"
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:

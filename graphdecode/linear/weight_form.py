@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 
 
@@ -70,8 +69,12 @@ class TensorSource(Protocol):
 class BlockSource(TensorSource, Protocol):
     """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
 
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
+    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks.
+
+        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
+        in_features, out_features].
+        """
 
 
 class LinearNames(NamedTuple):
@@ -92,6 +95,13 @@ class FusedProduct(Protocol):
 
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add `scale` times the product for `x` to `residual` [rows, out_features]."""
+
+
+class RowTable(Protocol):
+    """A weight in few bits whose rows are undone as they are gathered; a tuple of tensors and what they mean."""
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write `scale` times the tokens' rows into `out` [tokens, columns]; see `embedding`."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,8 @@ class WeightForm(ABC):
         return None
 
     @property
-    def row_panels(self) -> QuantisedPanels | None:
-        """The weight in blocks whose rows can be gathered, for an embedding is a weight, too; None: it is in none."""
+    def row_table(self) -> RowTable | None:
+        """The weight in few bits as rows to be gathered, for an embedding is a weight, too; None: it is in none."""
         return None
 
     @property
@@ -200,7 +210,7 @@ class WeightForm(ABC):
     def tensors(self) -> list[Tensor]:
         """All tensors that the product only reads, to be declared as constants of a recorded step."""
         workspace = {id(tensor) for tensor in self.workspace}
-        held = (tensor for entry in fields(self) for tensor in _tensors_in(getattr(self, entry.name)))
+        held = (tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name)))
         return [tensor for tensor in held if id(tensor) not in workspace]
 
     @property
@@ -226,13 +236,13 @@ class WeightForm(ABC):
         return self
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield a tensor, or those of tuples."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
-            yield from _tensors_in(part)
+            yield from tensors_in(part)
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:

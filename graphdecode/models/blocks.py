@@ -23,7 +23,8 @@ from graphdecode.kernels.model.cap_logits import cap_logits
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.model.embedding_norm import embedding_norm
 from graphdecode.kernels.norm.rms_norm import add_rms_norm, rms_norm
-from graphdecode.linear.weight_form import FusedProduct, WeightForm
+from graphdecode.linear.expert_form import ExpertForm
+from graphdecode.linear.weight_form import FusedProduct, WeightForm, tensors_in
 
 Attend = Callable[[Tensor, Tensor, LayerCache, AttentionOptions], None]  # out, q, cache, options
 AppendAndAttend = Callable[[Tensor, Tensor, LayerCache, HeadTurn, AttentionOptions], None]  # out, qkv, cache, ...
@@ -83,8 +84,9 @@ class Block:
     @property
     def tensors(self) -> list[Tensor]:
         """All tensors that a step only reads."""
-        held = [value.tensors if isinstance(value, WeightForm) else [value] for _, value in self.parts()]
-        return [value for values in held for value in values if isinstance(value, Tensor)]
+        forms = (WeightForm, ExpertForm)
+        held = [value.tensors if isinstance(value, forms) else tensors_in(value) for _, value in self.parts()]
+        return [tensor for tensors in held for tensor in tensors]
 
     def read_bytes(self, rows: int | None = None) -> int:
         """Return how many bytes of weights a step reads: those of products and norms.

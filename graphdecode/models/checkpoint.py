@@ -115,10 +115,12 @@ class Checkpoint:
         with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
             out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
-        groups = None if packed is None else packed.groups(self._part)
+        if packed is None:
+            return None
+        groups = packed.groups(self._part) if expert is None else packed.expert(self._part, expert)
         with suppress(ValueError):
             return None if groups is None else groups.part(shard)
         return None

@@ -17,7 +17,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
-from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.groups import GROUP_TYPES, GroupSource
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
@@ -35,7 +35,7 @@ from graphdecode.models.weights import Weights
 
 
 def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU has no fast unit for it.
+    """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
 
     Raises:
         ValueError: the name is unknown.
@@ -43,11 +43,17 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
-        slow = device.type == "cpu" and not (checkpoint == torch.bfloat16 and _cpu_has_bf16())
+        slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint)
         return torch.float32 if slow else checkpoint
     if dtype not in DTYPES:
         raise ArgumentError(f"dtype must be auto, {', '.join(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
+
+
+def _is_fast_on_cpu(dtype: torch.dtype) -> bool:
+    if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
+        return native.library() is not None and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+    return dtype == torch.bfloat16 and _cpu_has_bf16()
 
 
 def _cpu_has_bf16() -> bool:
@@ -152,7 +158,7 @@ def load_model(
             options = replace(options, quantize=FORMS_OF[quantize])
         check_options(options, tuple(FORMS_OF))
         if batch_invariant:
-            _check_invariance(config, chosen, device)
+            _check_invariance(config, device)
         return options
 
     by_transformers = adopted(source, model_impl, trust_remote_code=trust_remote_code)
@@ -176,7 +182,7 @@ def load_model(
         _check_form(weights_from, options, quantize)
     elif quantize_group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
-    elif quantize is not None and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values()):
+    elif quantize is not None and _has_groups(source):
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
@@ -186,6 +192,11 @@ def load_model(
     shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)
     weights = Weights(shard, shard.weight_map, options, positions, norm_offset, shared)
     return _build(split_config(config, shared.count), weights, scales, progress)
+
+
+def _has_groups(source: Source) -> bool:
+    """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
+    return isinstance(source, GroupSource) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:
@@ -228,7 +239,7 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     return decoder
 
 
-def _check_invariance(config: ModelShape, dtype: torch.dtype, device: torch.device) -> None:
+def _check_invariance(config: ModelShape, device: torch.device) -> None:
     if isinstance(config, AdoptedConfig):
         raise ArgumentError(
             f"batch_invariant=True needs operators of ours alone, and {config.architecture} is run by transformers"
@@ -237,8 +248,6 @@ def _check_invariance(config: ModelShape, dtype: torch.dtype, device: torch.devi
         return
     if native.library() is None:
         raise ArgumentError(f"batch_invariant=True needs compiled kernels on a CPU: {native.why_not()}")
-    if dtype not in native.ELEMENTS:
-        raise ArgumentError(f"batch_invariant=True works with float32 and bfloat16 on a CPU, the dtype is {dtype}")
     if config.head_dim % native.LANES:
         multiple = f"a head_dim that is a multiple of {native.LANES}"
         raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")

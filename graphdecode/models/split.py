@@ -108,22 +108,23 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_blocks(self, name: str) -> Tensor | None:
+    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
         """Return the rank's part of a matrix in blocks; None where it is no blocks, or begins or ends within one."""
         part, source = self._whole[name], self._source
-        blocks = source.read_blocks(name) if isinstance(source, BlockSource) else None
+        blocks = source.read_blocks(name, expert) if isinstance(source, BlockSource) else None
         if blocks is None or part.split is None:
             return blocks
-        values = block_values(source.tensors[name].dtype) if part.split == 1 else 1
+        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
+        values = block_values(source.tensors[name].dtype) if axis == 1 else 1
         cuts = [cut.slices(part.shape)[part.split] for cut in self._cuts(part, part.split)]
         if any(bound % values for cut in cuts for bound in (cut.start, cut.stop)):
             return None
         units = part.shape[part.split] // values  # blocks of a row, or rows
-        each = blocks.shape[part.split] // units
+        each = blocks.shape[axis] // units
         kept = [torch.arange(cut.start // values * each, cut.stop // values * each) for cut in cuts]
-        return blocks.index_select(part.split, torch.cat(kept))
+        return blocks.index_select(axis, torch.cat(kept))
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
 
         Raises:
@@ -133,12 +134,14 @@ class SplitSource:
         if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
             return None
         if part.split is None:
-            return source.read_groups(name)
-        found = [source.read_groups(name, cut) for cut in self._cuts(part, part.split)]
+            return source.read_groups(name, None, expert)
+        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
+        cuts = (replace(cut, axis=axis) for cut in self._cuts(part, part.split))
+        found = [source.read_groups(name, cut, expert) for cut in cuts]
         whole = [groups for groups in found if groups is not None]
-        if len(whole) == len(found) and (part.split == 0 or len(found) == 1):
+        if len(whole) == len(found) and (axis == 0 or len(found) == 1):
             return fused(whole)
-        stored = source.read_groups(name)
+        stored = source.read_groups(name, None, expert)
         why = f"begins or ends within a group of {source.tensors[name].dtype}"
         if stored is not None and stored.order is not None:
             why = "has columns of all groups, for they are in another order (GPTQ's desc_act)"

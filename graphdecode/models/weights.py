@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
-from graphdecode.errors import ArgumentError
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.across_ranks import Summed
-from graphdecode.linear.forms import keeps, load_linear, tied_linear
+from graphdecode.linear.expert_form import ExpertForm, ExpertNames
+from graphdecode.linear.forms import keeps, load_experts, load_linear, tied_linear
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, read_fused
+from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
@@ -55,39 +53,34 @@ class Weights:
         dtype = self._options.dtype if dtype is None else dtype
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
 
-    def embedding_panels(self) -> QuantisedPanels | None:
-        """Return the embedding in blocks, if products keep the source's; a tied output layer shares them."""
+    def embedding_rows(self) -> RowTable | None:
+        """Return the embedding in few bits, if products keep the source's; a tied output layer shares them."""
         names = LinearNames(self._names("embedding"))
         if not keeps(self._source, names, self._options):
             return None
         form = load_linear(self._source, names, None, self._options)
-        if form.row_panels is not None:
+        if form.row_table is not None:
             self._embedding = form
-        return form.row_panels
+        return form.row_table
 
-    def experts(self, place: str, count: int) -> Iterator[Tensor]:
-        """Yield what is at a place of experts, one expert after another, each in memory of its own.
+    def experts(self, place: str, count: int, *, is_gated: bool, has_turns: bool = False) -> ExpertForm:
+        """Return one product of all experts at a place, with its bias where the map has one.
 
         Args:
             place: in the model; its parts are those of one expert after another, to be fused along their rows, or one
                 part with all experts along its first dimension.
             count: how many there are.
+            is_gated: the first half of the outputs is the gate of the second.
+            has_turns: how stacks lie; see `ExpertNames`.
 
         Raises:
-            ValueError: weights of few bits are asked for.
+            ValueError: weights are to be rounded.
         """
-        if self._options.quantize is not None:
-            raise ArgumentError(f"quantize={self._options.quantize!r} cannot be had for a model with experts")
-        names, shape = self._names(place), self._map[place][0].shape
-        dtype, device = self._options.dtype, self._options.device
-        for expert in range(count):
-            if len(names) == 1:
-                out = torch.empty((1, *shape[1:]), dtype=dtype, device=device)
-                self._source.read(names[0], out, Shard(expert, count, 0))
-                yield out[0]
-            else:
-                own = names[expert * len(names) // count : (expert + 1) * len(names) // count]
-                yield read_fused(self._source, own, None, dtype, device)
+        names = ExpertNames(self._names(place), count, is_gated, has_turns)
+        bias = self.tensor(f"{place}.bias") if f"{place}.bias" in self._map else None
+        if bias is not None and is_gated and has_turns:
+            bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
+        return load_experts(self._source, names, bias, self._options)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,9 +88,9 @@ class Weights:
         return self._options.dtype
 
     @property
-    def batch_invariant(self) -> bool:
-        """Whether a row's bits may not depend on the other rows."""
-        return self._options.batch_invariant
+    def device(self) -> torch.device:
+        """Where they go."""
+        return self._options.device
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return the norm at a place, in float32."""

@@ -45,16 +45,13 @@ class RunSummary:
         parts += stats.drafted()
         model = self._llm.model
         parts.append(f"{self._llm.graphs.backend} backend on {model.device.type}")
-        parts.append(_kernels(model.device, model.dtype))
+        parts.append(_kernels(model.device))
         return "; ".join(parts)
 
 
-def _kernels(device: torch.device, dtype: torch.dtype) -> str:
+def _kernels(device: torch.device) -> str:
     """Return what does a step's work: on a CPU, torch's operators are an order of magnitude slower."""
     if device.type == "cuda":
         return "Triton kernels"
     reason = native.why_not()
-    if reason is None and dtype not in native.ELEMENTS:
-        known = " and ".join(str(each).removeprefix("torch.") for each in native.ELEMENTS)
-        reason = f"compiled ones are for {known}"
     return "compiled kernels" if reason is None else f"torch's operators ({' '.join(reason.split())})"

@@ -1,7 +1,7 @@
 /* The lengths that a decode step attends over; see attention_plan.py. Nothing is split on a CPU. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(attention_plan) {
     (void)threads;
     int64_t rows = least_of(a->pre_step_seqlens.size[0], a->kv_lens.size[0]), live = live_of(a->live_rows.data, rows);

@@ -9,6 +9,7 @@
 #ifndef GRAPHDECODE_LINEAR
 #define GRAPHDECODE_LINEAR
 #include "native_products.h"
+#include "linear/split_tiles.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 
@@ -47,6 +48,13 @@ INLINE void f32_step(const int count, panel_sums *sums, const float *x, int64_t 
     add_products(count, sums, x, stride, weights);
 }
 
+INLINE void f16_step(const int count, panel_sums *sums, const float *x, int64_t stride, const uint16_t *at) {
+    vec weights[VECTORS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) weights[v] = load_f16(at + v * LANES);
+    add_products(count, sums, x, stride, weights);
+}
+
 #ifdef WITH_PAIRS
 typedef uint16_t bf16_input;
 #else
@@ -68,12 +76,16 @@ INLINE void bf16_step(const int count, panel_sums *sums, const float *x, int64_t
 #undef STEP
 #undef step
 #undef input
-#ifdef ELEMENT_BF16
+#if defined(ELEMENT_BF16)
 #define STEP 2 /* [panel][in / 2][PANEL][2] */
 #define step bf16_step
 #define input bf16_input
-#else
+#elif defined(ELEMENT_F16)
 #define STEP 1 /* [panel][in][PANEL] */
+#define step f16_step
+#define input float
+#else
+#define STEP 1
 #define step f32_step
 #define input float
 #endif
@@ -199,28 +211,96 @@ static void NAME(write_sums)(element *out, int64_t stride, const float *sums, co
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
+ * of the first cache, a part of the panel stays there for all rows. */
+static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
+    int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in;
+    for (int64_t begin = 0; begin < in; begin += part)
+        for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+            const uint16_t *at = x + row * stride + begin, *of_panel = panel + begin * PANEL;
+            int64_t features = least_of(part, in - begin);
+            if (begin) tile_product(2, 1, sums + row * PANEL, at, stride, of_panel, features);
+            else tile_product(2, 0, sums + row * PANEL, at, stride, of_panel, features);
+        }
+}
+
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
     (void)scales;
-    float sums[2 * TILE_ROWS * PANEL];
     struct tile_shapes before = tiles_begun();
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), rest = rows - whole;
     int64_t together = items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
     set_tile_rows(TILE_ROWS, TILE_ROWS);
     for (int64_t first = 0; first < whole; first += together)
-        for (int64_t panel = begin; panel < end; panel++)
-            for (int64_t row = first; row < least_of(first + together, whole); row += 2 * TILE_ROWS) {
-                tile_product(2, sums, x + row * stride, stride, weight + panel * in * PANEL, in);
-                write_sums_bf16(out + row * out_features, out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL,
-                                out_features);
-            }
+        for (int64_t panel = begin; panel < end; panel++) {
+            int64_t here = least_of(together, whole - first);
+            rows_of_panel(sums, x + first * stride, stride, weight + panel * in * PANEL, in, here);
+            write_sums_bf16(out + first * out_features, out_features, sums, bias, here, panel * PANEL, out_features);
+        }
     if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
     for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
         const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
-        if (rest > TILE_ROWS) tile_product(2, sums, at, stride, of_panel, in);
-        else tile_product(1, sums, at, stride, of_panel, in);
+        if (rest > TILE_ROWS) tile_product(2, 0, sums, at, stride, of_panel, in);
+        else tile_product(1, 0, sums, at, stride, of_panel, in);
         write_sums_bf16(out + whole * out_features, out_features, sums, bias, rest, panel * PANEL, out_features);
     }
+    tiles_ended(before);
+}
+#endif
+
+#if defined(ELEMENT_F16) && defined(WITH_TILES)
+struct split_job {
+    const native_linear_args *a;
+    uint16_t *x; /* [rows][2][padded] */
+    int64_t padded;
+};
+
+static void split_rows(const void *given, int64_t begin, int64_t end) {
+    const struct split_job *job = given;
+    for (int64_t row = begin; row < end; row++)
+        split_row(job->x + row * 2 * job->padded, (const uint16_t *)job->a->x.data + row * job->a->x.stride[0],
+                  job->a->x.size[1], job->padded);
+}
+
+static void split_few(const void *given, int64_t begin, int64_t end) {
+    const struct split_job *job = given;
+    const native_linear_args *a = job->a;
+    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1], place = 0;
+    const uint16_t *panels = a->panels.data;
+    _Alignas(64) uint16_t ring[2 * SPLIT_BLOCK];
+    _Alignas(64) float sums[TILE_ROWS * PANEL];
+    struct tile_shapes before = tiles_begun();
+    set_split_rows(rows);
+    split_block(ring, panels + begin * in * PANEL, in);
+    for (int64_t panel = begin; panel < end; panel++) {
+        few_split_products(sums, job->x, ring, &place, panels + panel * in * PANEL, in, panel + 1 == end);
+        write_sums_f16(a->out.data, out_features, sums, a->bias.data, rows, panel * PANEL, out_features);
+    }
+    tiles_ended(before);
+}
+
+static void split_many(const void *given, int64_t begin, int64_t end) {
+    const struct split_job *job = given;
+    const native_linear_args *a = job->a;
+    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1];
+    _Alignas(64) float sums[2 * TILE_ROWS * PANEL];
+    uint16_t *whole = (uint16_t *)lasting(job->padded * PANEL);
+    int64_t together = items_of(SPLIT_BYTES, job->padded * 8 * TILE_ROWS) * 2 * TILE_ROWS;
+    struct tile_shapes before = tiles_begun();
+    for (int64_t first = 0; first < rows; first += together)
+        for (int64_t panel = begin; panel < end; panel++) {
+            split_panel(whole, (const uint16_t *)a->panels.data + panel * in * PANEL, in);
+            for (int64_t row = first; row < least_of(first + together, rows); row += 2 * TILE_ROWS) {
+                int64_t here = least_of(2 * TILE_ROWS, rows - row);
+                const uint16_t *x = job->x + row * 2 * job->padded;
+                if (row == first || here < 2 * TILE_ROWS) set_tile_rows(least_of(here, TILE_ROWS), here - TILE_ROWS);
+                if (here > TILE_ROWS) many_split_products(2, sums, x, whole, job->padded);
+                else many_split_products(1, sums, x, whole, job->padded);
+                write_sums_f16((uint16_t *)a->out.data + row * out_features, out_features, sums, a->bias.data, here,
+                               panel * PANEL, out_features);
+            }
+        }
     tiles_ended(before);
 }
 #endif
@@ -240,6 +320,12 @@ KERNEL(native_linear) {
     } else if (has_tiles && in % TILE_IN == 0) {
         job.x = a->x.data;
         parallel(threads, tiled_panels, &job, a->panels.size[0], least);
+#elif defined(ELEMENT_F16) && defined(WITH_TILES)
+    } else if (has_tiles) {
+        struct split_job split = {.a = a, .padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN};
+        split.x = (uint16_t *)scratch(rows * split.padded);
+        parallel(threads, split_rows, &split, rows, items_of(PARALLEL_WORK, in));
+        parallel(threads, rows > TILE_ROWS ? split_many : split_few, &split, a->panels.size[0], least);
 #endif
     } else {
         job.x = NAME(prepared)(a->x.data, &job.stride, rows, in);

@@ -1,9 +1,9 @@
 """Linear layers with a weight in panels, which a compiled kernel reads as one stream, at the machine's bandwidth.
 
-A panel is 32 output features. Layouts: float32 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, so that two
-input features stand in one 32-bit word; int8 `[panels, in / 4, 32, 4]` with a scale for each output feature. Each sum
-runs over the input features in one order, in float32: a row's result depends neither on other rows nor on the number
-of threads.
+A panel is 32 output features. Layouts: float32 and float16 `[panels, in, 32]`; bfloat16 `[panels, in / 2, 32, 2]`, so
+that two input features stand in one 32-bit word; int8 `[panels, in / 4, 32, 4]` with a scale for each output feature.
+Each sum runs over the input features in one order, in float32: a row's result depends neither on other rows nor on the
+number of threads.
 """
 
 import torch
@@ -14,11 +14,11 @@ from ..native.registration import operator
 from ..native.signature import AnyElement, Written
 
 PANEL = 32
-_STEPS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand in one 32-bit word
+_STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand together
 
 
 def can_panel(weight: Tensor) -> bool:
-    """Whether a weight can be put in panels here: float32 or bfloat16 in host memory, and kernels are compiled."""
+    """Whether a weight can be put in panels here: a float of 32 or 16 bits in host memory, and kernels are compiled."""
     return weight.dtype in ELEMENTS and fits(weight)
 
 
@@ -26,7 +26,7 @@ def to_panels(weight: Tensor) -> Tensor:
     """Return a weight [out_features, in_features] in panels; missing features are zeros.
 
     Args:
-        weight: float32 or bfloat16, or int8.
+        weight: float32, bfloat16, float16 or int8.
     """
     out_features, in_features = weight.shape
     step = _STEPS[weight.dtype]
@@ -54,7 +54,7 @@ def native_linear(
 
     Args:
         out: [rows, out_features], contiguous.
-        x: [rows, in_features], float32 or bfloat16, rows may be strided; any number of rows.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         panels: what `to_panels(weight)` returned, of x's dtype or int8.
         scales: [out_features], for int8.
         bias: [out_features] or None.

@@ -51,17 +51,21 @@ struct NAME(quantised_job) {
     void *made; /* what threads write before the product: totals, or rows in tiles */
 };
 
-/* The sum of each row's values in each span; those of the last may be fewer. */
+/* The sum of a row's values in each span; those of the last may be fewer. */
+static void NAME(row_totals)(float *totals, const element *row, int64_t span, int64_t in) {
+    for (int64_t first = 0; first < in; first += span) {
+        vec sum = splat(0.0f);
+        for (int64_t i = first; i < least_of(first + span, in); i += LANES) sum += load(row + i);
+        *totals++ = sum_lanes(sum);
+    }
+}
+
 static void NAME(span_totals)(const void *given, int64_t begin, int64_t end) {
     const struct NAME(quantised_job) *job = given;
-    int64_t span = job->of.weight->span, in = job->a->x.size[1];
     for (int64_t row = begin; row < end; row++)
-        for (int64_t place = 0; place < job->of.spans; place++) {
-            const element *at = (const element *)job->a->x.data + row * job->a->x.stride[0];
-            vec sum = splat(0.0f);
-            for (int64_t i = place * span; i < least_of((place + 1) * span, in); i += LANES) sum += load(at + i);
-            ((float *)job->made)[row * job->of.spans + place] = sum_lanes(sum);
-        }
+        NAME(row_totals)((float *)job->made + row * job->of.spans,
+                         (const element *)job->a->x.data + row * job->a->x.stride[0], job->of.weight->span,
+                         job->a->x.size[1]);
 }
 
 static void NAME(write_panel)(const quantised_linear_args *a, const float *sums, int64_t row, int64_t rows,
@@ -110,32 +114,37 @@ static void rows_in_tiles(const void *given, int64_t begin, int64_t end) {
 }
 #endif
 
-/* All rows with the panels; where there are no tiles. */
-static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) {
-    const struct NAME(quantised_job) *job = given;
-    const struct block_weight *weight = job->of.weight;
-    int64_t rows = job->of.rows, features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
+/* sums[row][column] of all rows with one panel; where there are no tiles. */
+static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const quantised_input *x, int64_t stride,
+                                int64_t panel) {
+    const struct block_weight *weight = of->weight;
+    int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
     _Alignas(64) quantised_input codes[CHUNK * PANEL];
     _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
-    float *sums = lasting(rows * PANEL);
-    for (int64_t panel = begin; panel < end; panel++) {
-        memset(sums, 0, rows * PANEL * sizeof *sums);
-        for (int64_t first = 0, span = 0; first < features; first += CHUNK) {
-            int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / QUANTISED_BLOCK;
-            for (int64_t each = 0; each < count / QUANTISED_BLOCK; each++)
-                UNDONE(codes + each * BLOCK_SIZE, weight->panels + (block + each) * words, weight);
-            for (int64_t at = 0; at < count; at += weight->span, span++) {
-                vec scale[VECTORS], least[VECTORS];
-                read_numbers(scale, least, weight, panel, span);
-                for (int64_t row = 0; row < rows; row += ROWS_MULTIPLIED) {
-                    int64_t here = least_of(ROWS_MULTIPLIED, rows - row);
-                    PRODUCTS(found, job->x + row * job->stride + first + at, job->stride, codes + at * PANEL,
-                             least_of(weight->span, count - at), here);
-                    add_span(sums + row * PANEL, found, scale, least, &job->of, row, here, span);
-                }
+    memset(sums, 0, of->rows * PANEL * sizeof *sums);
+    for (int64_t first = 0, span = 0; first < features; first += CHUNK) {
+        int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / QUANTISED_BLOCK;
+        for (int64_t each = 0; each < count / QUANTISED_BLOCK; each++)
+            UNDONE(codes + each * BLOCK_SIZE, weight->panels + (block + each) * words, weight);
+        for (int64_t at = 0; at < count; at += weight->span, span++) {
+            vec scale[VECTORS], least[VECTORS];
+            read_numbers(scale, least, weight, panel, span);
+            for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
+                int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row);
+                PRODUCTS(found, x + row * stride + first + at, stride, codes + at * PANEL,
+                         least_of(weight->span, count - at), here);
+                add_span(sums + row * PANEL, found, scale, least, of, row, here, span);
             }
         }
-        NAME(write_panel)(job->a, sums, 0, rows, panel);
+    }
+}
+
+static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) {
+    const struct NAME(quantised_job) *job = given;
+    float *sums = lasting(job->of.rows * PANEL);
+    for (int64_t panel = begin; panel < end; panel++) {
+        NAME(rows_of_panel)(sums, &job->of, job->x, job->stride, panel);
+        NAME(write_panel)(job->a, sums, 0, job->of.rows, panel);
     }
 }
 

@@ -176,11 +176,14 @@ def _numbers(values: Tensor, factors: Tensor | None) -> Tensor:
     return found.transpose(1, 2).flatten(0, 1)[..., None]
 
 
+def are_blocks_of(weight: QuantisedPanels, in_features: int) -> bool:
+    """Whether compiled kernels multiply so many input features with a weight's groups."""
+    features, groups = weight.panels.shape[1] * BLOCK, weight.scales.shape[1]
+    return in_features == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
+
+
 def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, bias: Tensor | None) -> bool:
-    features = weight.panels.shape[1] * BLOCK
-    groups = weight.scales.shape[1]
-    fits = x.shape[1] == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
-    return fits and x.stride(1) == 1 and out.stride(1) == 1
+    return are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1 and out.stride(1) == 1
 
 
 @operator(is_compiled=_is_served, constants={"QUANTISED_BLOCK": BLOCK})
@@ -189,7 +192,7 @@ def quantised_linear(out: Written[Tensor], x: Tensor, weight: QuantisedPanels, b
 
     Args:
         out: [rows, out_features], rows may be strided.
-        x: [rows, in_features], float32 or bfloat16, rows may be strided; any number of rows.
+        x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         weight: as `quantised_panels` returned it.
         bias: [out_features] or None.
     """

@@ -1,7 +1,7 @@
 /* A batch takes its sampled tokens, and is ready for the next step; see advance.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(advance) {
     (void)threads;
     int64_t ring_rows = a->ring_tokens.size[1], rows = least_of(a->tokens.size[0], ring_rows);

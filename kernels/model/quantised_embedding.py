@@ -18,7 +18,7 @@ def quantised_embedding(
     """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0. CPU alone.
 
     Args:
-        out: [tokens, hidden], contiguous, float32 or bfloat16; rows are rounded to its dtype before they are scaled.
+        out: [tokens, hidden], contiguous, floats of 32 or 16 bits; rows are rounded to its dtype before scaling.
         tokens: int64 [tokens].
         weight: as `quantised_panels` returned it, [vocab_size, hidden].
         live: int32 [1], how many of the tokens are live.

@@ -9,20 +9,32 @@
 #define GRAPHDECODE_EXPERT_LINEAR
 #define PAIRS_TOGETHER 64 /* whose rows are gathered at a time */
 
+/* Where the products of all pairs go, and what is done with their sums before. */
+struct expert_outputs {
+    void *out;
+    const void *bias; /* [experts][halves * width], or none */
+    int64_t width, halves, gate;
+    float alpha, limit;
+};
+
+#define EXPERT_OUTPUTS(a)                                                               \
+    {(a)->out.data, (a)->bias.data, (a)->out.size[1], (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, (float)(a)->alpha, \
+     (float)(a)->limit}
+
 /* Make an activated product of the sums of gate and up, in place of the gate's. */
-static void gate_sums(vec *gates, const vec *ups, const expert_linear_args *a) {
-    float limit = (float)a->limit;
+static void gate_sums(vec *gates, const vec *ups, const struct expert_outputs *to) {
+    float limit = to->limit;
     for (int v = 0; v < VECTORS; v++) {
         vec gate = gates[v], up = ups[v];
-        if (a->gate != GATE_SWIGLU_CLAMPED) {
-            gates[v] = activate(gate, a->gate - GATE_SILU + ACTIVATION_SILU) * up;
+        if (to->gate != GATE_SWIGLU_CLAMPED) {
+            gates[v] = activate(gate, to->gate - GATE_SILU + ACTIVATION_SILU) * up;
             continue;
         }
         for (int lane = 0; lane < LANES; lane++) {
             gate[lane] = gate[lane] > limit ? limit : gate[lane];
             up[lane] = up[lane] > limit ? limit : up[lane] < -limit ? -limit : up[lane];
         }
-        gates[v] = gate / (1.0f + exp_lanes(gate * -(float)a->alpha)) * (up + 1.0f);
+        gates[v] = gate / (1.0f + exp_lanes(gate * -to->alpha)) * (up + 1.0f);
     }
 }
 #endif
@@ -59,32 +71,43 @@ static void NAME(add_bias)(vec *sums, const element *bias, int64_t width) {
     memcpy(sums, values, sizeof values);
 }
 
+/* Write some pairs' sums with one panel of an expert, [count][PANEL], or gated those with two of them. */
+static void NAME(write_pairs)(const struct expert_outputs *to, const float *sums, const float *ups, const int32_t *pairs,
+                              int64_t count, int64_t expert, int64_t panel) {
+    int64_t width = to->width, begin = panel * PANEL, held = least_of(PANEL, width - begin);
+    const element *bias = to->bias ? (const element *)to->bias + expert * width * to->halves + begin : 0;
+    for (int64_t r = 0; r < count; r++) {
+        vec found[2][VECTORS];
+        memcpy(found[0], sums + r * PANEL, sizeof found[0]);
+        if (bias) NAME(add_bias)(found[0], bias, held);
+        if (to->halves == 2) {
+            memcpy(found[1], ups + r * PANEL, sizeof found[1]);
+            if (bias) NAME(add_bias)(found[1], bias + width, held);
+            gate_sums(found[0], found[1], to);
+        }
+        float values[PANEL];
+        memcpy(values, found[0], sizeof values);
+        element *out = (element *)to->out + pairs[r] * width + begin;
+        for (int64_t j = 0; j < held; j++) out[j] = narrow(values[j]);
+    }
+}
+
 /* Some pairs of one expert, over its tasks `first` to `last`. */
 static void NAME(multiply_pairs)(const expert_linear_args *a, int64_t expert, const int32_t *pairs, int64_t count,
                                  int64_t first, int64_t last) {
-    int64_t in = a->x.size[1], width = a->out.size[1], stride = 0, size = (in + STEP - 1) / STEP * STEP * PANEL;
-    int64_t halves = a->gate == GATE_NONE ? 1 : 2, panels = (width + PANEL - 1) / PANEL;
+    struct expert_outputs to = EXPERT_OUTPUTS(a);
+    int64_t in = a->x.size[1], stride = 0, size = (in + STEP - 1) / STEP * STEP * PANEL;
+    int64_t panels = (to.width + PANEL - 1) / PANEL;
     const input *x = NAME(gathered)(a, pairs, count, &stride);
-    const element *weight = (const element *)a->weight.data + expert * panels * halves * size;
-    const element *bias = a->bias.data ? (const element *)a->bias.data + expert * width * halves : 0;
+    const element *weight = (const element *)a->weight.data + expert * panels * to.halves * size;
     for (int64_t panel = first; panel < last; panel++) {
-        int64_t begin = panel * PANEL, held = least_of(PANEL, width - begin);
-        const element *own = weight + panel * halves * size;
+        const element *own = weight + panel * to.halves * size;
         for (int64_t row = 0; row < count; row += ROWS) {
             panel_sums sums[2][MOST_ROWS];
             int64_t here = least_of(ROWS, count - row);
-            for (int64_t half = 0; half < halves; half++) {
+            for (int64_t half = 0; half < to.halves; half++)
                 FOR_COUNT(NAME(tile), here, sums[half], x + row * stride, stride, own + half * size, in)
-                for (int64_t r = 0; bias && r < here; r++)
-                    NAME(add_bias)(sums[half][r], bias + half * width + begin, held);
-            }
-            for (int64_t r = 0; r < here; r++) {
-                if (halves == 2) gate_sums(sums[0][r], sums[1][r], a);
-                float values[PANEL];
-                memcpy(values, sums[0][r], sizeof values);
-                element *out = (element *)a->out.data + pairs[row + r] * width + begin;
-                for (int64_t j = 0; j < held; j++) out[j] = narrow(values[j]);
-            }
+            NAME(write_pairs)(&to, (float *)sums[0], (float *)sums[1], pairs + row, here, expert, panel);
         }
     }
 }

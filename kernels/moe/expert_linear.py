@@ -8,6 +8,7 @@ most `limit`, and `up` within +-`limit`, it is `gate * sigmoid(alpha * gate) * (
 On a CPU with compiled kernels the weights are in panels (see `native_linear`), those of the gate and of `up` by turns.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Annotated
 
@@ -194,6 +195,44 @@ def gated(product: Tensor, gate: str, alpha: float, limit: float) -> Tensor:
     return torch.nn.functional.gelu(left, approximate="tanh" if gate == "gelu_tanh" else "none") * up
 
 
+def write_products(
+    out: Tensor,
+    x: Tensor,
+    weight_of: Callable[[int], Tensor],
+    bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    *,
+    slots: int,
+    gate: str,
+    alpha: float,
+    limit: float,
+) -> None:
+    """Compute the products with torch operators; see `expert_linear`.
+
+    Args:
+        out: as there, and so the others.
+        x: likewise.
+        weight_of: returns an expert's weight, float32 [out_features, in_features]; asked for those that have pairs.
+        bias: likewise.
+        order: likewise.
+        offsets: likewise.
+        slots: likewise.
+        gate: likewise.
+        alpha: likewise.
+        limit: likewise.
+    """
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        if begin == end:
+            continue
+        pairs = order[begin:end].long()
+        product = x.index_select(0, pairs // slots).float() @ weight_of(expert).T
+        if bias is not None:
+            product += bias[expert].float()
+        result = product if gate == "none" else gated(product, gate, alpha, limit)
+        out.index_copy_(0, pairs, result.to(out.dtype))
+
+
 def _is_served(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, order: Tensor, offsets: Tensor, **_others: object
 ) -> bool:
@@ -235,15 +274,9 @@ def expert_linear(
     Raises:
         ValueError: the gate is not known.
     """
-    ends = offsets.tolist()
-    is_gated = gate != "none"
-    for expert, (begin, end) in enumerate(pairwise(ends)):
-        if begin == end:
-            continue
-        pairs = order[begin:end].long()
-        own = _plain(weight, expert, len(ends) - 1, out.shape[1], x.shape[1], is_gated)
-        product = x.index_select(0, pairs // slots).float() @ own.float().T
-        if bias is not None:
-            product += bias[expert].float()
-        result = gated(product, gate, alpha, limit) if is_gated else product
-        out.index_copy_(0, pairs, result.to(out.dtype))
+    count, is_gated = len(offsets) - 1, gate != "none"
+
+    def plain(expert: int) -> Tensor:
+        return _plain(weight, expert, count, out.shape[1], x.shape[1], is_gated).float()
+
+    write_products(out, x, plain, bias, order, offsets, slots=slots, gate=gate, alpha=alpha, limit=limit)

@@ -32,7 +32,7 @@ from .unit import declare, include_flags, sources_bytes, unit_text
 __all__ = ["ELEMENTS", "LANES", "declare", "describe", "fits", "kernel", "library", "switched_off", "why_not"]
 
 LANES = 16  # values that the kernels take at once
-ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16"}
+ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 SWITCH = "GRAPHDECODE_NATIVE"
 _WAIT_SECONDS = COMPILE_SECONDS + 10  # for another process that compiles the same
 _SWITCHED_OFF: ContextVar[bool] = ContextVar("switched_off", default=False)

@@ -1,7 +1,7 @@
-/* What the CPU kernels share: vectors of floats, bf16, the exponential, and how arguments arrive.
+/* What the CPU kernels share: vectors of floats, bf16 and fp16, the exponential, and how arguments arrive.
  *
- * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_BF16 is defined or not, and NAME()
- * gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
+ * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
+ * defined, and NAME() gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
  * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many
  * rows there are, which other rows, or how many threads.
  */
@@ -14,7 +14,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 #include "native_threads.h"
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 /* as many as the processor's registers hold: the compiler takes wider vectors apart badly */
 #if defined(__AVX512F__)
@@ -159,12 +165,53 @@ static inline vec load_bf16(const uint16_t *at) {
 }
 
 static inline void store_bf16(uint16_t *at, vec v) {
+#if defined(__AVX512BF16__) && LANES == 16 /* in one instruction; what is below the smallest normal float becomes 0 */
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(at, &rounded, sizeof rounded);
+#else
     uvec bits = (uvec)v;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
     uvec chosen = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
     hvec narrow = __builtin_convertvector(chosen, hvec);
     memcpy(at, &narrow, sizeof narrow);
+#endif
+}
+
+/* fp16 as the compiler knows it: to nearest, ties to even; what is too large becomes infinite, a NaN stays one. */
+static inline float float_of_f16(uint16_t value) {
+    _Float16 half;
+    memcpy(&half, &value, sizeof half);
+    return (float)half;
+}
+
+static inline uint16_t f16_of_float(float value) {
+    _Float16 half = (_Float16)value;
+    uint16_t bits;
+    memcpy(&bits, &half, sizeof bits);
+    return bits;
+}
+
+static inline vec load_f16(const uint16_t *at) {
+#if LANES == 16
+    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
+#elif LANES == 8 && defined(__F16C__)
+    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#else
+    vec wide;
+    for (int lane = 0; lane < LANES; lane++) wide[lane] = float_of_f16(at[lane]);
+    return wide;
+#endif
+}
+
+static inline void store_f16(uint16_t *at, vec v) {
+#if LANES == 16
+    _mm256_storeu_si256((__m256i *)at, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#elif LANES == 8 && defined(__F16C__)
+    _mm_storeu_si128((__m128i *)at, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+    for (int lane = 0; lane < LANES; lane++) at[lane] = f16_of_float(v[lane]);
+#endif
 }
 
 #endif
@@ -175,13 +222,20 @@ static inline void store_bf16(uint16_t *at, vec v) {
 #undef store
 #undef widen
 #undef narrow
-#ifdef ELEMENT_BF16
+#if defined(ELEMENT_BF16)
 #define NAME(kernel) kernel##_bf16
 #define element uint16_t
 #define load load_bf16
 #define store store_bf16
 #define widen float_of_bf16
 #define narrow bf16_of_float
+#elif defined(ELEMENT_F16)
+#define NAME(kernel) kernel##_f16
+#define element uint16_t
+#define load load_f16
+#define store store_f16
+#define widen float_of_f16
+#define narrow f16_of_float
 #else
 #define NAME(kernel) kernel##_f32
 #define element float

@@ -7,9 +7,6 @@
 #define GRAPHDECODE_NATIVE_BLOCKS_H
 
 #include "native_products.h"
-#if defined(__F16C__) || LANES == 16
-#include <immintrin.h>
-#endif
 #define HALF_PANEL 16 /* output features whose words stand together */
 #define BLOCK_SIZE (QUANTISED_BLOCK * PANEL)
 #define CHUNK_BLOCKS 8 /* are undone together, and stay in the first cache */
@@ -39,20 +36,6 @@ struct block_weight {
     float floats[TABLE];
     uint16_t pairs[TABLE]; /* bf16 */
 };
-
-static inline vec load_f16(const uint16_t *at) {
-#if LANES == 16
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
-#elif LANES == 8 && defined(__F16C__)
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
-#else
-    _Float16 halves[LANES];
-    vec wide;
-    memcpy(halves, at, sizeof halves);
-    for (int lane = 0; lane < LANES; lane++) wide[lane] = (float)halves[lane];
-    return wide;
-#endif
-}
 
 static inline vec load_i8(const int8_t *at) {
     typedef int8_t bytes __attribute__((vector_size(LANES)));
@@ -152,7 +135,7 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
 static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
     const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
-    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
             __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);

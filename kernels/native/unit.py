@@ -13,6 +13,7 @@ _END = (
     "void run_all(void (**kernels)(const void *, int), const void **args, int count, int threads) {\n"
     "    for (int i = 0; i < count; i++) kernels[i](args[i], threads);\n}\n"
 )
+_KINDS = ("F32", "BF16", "F16")  # of elements, as the sources call them
 _STRUCTS: dict[str, str] = {}  # both are filled while the operations' files are imported, and then read
 _CONSTANTS: dict[str, int] = {}
 
@@ -44,7 +45,8 @@ def unit_text() -> str:
     structs = "".join(_STRUCTS[name] for name in sorted(_STRUCTS))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
     given = f'enum {{ {constants} }};\n#include "native.h"\n{structs}'
-    return f"{given}{includes}#define ELEMENT_BF16\n{includes}{_END}"
+    once_each = "".join(f"#define ELEMENT_{kind}\n{includes}#undef ELEMENT_{kind}\n" for kind in _KINDS)
+    return f"{given}{once_each}{_END}"
 
 
 def sources_bytes() -> bytes:

@@ -1,7 +1,7 @@
 /* Each row's automaton goes on by the token that the row sampled; see follow_automata.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(follow_automata) {
     (void)threads;
     int64_t live = live_of(a->live_rows.data, a->sampled.size[0]), vocab = a->automaton_classes.size[1];

@@ -1,7 +1,7 @@
 /* Accept drafts while they are what was sampled; see judge_drafts.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(judge_drafts) {
     (void)threads;
     int64_t length = a->ring_tokens.size[0], ring_rows = a->ring_tokens.size[1], most = a->drafts.size[1];

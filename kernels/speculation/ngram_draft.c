@@ -1,7 +1,7 @@
 /* Prompt lookup: where a row's last tokens stood before; see ngram_draft.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 /* The latest place whose token agrees with the last one, before `end`; -1 where there is none. */
 static int64_t place_before(const int32_t *line, int64_t end, int32_t token) {
     for (; end >= LANES; end -= LANES) {

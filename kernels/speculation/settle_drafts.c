@@ -1,7 +1,7 @@
 /* The end of a step with several queries a row; see settle_drafts.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(settle_drafts) {
     (void)threads;
     int64_t length = a->ring_drafts.size[0], ring_rows = a->ring_drafts.size[2], most = a->drafts.size[1];

@@ -1,7 +1,7 @@
 /* From rows with drafts to queries; see spread_queries.py. */
 #include "native.h"
 
-#ifndef ELEMENT_BF16
+#ifdef ELEMENT_F32
 KERNEL(spread_queries) {
     (void)threads;
     int64_t rows = a->tokens.size[0], pages = a->page_table.size[1], most = a->drafts.size[1];

@@ -33,8 +33,8 @@ native_rms_norm = versions("rms_norm").native
 native_sample = versions("sample").native
 sample_torch = versions("sample").torch
 
-DTYPES = [torch.float32, torch.bfloat16]
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 EPS = 1e-5
 NO_SCALES = (1.0, 1.0, None, None)  # of caches that do not have 8 bits
 
@@ -83,7 +83,8 @@ def test_the_gate_is_the_formula(activation, dtype, generator):
     options = {} if activation == "silu" else {"approximate": "tanh" if activation == "gelu_tanh" else "none"}
     out = torch.full((5, 35), torch.nan, dtype=dtype)
     native_act_mul(out, gate_up, activation)()
-    torch.testing.assert_close(out.double(), apply(gate, **options) * up, rtol=TOLERANCE[dtype], atol=1e-5)
+    expected = (apply(gate, **options) * up).to(dtype).double()  # in fp16 what is too large is infinite
+    torch.testing.assert_close(out.double(), expected, rtol=TOLERANCE[dtype], atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +99,7 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
     quantised, scales = quantise_int8(weight) if form == "int8" else (weight, None)
     exact = quantised.double() * (1.0 if scales is None else scales.double()[:, None])
     panels = to_panels(quantised)
-    for rows in (1, 2, 3, 7, 8, 9, 17, 32, 50, 67):
+    for rows in (*range(1, 34), 50, 67):
         x = torch.randn(rows, in_features + 3, generator=generator).to(dtype)[:, 1:-2]
         out = torch.full((rows, out_features), torch.nan, dtype=dtype)
         native_linear(out, x, panels, scales, bias)
@@ -109,7 +110,7 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["plain", "int8"])
-@pytest.mark.parametrize("in_features", [300, 320])
+@pytest.mark.parametrize("in_features", [300, 320, 2048])
 def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form, generator):
     """Neither on how many rows there are, nor which others, nor how many threads work."""
     weight = torch.randn(1000, in_features, generator=generator).to(dtype)

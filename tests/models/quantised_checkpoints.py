@@ -18,6 +18,7 @@ from family_checkpoints import edit_config, save_checkpoint
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+PRODUCTS = ("proj.weight", "w1.weight", "w2.weight", "w3.weight")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of eight, from an int32's lowest bits on
 NF4 = (
     "-1 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453 -0.28444138169288635 -0.18477343022823334 "
@@ -218,7 +219,7 @@ def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm
     generator = torch.Generator().manual_seed(0)
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if not name.endswith("proj.weight") or left_plain in name:
+        if not name.endswith(PRODUCTS) or left_plain in name:
             continue
         written = form.write(weight.float(), generator)
         meant[name] = written.stands_for.float()
@@ -229,7 +230,7 @@ def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm
 
 
 def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
-    """Write a checkpoint in a form, and the plain one that it stands for; one MLP is plain in both."""
+    """Write a checkpoint in a form, and the plain one that it stands for; the MLP of a layer is plain in both."""
     packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
     tensors = load_file(plain / "model.safetensors")
     stored, meant = packed_tensors(form, tensors, left_plain="layers.1.mlp")

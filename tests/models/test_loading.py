@@ -9,6 +9,7 @@ from family_checkpoints import edit_config, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.kernels.native import library as native
 from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load_model
 from graphdecode.models.load import resolve_dtype
 
@@ -196,9 +197,15 @@ def test_auto_keeps_bf16_on_a_cpu_only_where_it_multiplies_bf16(
     assert resolve_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
 
 
-def test_auto_takes_the_dtype_of_the_checkpoint_but_for_fp16_on_a_cpu() -> None:
+def test_auto_takes_the_dtype_of_the_checkpoint_but_for_fp16_on_a_cpu_that_is_slow_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert resolve_dtype("auto", torch.float16, cpu) == torch.float32
+    for vectors, expected in (("AVX512", torch.float16), ("AVX2", torch.float16), ("DEFAULT", torch.float32)):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda vectors=vectors: vectors)
+        assert resolve_dtype("auto", torch.float16, cpu) == (expected if native.library() else torch.float32)
+    with native.switched_off():
+        assert resolve_dtype("auto", torch.float16, cpu) == torch.float32
     assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         assert resolve_dtype("auto", dtype, gpu) == dtype

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, load_model
@@ -46,7 +47,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_weights_are_those_that_transformers_makes_of_the_blocks(folders: tuple[Path, Path]) -> None:
-    packed, plain = (load_model(folder, device="cpu", dtype="float32").constants for folder in folders)
+    with native.switched_off():
+        packed, plain = (load_model(folder, device="cpu", dtype="float32").constants for folder in folders)
     assert len(packed) == len(plain)
     assert all(map(torch.equal, packed, plain))
 

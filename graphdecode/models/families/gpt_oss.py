@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, layer_windows
-from graphdecode.models.experts import Experts, stacked
+from graphdecode.models.experts import Experts
 from graphdecode.models.families.sparse import Sparse, experts_of
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 
 
 class GptOss(Sparse):
-    """gpt-oss, computed with 16 or 32 bits a weight, also where its checkpoint has four."""
+    """gpt-oss, whose experts' gates and inputs stand by turns."""
 
     architecture = "GptOssForCausalLM"
+    experts_have_turns = True
     defaults: ClassVar[dict[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
@@ -90,29 +87,7 @@ class GptOss(Sparse):
         return replace(super().attention(config, weights, index), sinks=weights.tensor(f"layers.{index}.sinks").float())
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
-        """Return the experts of a layer, whose gates and inputs stand by turns in the checkpoint."""
-        experts, gate_up, down = experts_of(config), f"{at}experts.gate_up", f"{at}experts.down"
-        return Experts(
-            gate_up=stacked(_apart(weights.experts(gate_up, experts.count)), experts.count, is_gated=True),
-            gate_up_bias=torch.cat(_turns(weights.tensor(f"{gate_up}.bias").T)).T.contiguous(),
-            down=stacked((own.T for own in weights.experts(down, experts.count)), experts.count, is_gated=False),
-            down_bias=weights.tensor(f"{down}.bias"),
-            count=experts.count,
-            slots=experts.slots,
-            width=experts.intermediate_size,
-            gate="swiglu_clamped",
-            alpha=experts.alpha,
-            limit=experts.limit,
-            batch_invariant=weights.batch_invariant,
-        )
-
-
-def _turns(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the even rows and the odd ones."""
-    return rows[::2], rows[1::2]
-
-
-def _apart(weights: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield each [in_features, out_features] as [out_features, in_features], all gates before what they are for."""
-    for own in weights:
-        yield torch.cat(_turns(own.T))
+        """Return the experts of a layer, with their clamped gate."""
+        experts = experts_of(config)
+        block = super().expert_block(config, weights, at)
+        return replace(block, gate="swiglu_clamped", alpha=experts.alpha, limit=experts.limit)

@@ -9,7 +9,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import FeedForward, GatedMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
-from graphdecode.models.experts import Experts, SparseMlp, stacked
+from graphdecode.models.experts import Experts, SparseMlp
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.split_blocks import SummedMlp
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
@@ -27,12 +27,14 @@ class Sparse(Llama):
         down: its second product.
         stacked_mlp: the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5
             holds them.
+        experts_have_turns: how stacks lie; see `ExpertNames`.
     """
 
     mlp: ClassVar[str] = "mlp."
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"
     stacked_mlp: ClassVar[str] = "mlp."
+    experts_have_turns: ClassVar[bool] = False
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the experts."""
@@ -86,15 +88,14 @@ class Sparse(Llama):
         """Return the experts of the layer whose places begin with `at`."""
         experts = experts_of(config)
         return Experts(
-            gate_up=stacked(weights.experts(f"{at}experts.gate_up", experts.count), experts.count, is_gated=True),
-            gate_up_bias=None,
-            down=stacked(weights.experts(f"{at}experts.down", experts.count), experts.count, is_gated=False),
-            down_bias=None,
+            gate_up=weights.experts(
+                f"{at}experts.gate_up", experts.count, is_gated=True, has_turns=self.experts_have_turns
+            ),
+            down=weights.experts(f"{at}experts.down", experts.count, is_gated=False, has_turns=self.experts_have_turns),
             count=experts.count,
             slots=experts.slots,
             width=experts.intermediate_size,
             gate=config.activation,
-            batch_invariant=weights.batch_invariant,
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:

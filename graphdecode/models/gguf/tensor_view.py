@@ -118,10 +118,18 @@ class StackedExperts:
             rows = torch.stack([self._expert(part, expert) for part in self.parts], dim=1).flatten(0, 1)
             out[place].copy_((rows.T if len(self.shape) > 2 else rows[:, 0])[tuple(within)])
 
+    def blocks_of(self, expert: int) -> Tensor | None:
+        """Return one expert's rows as they are stored, uint8 [outputs, bytes of a row]; None: parts differ in type."""
+        if len({part.block.name for part in self.parts}) > 1 or len(self.parts[0].shape) < 3:
+            return None
+        rows = [torch.from_numpy(self._stored(part, expert)) for part in self.parts]
+        return torch.stack(rows, dim=1).flatten(0, 1)
+
     def _expert(self, part: GgufTensor, expert: int) -> Tensor:
-        outputs = part.shape[1]
+        return dequantize(self._stored(part, expert), part.block).view(part.shape[1], -1)
+
+    def _stored(self, part: GgufTensor, expert: int) -> np.ndarray:
+        """Return an expert's rows, of biases one."""
         count = math.prod(part.shape[1:])
         stored = part.read(expert * count, count)
-        return dequantize(stored.reshape(outputs, -1) if len(part.shape) > 2 else stored[None], part.block).view(
-            outputs, -1
-        )
+        return stored.reshape(part.shape[1], -1) if len(part.shape) > 2 else stored[None]

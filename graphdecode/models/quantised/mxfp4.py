@@ -28,14 +28,22 @@ class _Experts(PackedTensor):
     def groups(self, read: Read) -> None:
         """Return nothing: it is no matrix."""
 
+    def expert(self, read: Read, expert: int) -> Groups:
+        """Return one expert's weight; nothing of others is read."""
+        blocks, scales = (read(name, (slice(expert, expert + 1),))[0] for name in self.tensors)
+        return _rows(blocks, scales)
+
     def write(self, read: Read, out: Tensor, shard: Shard | None) -> None:
         """Write its values, or those of a part; only the experts of the part are read."""
         experts, *rest = (slice(None),) if shard is None else shard.slices(self.stored.shape)
         blocks, scales = (read(name, (experts,)) for name in self.tensors)
-        codes = blocks.flatten(0, 1).flatten(1)
-        exponents = scales.flatten(0, 1).view(torch.float8_e8m0fnu)
-        rows = Groups("e2m1", 4, codes, exponents, None, _GROUP).dequantised()
+        rows = _rows(blocks.flatten(0, 1), scales.flatten(0, 1)).dequantised()
         out.copy_(rows.view(len(blocks), -1, rows.shape[1]).transpose(1, 2)[(slice(None), *rest)])
+
+
+def _rows(blocks: Tensor, scales: Tensor) -> Groups:
+    """Return rows of blocks [out_features, groups, bytes] and their scales [out_features, groups] as groups."""
+    return Groups("e2m1", 4, blocks.flatten(1), scales.view(torch.float8_e8m0fnu), None, _GROUP)
 
 
 class Mxfp4:

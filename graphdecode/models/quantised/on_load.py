@@ -70,7 +70,7 @@ class QuantisedGroups:
             whole = self._rounded(name).dequantised()
             out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
 
-    def read_groups(self, name: str, shard: Shard | None = None) -> Groups | None:
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return a product's weight, or a part of it, in groups; None for other tensors, and parts within a group."""
         if name not in self.parts:
             return None
@@ -120,7 +120,7 @@ class QuantisedBlocks:
         rows, *columns = (slice(None),) if shard is None else shard.slices(shape)
         out.copy_(dequantize(blocks[rows].numpy(), block)[(slice(None), *columns)])
 
-    def read_blocks(self, name: str) -> Tensor | None:
+    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
         """Return a matrix in blocks, uint8 [rows, bytes of a row]; None for other tensors."""
         kind = self._types.get(name)
         return None if kind is None else quantised_blocks(plain_weight(self._source, name), kind)

@@ -35,6 +35,10 @@ class PackedTensor(ABC):
     def groups(self, read: Read) -> Groups | None:
         """Return it as it is stored; None where it is no matrix."""
 
+    def expert(self, read: Read, expert: int) -> Groups | None:
+        """Return one expert's matrix [out_features, in_features] of a stack of them; None where it is none."""
+        return None
+
     def write(self, read: Read, out: Tensor, shard: Shard | None) -> None:
         """Write its values, or those of a part, into `out`, some rows at a time."""
         groups = self.groups(read)

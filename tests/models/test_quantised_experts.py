@@ -1,0 +1,119 @@
+"""Experts stay in the few bits of their checkpoint, and a model with them is the dequantised one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from driven_decoder import DrivenDecoder
+from gguf_checkpoints import quantised_file
+from quantised_checkpoints import FORMS, write_pair
+from test_mxfp4 import folders  # noqa: F401 (a fixture)
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
+from graphdecode.models import Decoder, load_model
+from graphdecode.models.experts import Experts, SparseMlp
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+TEXTS = [[65, 66, 67], [68] * 37]
+BITS = {"Q4_0": 4.5, "Q5_0": 5.5, "Q8_0": 8.5, "MXFP4": 4.5}
+
+
+def experts_in(model: Decoder) -> list[Experts]:
+    """Return the experts of those layers that have some."""
+    return [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, SparseMlp)]
+
+
+@torch.no_grad()
+def logits(model: Decoder) -> torch.Tensor:
+    """Return the logits of a step behind two prompts."""
+    driven = DrivenDecoder(model, rows=2)
+    driven.prefill(TEXTS, [0, 0])
+    return driven.decode([70, 71], [len(text) for text in TEXTS])
+
+
+@pytest.mark.parametrize(
+    ("name", "gate_up", "down"),
+    [
+        ("mixtral", "Q4_0", "Q8_0"),
+        ("qwen2moe", "Q5_0", "Q4_0"),
+        ("qwen3moe", "Q8_0", "Q4_0"),
+        ("gpt-oss", "MXFP4", "MXFP4"),
+    ],
+)
+def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_up: str, down: str) -> None:
+    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
+    file = quantised_file(tmp_path / "model.gguf", name, types)
+    kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
+    torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
+    hidden = kept.config.hidden_size
+    for experts in experts_in(kept):
+        values = experts.count * experts.width * hidden
+        for form, block_type, count in ((experts.gate_up, gate_up, 2 * values), (experts.down, down, values)):
+            assert isinstance(form, BlockExperts)
+            assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= (
+                BITS[block_type] / 8 * count + 32
+            )
+    sizes = [sum(tensor.nbytes for tensor in model.constants) for model in (kept, plain)]
+    of_experts = [
+        sum(tensor.nbytes for experts in experts_in(model) for tensor in experts.tensors) for model in (kept, plain)
+    ]
+    assert sizes[0] - of_experts[0] == sizes[1] - of_experts[1]  # nothing is held beside them
+
+
+def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) -> None:
+    types = {"gate_exps.weight": "Q4_0", "up_exps.weight": "Q8_0", "down_exps.weight": "Q8_0"}
+    for name in ("mixtral", "gpt-oss"):
+        file = quantised_file(tmp_path / f"{name}.gguf", name, types)
+        kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
+        torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
+        assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(kept))
+        assert all(isinstance(experts.down, BlockExperts) for experts in experts_in(kept))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str) -> None:  # noqa: F811
+    kept, plain = (load_model(folder, device="cpu", dtype=dtype) for folder in folders)
+    near = 1e-4 if dtype == "float32" else 0.1
+    torch.testing.assert_close(logits(kept), logits(plain), rtol=near, atol=near)
+    for experts in experts_in(kept):
+        values = experts.count * experts.width * kept.config.hidden_size
+        for form, count in ((experts.gate_up, 2 * values), (experts.down, values)):
+            assert isinstance(form, GroupExperts)
+            assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= 4.5 / 8 * count + 32
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *(("mixtral", form) for form in ("int4 group", "int4 group with zeros", "gptq desc_act", "gptq v2 int8")),
+        *(("mixtral", form) for form in ("awq", "fp8 blocks with tails")),
+        *(("qwen3-moe", form) for form in ("gptq", "awq")),
+    ],
+)
+def test_those_of_hugging_faces_forms_keep_their_groups(tmp_path: Path, family: str, form: str) -> None:
+    kept, plain = (
+        load_model(folder, device="cpu", dtype="float32") for folder in write_pair(FORMS[form], tmp_path, family)
+    )
+    torch.testing.assert_close(logits(kept), logits(plain), rtol=3e-4, atol=3e-4)
+    has_plain_layer = family == "qwen3-moe"  # and 40 columns, which are no whole blocks
+    for index, experts in enumerate(experts_in(kept)):
+        is_plain = has_plain_layer and index == 1
+        assert type(experts.gate_up) is (PlainExperts if is_plain else GroupExperts)
+        assert type(experts.down) is (PlainExperts if has_plain_layer else GroupExperts)
+
+
+def test_they_answer_through_captured_graphs(tmp_path: Path) -> None:
+    answers = []
+    for folder in write_pair(FORMS["int4 group"], tmp_path, "mixtral"):
+        with LLM(folder, dtype="float32", max_batch_size=4, max_sequence_length=64, batch_invariant=True) as llm:
+            assert llm.graphs.backend == "recorded"
+            outputs = llm.generate([[65, 66], [67] * 9, [70]], GREEDY) + llm.generate([[67] * 9], GREEDY)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert answers[0][1] == answers[0][3]
