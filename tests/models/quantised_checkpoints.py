@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """A form of checkpoints."""
 
     settings: dict[str, Any]  # of quantization_config
-    write: Callable[[Tensor, torch.Generator], Written]
+    write: Callable[[Tensor], Written]
 
 
 def packed_words(codes: Tensor, bits: int, dim: int) -> Tensor:
@@ -67,7 +67,7 @@ def affine(weight: Tensor, bits: int, size: int, *, is_symmetric: bool, groups: 
 def gptq(bits: int, size: int, *, is_symmetric: bool, desc_act: bool = False, version: str = "gptq") -> Form:
     """Return what AutoGPTQ writes; in its first version zero points are stored less one."""
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         columns = weight.shape[1]
         groups = torch.arange(columns) // size
         if desc_act:
@@ -88,7 +88,7 @@ def awq(size: int) -> Form:
     def interleaved(codes: Tensor) -> Tensor:
         return packed_words(codes.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4, 1)
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         codes, scales, zeros, meant = affine(weight, 4, size, is_symmetric=False)
         tensors = {"qweight": interleaved(codes.T), "qzeros": interleaved(zeros.T), "scales": scales.T.contiguous()}
         return Written(tensors, meant)
@@ -102,7 +102,7 @@ def compressed(format_name: str, *, activations: dict[str, Any] | None = None, *
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     args, compressor = scheme.weights, BaseCompressor.get_value_from_registry(format_name)
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         rows, columns = weight.shape
         height, width = {
             "tensor": (rows, columns),
@@ -140,7 +140,7 @@ def compressed(format_name: str, *, activations: dict[str, Any] | None = None, *
 def float8(block: tuple[int, int] | None) -> Form:
     """Return DeepSeek's and Qwen's fp8, or that with one scale for each weight."""
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         rows, columns = weight.shape
         height, width = block or (rows, columns)
         parts = [part.split(width, 1) for part in weight.split(height)]
@@ -160,7 +160,7 @@ def nf4(size: int, *, nested: bool) -> Form:
     """Return what bitsandbytes writes."""
     table = torch.tensor([float(value) for value in NF4.split()])
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         blocks = weight.reshape(-1, size)
         scales = blocks.abs().amax(1)
         tensors = {"quant_map": table.clone()}
@@ -216,12 +216,11 @@ FORMS = {
 
 def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm_head") -> tuple[dict, dict]:
     """Return a checkpoint's tensors in a form, and what they stand for; those with `left_plain` in their names stay."""
-    generator = torch.Generator().manual_seed(0)
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
         if not name.endswith(PRODUCTS) or left_plain in name:
             continue
-        written = form.write(weight.float(), generator)
+        written = form.write(weight.float())
         meant[name] = written.stands_for.float()
         del stored[name]
         module = name.removesuffix("weight")
