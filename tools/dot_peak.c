@@ -46,9 +46,16 @@ static void *multiply_tiles(void *none) {
         uint8_t rows[16];
     } shapes = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) shapes.rows[tile] = 16, shapes.row_bytes[tile] = 64;
+    __asm__ volatile("" : : "r"(&shapes) : "memory"); /* GCC 12 takes it that eight bytes of it are read */
     _tile_loadconfig(&shapes);
-    _tile_zero(0), _tile_zero(1), _tile_zero(2), _tile_zero(3);
-    _tile_zero(4), _tile_zero(5), _tile_zero(6), _tile_zero(7);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    _tile_zero(6);
+    _tile_zero(7);
     for (int turn = 0; turn < TURNS; turn++) {
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
