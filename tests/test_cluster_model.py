@@ -106,6 +106,14 @@ def test_autoscaling_looks_at_the_mean_of_a_while() -> None:
     assert [scaler.wanted(load, 1, time) for time, load in ((0, 10), (10, 10), (20, 70), (30, 70))] == [1, 1, 3, 5]
 
 
+def test_autoscaling_goes_down_by_a_part_of_the_way_and_by_one_at_least() -> None:
+    scaler = Autoscaler(Bounds(2, 24, 10.0, 0.0, 0.0, 0.0, 10.0, downscaling_factor=0.25))
+    told = [17]
+    for time in range(0, 120, 10):
+        told.append(scaler.wanted(15, told[-1], time))
+    assert told == [17, 14, 11, 9, 8, 7, 6, 5, 4, 3, 2, 2, 2]  # 17 - (17 - 1.5) / 4 = 13.1, and so on
+
+
 def test_replicas_that_leave_finish_what_they_have_and_nothing_is_lost() -> None:
     costs, bounds = StepCosts([0.0, *[0.05] * 8], 0.001), Bounds(1, 12, 4.0, 10.0, 30.0, 15.0)
     rate = day(3.0, 3000, [(1500, 1600, 3.0)])

@@ -1,47 +1,88 @@
 """Measure the collectives of a decode step on a CPU: microseconds a call, through shared memory and through gloo.
 
-    python tools/bench_collectives.py [--ranks 2] [--hidden 768] [--vocabulary 32000] [--rows 1,8,32]
+    python tools/bench_collectives.py [--ranks 2] [--hidden 768] [--vocabulary 32000] [--rows 1,8,32] [--out FILE]
+                                      [--on-one-core]
 
 Each rank is a process with one thread. A call of `all_reduce` sums [rows, hidden] in fp32, as each attention and each
-MLP of a layer ends with; one of `all_gather` puts [rows, vocabulary] together, once a step.
+MLP of a layer ends with; one of `all_gather` puts [rows, vocabulary] together, once a step. Shared memory is called as
+a recorded step calls it. With --on-one-core all ranks share a core, which the system lets them do now and then.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from graphdecode.distributed import Collectives, GroupCollectives, SharedCollectives
+from graphdecode.distributed import Collectives, GroupCollectives
 from graphdecode.distributed.board_file import mapped_board, new_board
+from graphdecode.kernels.native.registration import bind
+from graphdecode.profiling.environment import describe_environment
 
+_SCHEMA = 1
 _LIMIT_SECONDS = 30.0
-_REPEATS = 7
-_SECONDS = 0.1  # of each repeat, about
+_TURNS = 7
+_SECONDS = 0.1  # of each turn, about
 
 
-def microseconds(collectives: Collectives, x: torch.Tensor, part: torch.Tensor | None) -> float:
-    """Return the median time of a call; every rank makes as many of them."""
+def turns(call: Callable[[], Any], gloo: Collectives) -> list[float]:
+    """Return microseconds of a call in each turn; every rank makes as many of them."""
 
-    def calls(count: int) -> float:
+    def seconds(count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
-            if part is None:
-                collectives.all_reduce(x, "here")
-            else:
-                collectives.all_gather(x, part, "here")
+            call()
         return (time.perf_counter() - began) / count
 
-    first = torch.tensor([[calls(50)]])
-    collectives.all_reduce(first, "here")  # so that all take the same number
-    count = max(int(_SECONDS * collectives.count / first.item()), 10)
-    return 1e6 * statistics.median(calls(count) for _ in range(_REPEATS))
+    seconds(50)
+    first = torch.tensor([[seconds(50)]])
+    gloo.all_reduce(first, "here")  # so that all take the same number
+    count = max(int(_SECONDS * gloo.count / first.item()), 10)
+    return [round(1e6 * seconds(count), 1) for _ in range(_TURNS)]
+
+
+def measured(rank: int, descriptor: int, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return a row for each collective and size; every rank calls it."""
+
+    def agree(_: str) -> None:
+        """Nothing is captured here."""
+
+    board, ranks, found = mapped_board(descriptor), given.ranks, []
+    gloo = GroupCollectives(rank, ranks, agree)
+    ours = torch.ops.graphdecode
+    for rows in map(int, given.rows.split(",")):
+        x, logits = torch.zeros(rows, given.hidden), torch.zeros(rows, given.vocabulary)
+        begin, end = (given.vocabulary * each // ranks for each in (rank, rank + 1))
+        part = torch.zeros(rows, end - begin)
+        reduce = bind(ours.shared_all_reduce.default, x, board, rank, ranks)
+        gather = bind(ours.shared_all_gather.default, logits, part, board, rank, ranks)
+        assert reduce is not None
+        assert gather is not None
+        calls: dict[str, tuple[torch.Tensor, Callable[[], Any], Callable[[], Any]]] = {
+            "all_reduce": (x, reduce, partial(gloo.all_reduce, x, "here")),
+            "all_gather": (logits, gather, partial(gloo.all_gather, logits, part, "here")),
+        }
+        for name, (out, shared, over_gloo) in calls.items():
+            row = {"collective": name, "rows": rows, "columns": out.shape[1], "bytes": out.nbytes, "ranks": ranks}
+            row |= {"on_one_core": given.on_one_core}
+            for how, call in (("shared", shared), ("gloo", over_gloo)):
+                took = turns(call, gloo)
+                row |= {f"{how}_us": statistics.median(took), f"{how}_turns_us": took}
+            found.append(row)
+            if rank == 0:
+                print(*(f"{key}={value}" for key, value in row.items()), flush=True)
+    return found
 
 
 def rank_of(ranks: int) -> tuple[int, int]:
@@ -59,40 +100,29 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--on-one-core", action="store_true")
+    parser.add_argument("--out", type=Path, help="a file to add the rows to")
     given = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, given.ranks, is_master=True, wait_for_workers=False)
     port = store.port
     torch.set_num_threads(1)
+    if given.on_one_core:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     rank, descriptor = rank_of(given.ranks)
     own = store if rank == 0 else dist.TCPStore("127.0.0.1", port, given.ranks, is_master=False)
     limit = timedelta(seconds=_LIMIT_SECONDS)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=given.ranks, timeout=limit)
-
-    def agree(_: str) -> None:
-        """Nothing is captured here."""
-
-    shared = SharedCollectives(rank, given.ranks, agree, mapped_board(descriptor))
-    gloo = GroupCollectives(rank, given.ranks, agree)
-    for rows in map(int, given.rows.split(",")):
-        x = torch.zeros(rows, given.hidden)
-        logits = torch.zeros(rows, given.vocabulary)
-        begin, end = (given.vocabulary * each // given.ranks for each in (rank, rank + 1))
-        part = torch.zeros(rows, end - begin)
-        for name, whole, own_part in (("all_reduce", x, None), ("all_gather", logits, part)):
-            times = [microseconds(each, whole, own_part) for each in (shared, gloo)]
-            if rank == 0:
-                size = whole.numel() * whole.element_size() / 1024
-                print(
-                    f"{name} [{rows}, {whole.shape[1]}] fp32 ({size:.0f} KiB), {given.ranks} ranks: "
-                    f"shared memory {times[0]:.1f} us, gloo {times[1]:.0f} us",
-                    flush=True,
-                )
+    rows = measured(rank, descriptor, given)
     dist.barrier()
     dist.destroy_process_group()
     if rank:
         os._exit(0)
     for _ in range(given.ranks - 1):
         os.wait()
+    if given.out is not None:
+        found = {"schema": _SCHEMA, "rows": []} | (json.loads(given.out.read_text()) if given.out.exists() else {})
+        found |= {"environment": describe_environment("cpu"), "rows": found["rows"] + rows}
+        given.out.write_text(json.dumps(found, indent=1) + "\n")
     sys.exit(0)
 
 

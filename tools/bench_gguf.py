@@ -61,17 +61,14 @@ def timed(llm: LLM, prompts: list[list[int]], new_tokens: int) -> dict[str, floa
     return {"seconds": first - begun, "step_seconds": (finished - first) / max(new_tokens - 1, 1)}
 
 
-class Llama:
-    """llama.cpp in a process of another environment.
+class Elsewhere:
+    """A peer in a process of its own, which answers lines of JSON: see `llama_gguf.py`.
 
     Args:
-        python: of the environment.
-        file: GGUF.
-        is_plain: do not let it repack its weights.
+        command: starts it.
     """
 
-    def __init__(self, python: Path, file: Path, *, is_plain: bool) -> None:
-        command = [str(python), str(LLAMA), str(file), str(torch.get_num_threads()), *["plain"] * is_plain]
+    def __init__(self, command: list[str]) -> None:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def timed(self, prompts: list[list[int]], new_tokens: int) -> dict[str, float]:
@@ -86,11 +83,20 @@ class Llama:
         self._process.communicate()
 
 
-def measure(engines: dict[str, Turn], rounds: int, vocab_size: int) -> dict[str, Any]:
-    """Let the engines take turns, and return milliseconds by workload and engine: the median turn, and all of them."""
+def measure(
+    engines: dict[str, Turn], workloads: dict[str, tuple[int, int, int]], rounds: int, vocab_size: int
+) -> dict[str, Any]:
+    """Let the engines take turns, and return milliseconds by workload and engine: the median turn, and all of them.
+
+    Args:
+        engines: by name.
+        workloads: rows, tokens of a prompt and new ones, by name; of one new token, the time up to it is taken.
+        rounds: turns of each that count.
+        vocab_size: of the model.
+    """
     rng = random.Random(7)
     found: dict[str, Any] = {}
-    for name, (rows, length, new_tokens) in WORKLOADS.items():
+    for name, (rows, length, new_tokens) in workloads.items():
         prompts = [[rng.randrange(10, vocab_size - 10) for _ in range(length)] for _ in range(rows)]
         turns: dict[str, list[float]] = {engine: [] for engine in engines}
         for turn in range(rounds + 1):  # the first does not count
@@ -116,11 +122,13 @@ def main(
     if undone:
         plain = ours(file, None)
         engines["undone"] = lambda prompts, count: timed(plain, prompts, count)
-    llama = None if llama_python is None else Llama(llama_python, file, is_plain=plain_llama)
-    if llama is not None:
+    llama = None
+    if llama_python is not None:
+        command = [str(llama_python), str(LLAMA), str(file), str(torch.get_num_threads())]
+        llama = Elsewhere(command + ["plain"] * plain_llama)
         engines["llama_cpp"] = llama.timed
     bandwidth = read_bandwidth("cpu")
-    workloads = measure(engines, rounds, blocks.model.config.vocab_size)
+    workloads = measure(engines, WORKLOADS, rounds, blocks.model.config.vocab_size)
     if llama is not None:
         llama.close()
     weight_bytes = blocks.model.weight_bytes

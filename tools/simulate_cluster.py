@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ from cluster_model.pictures import draw_day, draw_policies, draw_slack
 from cluster_model.replica import Request
 from cluster_model.run import Cluster, Outcome
 from cluster_model.scaling import Bounds
+from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
 
 PROFILE = Path(__file__).parent / "results" / "cpu-epyc-2" / "profile-llama-100m.json"
 SIZES = (384, 128, 128)  # tokens of a beginning, of the prompt behind it, and of an answer in the mean
@@ -34,8 +36,9 @@ POLICIES = ("random", "round robin", "least loaded", "prefix")
 RATES = (2.0, 3.0, 4.0, 5.0, 6.0)  # requests a second and replica
 SLACKS = (0, 2, 4, 8, 16, 32, 64)
 DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
+FIXED = 14  # replicas, as the bursts of a day need
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
-DRAWN_DAYS = ("fixed", "2 to 24", "6 to 24", "6 to 24, two minutes to start")
+DRAWN_DAYS = ("fixed", "6 to 24", "2 to 24", "2 to 24, at once to fewer")
 START_S = 10.0  # from the wish for a replica to its first request, as tools/try_replicas.py measured it
 
 
@@ -89,18 +92,19 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
 def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
     """Return a day with so many replicas as its bursts need, and with as many as autoscaling takes.
 
-    It aims at a quarter of the rows, as `target_requests` does unless it is set, and beside that at twice as many.
+    The last two scale as replicas do not: in one step to fewer, and to twice as many requests on each.
     """
-    rows, outcomes, target = [], {}, costs.max_rows // 4
-    for name, replicas, bounds in (
-        ("fixed", 14, None),
-        ("2 to 24", 2, Bounds(2, 24, target, 10.0, 300.0, START_S)),
-        ("6 to 24", 6, Bounds(6, 24, target, 10.0, 300.0, START_S)),
-        ("6 to 24, two minutes to start", 6, Bounds(6, 24, target, 10.0, 300.0, 120.0)),
-        ("2 to 24, twice the target", 2, Bounds(2, 24, 2 * target, 10.0, 300.0, START_S)),
-        ("6 to 24, twice the target", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, START_S)),
-        ("6 to 24, twice the target, two minutes to start", 6, Bounds(6, 24, 2 * target, 10.0, 300.0, 120.0)),
+    rows, outcomes = [], {}
+    scaled = Bounds(6, 24, target_requests(costs.max_rows), 10.0, 300.0, START_S, downscaling_factor=DOWNSCALING_FACTOR)
+    for name, bounds in (
+        ("fixed", None),
+        ("2 to 24", replace(scaled, least=2)),
+        ("6 to 24", scaled),
+        ("6 to 24, two minutes to start", replace(scaled, start_s=120.0)),
+        ("2 to 24, at once to fewer", replace(scaled, least=2, downscaling_factor=1.0)),
+        ("2 to 24, twice the target", replace(scaled, least=2, target=2 * scaled.target)),
     ):
+        replicas = FIXED if bounds is None else bounds.least
         told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
         rows.append(told)
     return rows, outcomes

@@ -86,8 +86,6 @@ def prepare_ray(doing: str, several: ReplicaConfig) -> None:
     if several.ray_address is None:
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # it listens on the loopback interface alone
         os.environ.setdefault("RAY_worker_niceness", "0")  # engines are no work for the background
-        # what is left of it when this process was killed tries to say so to who is gone, for a minute by default
-        os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
 
 
 def sharing(settings: EngineConfig, several: ReplicaConfig) -> EngineConfig:

@@ -22,6 +22,7 @@ from graphdecode.graphs.errors import CaptureError, caller
 from graphdecode.graphs.nested import leaves, mapped
 from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
 from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
+from graphdecode.graphs.reused_memory import ReusedMemory
 from graphdecode.graphs.step_graph import Argument, Node
 from graphdecode.kernels.native.calls import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
@@ -42,7 +43,8 @@ class Recorder(StepObserver):
 
     Attributes:
         calls: the calls in order.
-        pool: the tensors that the step made, which the calls go on using.
+        memory: what intermediates lie in when the calls are run again.
+        pool: the tensors that the step made, over that memory.
         nodes: what each call does, for reports and audits.
     """
 
@@ -50,23 +52,26 @@ class Recorder(StepObserver):
         super().__init__(owners)
         self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
+        self.memory = ReusedMemory()
         self.pool: list[Tensor] = []
         self.nodes: list[Node] = []
 
     def made_new(self, key: int, tensor: Tensor) -> None:
-        """Keep what the step made."""
-        self.pool.append(tensor)
+        """Have memory for what the step made."""
+        with self.working():
+            self.pool.append(self.memory.hold(key, tensor))
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        """Keep a call that does again what the operator did, into the same memory.
+        """Keep a call that does again what the operator did, into the graph's memory.
 
-        The call holds aliases: like a graph it stays with the memory of the capture, also when a tensor is given other
-        memory afterwards.
+        The call holds aliases of slots and constants: like a graph it stays with the memory of the capture, also when a
+        tensor is given other memory afterwards.
         """
         schema = func._schema
         if schema.name in _UNINITIALISED or reshapes_in_place(func):
             return
-        args, kwargs, result = mapped(_alias, (args, kwargs, result))
+        with self.working():
+            args, kwargs, result = mapped(self._alias, (args, kwargs, result))
         given = {storage_key(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
         outputs = [
             leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None for leaf in leaves(result)
@@ -83,6 +88,11 @@ class Recorder(StepObserver):
         else:
             self.calls.append(_into_outputs(func, args, kwargs, outputs))
 
+    def _alias(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_opaque(value):
+            return value
+        return self.memory.standing_for(storage_key(value), value)
+
     def _arguments(self, func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> tuple[Argument, ...]:
         found = [
             (argument.name, leaf, argument.alias_info is not None and argument.alias_info.is_write)
@@ -95,10 +105,6 @@ class Recorder(StepObserver):
             Argument(name, storage_address(tensor), self.owner_of(tensor), tensor, storage_key(tensor), written)
             for name, tensor, written in found
         )
-
-
-def _alias(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) and not is_opaque(value) else value
 
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
@@ -171,9 +177,9 @@ class RecordedStepGraph:
         self._is_compiled = all(isinstance(call, NativeSequence) for call in self._calls)
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
+        self.pool_bytes = sum(block.nbytes for block in recorder.memory.blocks)
         self.nodes = recorder.nodes
         self.kinds = Counter(node.kind for node in self.nodes)
-        self.pool_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._pool)
         tensors = [argument.tensor for node in self.nodes for argument in node.arguments]
         self.moved_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_opaque(tensor))
 

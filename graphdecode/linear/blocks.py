@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, quantised_linear
+from graphdecode.kernels.model.quantised_embedding import quantised_embedding
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, block_values, gguf_panels
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import (
     BlockSource,
     FormOptions,
     LinearNames,
+    RowTable,
     Shard,
     TensorSource,
     WeightForm,
     fused_shape,
     read_bias,
 )
+
+
+class PanelRows(NamedTuple):
+    """An embedding in panels."""
+
+    weight: QuantisedPanels
+    vocab_size: int
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write the tokens' rows; see `RowTable`."""
+        quantised_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
 
 
 @dataclass(frozen=True)
@@ -65,9 +79,9 @@ class Blocks(WeightForm):
         return cls(shape, read_bias(source, names, shard, options), tuple(parts), tuple(sizes))
 
     @property
-    def row_panels(self) -> QuantisedPanels | None:
+    def row_table(self) -> RowTable | None:
         """The weight where it is in one part."""
-        return self.parts[0] if len(self.parts) == 1 else None
+        return PanelRows(self.parts[0], self.out_features) if len(self.parts) == 1 else None
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""

@@ -14,6 +14,7 @@ from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, ti
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
 from graphdecode.kernels.model.act_mul import act_mul
+from graphdecode.kernels.model.tiled_embedding import tiled_embedding
 from graphdecode.kernels.native.early_start import has_early_start
 from graphdecode.linear.blocks import stored_blocks
 from graphdecode.linear.fixed import Fixed
@@ -24,6 +25,7 @@ from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_b
 from graphdecode.linear.weight_form import (
     FormOptions,
     LinearNames,
+    RowTable,
     Shard,
     TensorSource,
     WeightForm,
@@ -68,6 +70,16 @@ class TiledProduct(NamedTuple):
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add the product for `x` to the residual; see `FusedProduct`."""
         self.write(residual, x, epilogue="add", scale=scale)
+
+
+class TileRows(NamedTuple):
+    """An embedding in tiles."""
+
+    weight: WeightTiles
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write the tokens' rows; see `RowTable`."""
+        tiled_embedding(out, tokens, self.weight, live, scale)
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,11 @@ class Tiles(WeightForm):
     def choice(self, rows: int) -> LinearChoice:
         """Return the one path, with how the work is dealt out."""
         return LinearChoice(self.path, self._config(rows))
+
+    @property
+    def row_table(self) -> RowTable | None:
+        """The weight where it is in one part."""
+        return TileRows(self.parts[0]) if len(self.parts) == 1 else None
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -209,6 +226,11 @@ class GroupTiles(Tiles):
     def fused(self, rows: int) -> TiledProduct | None:
         """Return the product itself, unless columns are to be put in order first."""
         return super().fused(rows) if self.order is None else None
+
+    @property
+    def row_table(self) -> RowTable | None:
+        """The weight, unless its columns are in another order."""
+        return super().row_table if self.order is None else None
 
 
 def _plain(options: FormOptions) -> type[WeightForm]:

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 
 
@@ -96,6 +95,13 @@ class FusedProduct(Protocol):
 
     def added(self, residual: Tensor, x: Tensor, scale: float) -> None:
         """Add `scale` times the product for `x` to `residual` [rows, out_features]."""
+
+
+class RowTable(Protocol):
+    """A weight in few bits whose rows are undone as they are gathered; a tuple of tensors and what they mean."""
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write `scale` times the tokens' rows into `out` [tokens, columns]; see `embedding`."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +192,8 @@ class WeightForm(ABC):
         return None
 
     @property
-    def row_panels(self) -> QuantisedPanels | None:
-        """The weight in blocks whose rows can be gathered, for an embedding is a weight, too; None: it is in none."""
+    def row_table(self) -> RowTable | None:
+        """The weight in few bits as rows to be gathered, for an embedding is a weight, too; None: it is in none."""
         return None
 
     @property

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
-from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.linear.weight_form import RowTable
 from graphdecode.models.blocks import Stem, Tokens
 
 
@@ -17,12 +16,10 @@ class BlocksStem(Stem):
 
     Attributes:
         table: the embedding, perhaps the output layer's own.
-        vocab_size: its rows.
     """
 
-    table: QuantisedPanels = field(kw_only=True)
-    vocab_size: int = field(kw_only=True)
+    table: RowTable = field(kw_only=True)
 
     def embed(self, residual: Tensor, tokens: Tokens) -> None:
         """Write the embedded tokens into `residual`."""
-        quantised_embedding(residual, tokens.ids, self.table, tokens.live, self.vocab_size, self.scale)
+        self.table.gather(residual, tokens.ids, tokens.live, self.scale)

@@ -58,10 +58,10 @@ class Family(ABC):
         scale, shared = float(torch.tensor(config.embedding_scale, dtype=weights.dtype)), weights.shared
         rank, count = (0, 1) if shared is None else (shared.rank, shared.count)
         begin, end = (config.vocab_size * each // count for each in (rank, rank + 1))
-        panels = weights.embedding_panels()
-        if panels is not None:
-            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype)
-            stem: Stem = BlocksStem(no_rows, scale, table=panels, vocab_size=end - begin)
+        rows = weights.embedding_rows()
+        if rows is not None:
+            no_rows = torch.empty(0, config.hidden_size, dtype=weights.dtype, device=weights.device)
+            stem: Stem = BlocksStem(no_rows, scale, table=rows)
         else:
             stem = Stem(weights.tensor("embedding"), scale)
         if shared is None:

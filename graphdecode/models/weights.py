@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from graphdecode.distributed import Collectives
-from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.linear.across_ranks import Summed
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames
 from graphdecode.linear.forms import keeps, load_experts, load_linear, tied_linear
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource, WeightForm, read_fused
+from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
@@ -54,15 +53,15 @@ class Weights:
         dtype = self._options.dtype if dtype is None else dtype
         return read_fused(self._source, self._names(place), None, dtype, self._options.device)
 
-    def embedding_panels(self) -> QuantisedPanels | None:
-        """Return the embedding in blocks, if products keep the source's; a tied output layer shares them."""
+    def embedding_rows(self) -> RowTable | None:
+        """Return the embedding in few bits, if products keep the source's; a tied output layer shares them."""
         names = LinearNames(self._names("embedding"))
         if not keeps(self._source, names, self._options):
             return None
         form = load_linear(self._source, names, None, self._options)
-        if form.row_panels is not None:
+        if form.row_table is not None:
             self._embedding = form
-        return form.row_panels
+        return form.row_table
 
     def experts(self, place: str, count: int, *, is_gated: bool, has_turns: bool = False) -> ExpertForm:
         """Return one product of all experts at a place, with its bias where the map has one.
@@ -87,6 +86,11 @@ class Weights:
     def dtype(self) -> torch.dtype:
         """Of the activations."""
         return self._options.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they go."""
+        return self._options.device
 
     def norm(self, place: str, eps: float) -> Norm:
         """Return the norm at a place, in float32."""

@@ -14,10 +14,11 @@ LATE = 0  # word of the first line: 1 + the rank that did not come, or is gone; 
 LIMIT_MS = 1  # word of the first line: how long the ranks wait for one another
 ARRIVED = 0  # word of a rank's line: meetings that it came to
 BROUGHT = 1  # words of a rank's line: what it came with by turns, so that ranks which do different things find out
+CORE = 3  # word of a rank's line: 1 + the core that it was on when it last came; 0: it does not say
 HEADER = LINE * (1 + MOST_RANKS)  # words before the data
 
 WORDS = {"BOARD_LINE": LINE, "BOARD_LATE": LATE, "BOARD_LIMIT_MS": LIMIT_MS, "BOARD_HEADER": HEADER}
-WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_BROUGHT": BROUGHT, "BOARD_MOST_RANKS": MOST_RANKS}
+WORDS |= {"BOARD_ARRIVED": ARRIVED, "BOARD_BROUGHT": BROUGHT, "BOARD_MOST_RANKS": MOST_RANKS, "BOARD_CORE": CORE}
 
 
 def board_words(ranks: int, place_bytes: int) -> int:

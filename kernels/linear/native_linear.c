@@ -211,26 +211,38 @@ static void NAME(write_sums)(element *out, int64_t stride, const float *sums, co
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
+ * of the first cache, a part of the panel stays there for all rows. */
+static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
+    int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in;
+    for (int64_t begin = 0; begin < in; begin += part)
+        for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
+            const uint16_t *at = x + row * stride + begin, *of_panel = panel + begin * PANEL;
+            int64_t features = least_of(part, in - begin);
+            if (begin) tile_product(2, 1, sums + row * PANEL, at, stride, of_panel, features);
+            else tile_product(2, 0, sums + row * PANEL, at, stride, of_panel, features);
+        }
+}
+
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
     (void)scales;
-    float sums[2 * TILE_ROWS * PANEL];
     struct tile_shapes before = tiles_begun();
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), rest = rows - whole;
     int64_t together = items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
     set_tile_rows(TILE_ROWS, TILE_ROWS);
     for (int64_t first = 0; first < whole; first += together)
-        for (int64_t panel = begin; panel < end; panel++)
-            for (int64_t row = first; row < least_of(first + together, whole); row += 2 * TILE_ROWS) {
-                tile_product(2, sums, x + row * stride, stride, weight + panel * in * PANEL, in);
-                write_sums_bf16(out + row * out_features, out_features, sums, bias, 2 * TILE_ROWS, panel * PANEL,
-                                out_features);
-            }
+        for (int64_t panel = begin; panel < end; panel++) {
+            int64_t here = least_of(together, whole - first);
+            rows_of_panel(sums, x + first * stride, stride, weight + panel * in * PANEL, in, here);
+            write_sums_bf16(out + first * out_features, out_features, sums, bias, here, panel * PANEL, out_features);
+        }
     if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
     for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
         const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
-        if (rest > TILE_ROWS) tile_product(2, sums, at, stride, of_panel, in);
-        else tile_product(1, sums, at, stride, of_panel, in);
+        if (rest > TILE_ROWS) tile_product(2, 0, sums, at, stride, of_panel, in);
+        else tile_product(1, 0, sums, at, stride, of_panel, in);
         write_sums_bf16(out + whole * out_features, out_features, sums, bias, rest, panel * PANEL, out_features);
     }
     tiles_ended(before);

@@ -23,8 +23,8 @@ from .small_linear_config import SmallLinearConfig
 from .tiled_linear_kernels import tiled_linear_kernel
 from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
 
-_KINDS = OneOf(tuple(CODES))
-_SECONDS = OneOf(SECOND_KINDS)
+KINDS = OneOf(tuple(CODES))
+SECONDS = OneOf(SECOND_KINDS)
 _WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
 
 
@@ -115,8 +115,8 @@ def _tiled_linear(
     eps: float,
     epilogue: Annotated[str, EPILOGUES],
     scale: float,
-    code: Annotated[str, _KINDS],
-    second_kind: Annotated[str, _SECONDS],
+    code: Annotated[str, KINDS],
+    second_kind: Annotated[str, SECONDS],
     group: int,
     step: int,
     block_m: int,

@@ -14,6 +14,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
 #include "native_threads.h"
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -162,12 +165,17 @@ static inline vec load_bf16(const uint16_t *at) {
 }
 
 static inline void store_bf16(uint16_t *at, vec v) {
+#if defined(__AVX512BF16__) && LANES == 16 /* in one instruction; what is below the smallest normal float becomes 0 */
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)v);
+    memcpy(at, &rounded, sizeof rounded);
+#else
     uvec bits = (uvec)v;
     uvec rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     uvec is_nan = (uvec)((bits & 0x7fffffff) > 0x7f800000);
     uvec chosen = (is_nan & (bits >> 16 | 0x40)) | (~is_nan & rounded);
     hvec narrow = __builtin_convertvector(chosen, hvec);
     memcpy(at, &narrow, sizeof narrow);
+#endif
 }
 
 /* fp16 as the compiler knows it: to nearest, ties to even; what is too large becomes infinite, a NaN stays one. */

@@ -135,7 +135,7 @@ static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
 static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
     const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
-    for (int i = 0; i < BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
             __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);

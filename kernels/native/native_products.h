@@ -15,6 +15,8 @@
 #define MOST_ROWS 8
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
 #define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
+#define TILED_IN 256 /* input features of a panel that stay in the first cache while rows go by */
+#define ONE_PLACE 4096 /* bytes: lines so far apart share a place in the first cache, which holds few of them */
 
 typedef vec panel_sums[VECTORS];
 
@@ -36,12 +38,21 @@ INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int6
 #endif
 
 #ifdef WITH_TILES
-/* As many rows as two tiles hold, or one, times one panel; `tiles` is a constant where this is used. */
-INLINE void tile_product(const int tiles, float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel,
-                         int64_t in) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if (tiles == 2) {
+/* As many rows as two tiles hold, or one, times one panel, or some input features of both; `sums` go on where these are
+ * not the first ones. `tiles` and `goes_on` are constants where this is used. */
+INLINE void tile_product(const int tiles, const int goes_on, float *sums, const uint16_t *x, int64_t stride,
+                         const uint16_t *panel, int64_t in) {
+    if (goes_on) {
+        _tile_loadd(0, sums, 4 * PANEL);
+        _tile_loadd(1, sums + PANEL / 2, 4 * PANEL);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
+    if (tiles == 2 && goes_on) {
+        _tile_loadd(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
+        _tile_loadd(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
+    } else if (tiles == 2) {
         _tile_zero(2);
         _tile_zero(3);
     }
@@ -83,8 +94,8 @@ INLINE void few_pair_products(const int count, float *out, const uint16_t *x, in
 static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
                           int64_t rows) {
 #ifdef WITH_TILES
-    if (has_tiles && rows > TILE_ROWS) tile_product(2, sums, x, stride, panel, in);
-    else if (has_tiles) tile_product(1, sums, x, stride, panel, in);
+    if (has_tiles && rows > TILE_ROWS) tile_product(2, 0, sums, x, stride, panel, in);
+    else if (has_tiles) tile_product(1, 0, sums, x, stride, panel, in);
     if (has_tiles) return;
 #endif
     int64_t row = 0;

@@ -35,7 +35,7 @@ def test_a_warm_up_frees_what_the_step_needs_no_more() -> None:
     warm_up(step, buffers.narrow(4), Owners(buffers), 2)
     assert still_there == [False, False]
     GraphManager(step, buffers, [4]).capture(progress=False)
-    assert still_there[2:] == [False, False, True], "a recording keeps what its calls go on using"
+    assert still_there[2:] == [False, False, False], "a recording has memory of its own for what its calls go on using"
 
 
 def test_memory_that_is_used_again_is_not_mistaken_for_what_was_there_before() -> None:

@@ -43,6 +43,7 @@ from graphdecode.kernels.model import (
     embedding_norm,
     sample_and_advance,
     skip_steps,
+    tiled_embedding,
 )
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.native import early_start
@@ -364,7 +365,15 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
             config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch == 100)
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
             cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
+        cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
     return cases
+
+
+def launch_tiled_embedding(tiles: WeightTiles) -> None:
+    """Gather rows of few bits."""
+    out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
+    live, layout = torch.empty(1, dtype=torch.int32), tiles.layout
+    tiled_embedding.tiled_embedding_triton(out, ids, *tiles[:4], live, *layout[:3], layout.step, 1.0)
 
 
 def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:

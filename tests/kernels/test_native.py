@@ -110,7 +110,7 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["plain", "int8"])
-@pytest.mark.parametrize("in_features", [300, 320])
+@pytest.mark.parametrize("in_features", [300, 320, 2048])
 def test_a_products_row_depends_on_nothing_but_the_row(in_features, dtype, form, generator):
     """Neither on how many rows there are, nor which others, nor how many threads work."""
     weight = torch.randn(1000, in_features, generator=generator).to(dtype)

@@ -1,5 +1,6 @@
 """How compiled kernels are made, kept and loaded: by one process, privately, and never without a word if not at all."""
 
+import json
 import os
 import platform
 import shutil
@@ -21,6 +22,7 @@ from graphdecode.kernels.native.unit import include_flags, unit_text
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
 ROOT = Path(__file__).parents[2]
+ORACLE = str(ROOT / "tools" / "few_bits_oracle.py")
 ANSWER = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
@@ -72,8 +74,19 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
 def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
-    compiler = f"{os.environ.get('CC', 'cc')} -mno-avx512f"
-    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=compiler)[0] == ["None", "802|cinaeco"]
+    environment = {"GRAPHDECODE_CACHE_DIR": str(tmp_path), "CC": f"{os.environ.get('CC', 'cc')} -mno-avx512f"}
+    assert run(ANSWER, **environment)[0] == ["None", "802|cinaeco"]
+    # and all forms of few bits, and caches of 8 bits, are as near to float64
+    (line,), _ = run(
+        f"import runpy, sys; sys.argv = ['', 'one']; runpy.run_path({ORACLE!r}, run_name='__main__')", **environment
+    )
+    seen = json.loads(line)
+    assert not {"AVX512F", "AVX512BF16"} & set(seen["extensions"])
+    shares = {
+        (part, form): found["worst_share"] for part, forms in seen["parts"].items() for form, found in forms.items()
+    }
+    assert len(shares) > 30
+    assert all(share <= 1 for of_dtype in shares.values() for share in of_dtype.values()), shares
 
 
 @pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")

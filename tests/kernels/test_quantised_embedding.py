@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_quantised_linear import stored_weight
+from few_bits_weights import stored_weight
 
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.model.quantised_embedding import quantised_embedding

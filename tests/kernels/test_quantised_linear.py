@@ -1,47 +1,15 @@
 """Products with weights of few bits as they are stored: against float64 of what they stand for, and for any groups."""
 
-import gguf
-import numpy as np
 import pytest
 import torch
+from few_bits_weights import check, float8_weight, integer_weight, product, stored_weight
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_linear, quantised_panels, undone
+from graphdecode.kernels.linear.quantised_linear import quantised_linear, undone
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features of one chunk of the kernel and of some
-HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)} | dict.fromkeys(("Q4_K", "Q5_K", "Q4_1", "Q5_1"), (0, 2))
-
-
-def stored_weight(block_type, shape, seed=0):
-    """Return a weight as bytes of a block type, and its values in float64 as the gguf library undoes them."""
-    kind = gguf.GGMLQuantizationType[block_type]
-    values, nbytes = gguf.GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng([seed, *shape])
-    stored = rng.integers(0, 256, (shape[0], shape[1] // values, nbytes), dtype=np.uint8)
-    if block_type == "MXFP4":
-        stored[..., 0] = rng.integers(118, 130, stored.shape[:2])
-    else:
-        for at in HALVES.get(block_type, (0,)):
-            scales = rng.normal(0, 0.02, (*stored.shape[:2], 1)).astype(np.float16)
-            stored[..., at : at + 2] = scales.view(np.uint8)
-    stored = stored.reshape(shape[0], -1)
-    return torch.from_numpy(stored), torch.from_numpy(gguf.quants.dequantize(stored, kind)).double()
-
-
-def product(x, held, out_features, bias=None):
-    out = torch.full((len(x), out_features), torch.nan, dtype=x.dtype)
-    quantised_linear(out, x, held, bias)
-    return out
-
-
-def check(out, x, weight, bias=None):
-    expected = x.double() @ weight.T + (0 if bias is None else bias.double())
-    sizes = x.double().abs() @ weight.abs().T  # of what is summed up: sums in float32 err by so much of it
-    rounding = 0 if out.dtype == torch.float32 else 2**-8
-    allowed = 2e-6 * sizes + rounding * expected.abs() + 1e-6
-    assert ((out.double() - expected).abs() <= allowed).all()
 
 
 @compiled
@@ -88,20 +56,6 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"
 
 
-def integer_weight(bits, groups, dtype, zero_points, shape=(70, 384)):
-    """Return codes as formats of integers have them, with their scales and least values, and the values in float64."""
-    generator = torch.Generator().manual_seed(bits * groups)
-    codes = torch.randint(0, 1 << bits, shape, generator=generator)
-    scales = torch.randn(shape[0], groups, generator=generator).to(dtype)
-    zeros = torch.randint(-8, 8, scales.shape, generator=generator) if zero_points else None
-    integers = codes.where(codes < 128, codes - 256) if bits == 8 else codes - (1 << bits - 1)
-    by_group = integers.view(*scales.shape, -1).double() - (0 if zeros is None else zeros[..., None])
-    mins = None if zeros is None else Numbers(-zeros.to(torch.int8), scales)  # a multiple of the scales
-    table = None if bits == 8 else torch.arange(-(1 << bits - 1), 1 << bits - 1, dtype=torch.int8)
-    held = quantised_panels(codes.to(torch.uint8), bits, table, Numbers(scales), mins)
-    return held, (by_group * scales.double()[..., None]).flatten(1)
-
-
 @compiled
 @pytest.mark.parametrize("zero_points", [False, True])
 @pytest.mark.parametrize("scale_dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -119,12 +73,7 @@ def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scal
 @compiled
 @pytest.mark.parametrize("groups", [1, 3, 24])
 def test_float8_keeps_each_of_its_values(groups):
-    codes = torch.arange(256).to(torch.uint8).repeat(70, 2)[:, :384].clone()
-    codes[codes & 127 == 127] = 0  # not a number
-    floats = codes.view(torch.float8_e4m3fn)
-    scales = torch.rand(70, groups, generator=torch.Generator().manual_seed(6))
-    held = quantised_panels(floats, 8, None, Numbers(scales))
-    weight = (floats.double().view(70, groups, -1) * scales.double()[..., None]).flatten(1)
+    held, weight = float8_weight(groups)
     torch.testing.assert_close(undone(held)[:70].double(), weight, rtol=1e-7, atol=0)
     eye = torch.eye(384)
     assert torch.equal(product(eye, held, 70).T, undone(held)[:70])

@@ -77,8 +77,8 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     stem, lm_head = model.stem, model.head.lm_head
     assert isinstance(stem, BlocksStem)
     assert isinstance(lm_head, Blocks)
-    assert (lm_head.parts[0] is stem.table) == (name == "llama-tied-biases")
-    assert any(held is stem.table.panels for held in model.constants)
+    assert (lm_head.parts[0] is stem.table.weight) == (name == "llama-tied-biases")
+    assert any(held is stem.table.weight.panels for held in model.constants)
     table = values(Gguf(path), "model.embed_tokens.weight")
     assert not any(held.shape == table.shape for held in model.constants)
     nothing = torch.zeros(0, dtype=torch.int32)

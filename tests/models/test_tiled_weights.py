@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from test_gguf_blocks import quantised_file, values
+from gguf_checkpoints import quantised_file
+from test_gguf_blocks import values
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
@@ -25,6 +26,8 @@ from graphdecode.linear.tile_sources import tiles_of_groups
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
+from graphdecode.models.blocks import Tokens
+from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
 pytest.importorskip("triton")
@@ -88,6 +91,10 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         for one, other in zip(fused_products(form, x, gain), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
     assert isinstance(model.head.lm_head, BlockTiles | Plain)
+    assert isinstance(model.stem, BlocksStem)
+    table, nothing = values(source, "model.embed_tokens.weight"), torch.zeros(0, dtype=torch.int32)
+    tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
+    torch.testing.assert_close(model.stem.run(tokens), table[[3, 1, 4]])
 
 
 @pytest.mark.parametrize("size", [32, 128, 300])

@@ -20,6 +20,7 @@ class Bounds:
         downscale_delay_s: that the wish for fewer must last.
         start_s: until a new replica serves.
         look_back_s: over which the load is averaged.
+        downscaling_factor: of the way to fewer, at a time.
     """
 
     least: int
@@ -29,6 +30,7 @@ class Bounds:
     downscale_delay_s: float
     start_s: float
     look_back_s: float = 30.0
+    downscaling_factor: float = 1.0
 
 
 class Autoscaler:
@@ -57,7 +59,10 @@ class Autoscaler:
         while self._seen[0][0] <= now - bounds.look_back_s:
             self._seen.popleft()
         load = fmean(seen for _, seen in self._seen)
-        wish = min(max(math.ceil(load / bounds.target), bounds.least), bounds.most)
+        wish = load / bounds.target
+        if math.ceil(wish) < replicas:
+            wish = min(replicas + bounds.downscaling_factor * (wish - replicas), replicas - 1)
+        wish = min(max(math.ceil(wish), bounds.least), bounds.most)
         sign = (wish > replicas) - (wish < replicas)
         if sign != self._sign or self._since is None:
             self._sign, self._since = sign, now

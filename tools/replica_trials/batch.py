@@ -38,7 +38,7 @@ def batch(model: str, *options: str) -> dict[str, Any]:
         asked, answers, log = (Path(folder) / name for name in ("requests.jsonl", "answers.jsonl", "log"))
         asked.write_text("".join(f"{json.dumps(line)}\n" for line in _lines()))
         arguments = ("batch", str(asked), str(answers), "--model", model, "--max-batch-size", str(ROWS), *options)
-        moments, none_left, began = list[int](), list[float](), time.monotonic()
+        moments, began = list[int](), time.monotonic()
         for run in range(RUNS):
             moments.append(min(_line_count(answers) + draw.randrange(LINES // 4), LINES - 100))
             with begun(arguments, log, folder) as process:
@@ -48,7 +48,8 @@ def batch(model: str, *options: str) -> dict[str, Any]:
                 else:
                     os.kill(draw.choice(_engines(folder)), signal.SIGKILL)
                 code = process.wait(2 * START_SECONDS)
-            none_left.append(until_none_is_left(folder))
+        seconds = time.monotonic() - began
+        none_left = until_none_is_left(folder)
         told = [json.loads(line) for line in answers.read_text().splitlines()]
     wrong = [line["response"]["body"]["error"]["message"] for line in told if line["response"]["status_code"] != 200]
     return {
@@ -61,7 +62,7 @@ def batch(model: str, *options: str) -> dict[str, Any]:
         "answered_once": len({line["custom_id"] for line in told}) == len(told) == LINES,
         "statuses": dict(Counter(line["response"]["status_code"] for line in told)),
         "reasons": dict(Counter(wrong)),
-        "seconds": time.monotonic() - began,
+        "seconds": seconds,
     }
 
 

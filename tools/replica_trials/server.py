@@ -25,7 +25,7 @@ LARGE_CACHE = "[capacity]\ntotal_num_pages = 1500\nmax_sequence_length = 512\n"
 _PATIENCE = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60"}
 _ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # on the loopback interface
 _ALONE |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-_REPLICA = "ray::ServeReplica:graphdecode:replica"
+_REPLICA = re.compile(r"ray::ServeReplica:graphdecode(-batch)?:replica")
 
 
 @dataclass
@@ -123,7 +123,7 @@ def _address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
 
 def replicas_of(folder: str) -> list[int]:
     """Return the processes of the replicas of a Ray, whose children are the engines."""
-    return [pid for pid in processes_of(folder) if command_of(pid).startswith(_REPLICA)]
+    return [pid for pid in processes_of(folder) if _REPLICA.match(command_of(pid))]
 
 
 def processes_of(folder: str) -> list[int]:

@@ -9,8 +9,8 @@ import statistics
 import time
 from typing import Any
 
-from replica_trials.server import command_of, processes_of, served
-from replica_trials.streams import ask_all, by_replica, longest_gap, outcomes, requests_of
+from replica_trials.server import GENERATED, Server, command_of, processes_of, served
+from replica_trials.streams import Stream, ask_all, by_replica, longest_gap, outcomes, requests_of
 
 STREAMS = 32
 
@@ -40,10 +40,8 @@ def split(model: str, tokens: int) -> dict[str, Any]:
         expected = asyncio.run(ask_all(whole.address, model, bodies))
     with served(model, "--replicas", "1", "--tensor-parallel", "2") as server:
         streams = asyncio.run(ask_all(server.address, model, bodies))
-        ranks = [pid for pid in processes_of(server.folder) if "graphdecode.engine.rank_process" in command_of(pid)]
-        os.kill(ranks[0], signal.SIGKILL)
         began = time.monotonic()
-        lost = asyncio.run(ask_all(server.address, model, bodies))
+        lost = asyncio.run(_rank_killed(server, bodies))
         while set(outcomes(after := asyncio.run(ask_all(server.address, model, bodies)))) != {"answered"}:
             time.sleep(0.5)
         again = time.monotonic() - began
@@ -55,3 +53,14 @@ def split(model: str, tokens: int) -> dict[str, Any]:
         "outcomes_after": outcomes(after),
         "serves_again_after_s": again,
     }
+
+
+async def _rank_killed(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
+    """Kill the rank that is not the first while some streams run."""
+    asking = asyncio.create_task(ask_all(server.address, server.model, bodies))
+    while not any((await asyncio.to_thread(server.counts, GENERATED)).values()):
+        await asyncio.sleep(0.05)
+    for pid in processes_of(server.folder):
+        if "graphdecode.engine.rank_process" in command_of(pid):
+            os.kill(pid, signal.SIGKILL)
+    return await asking

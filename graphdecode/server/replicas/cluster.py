@@ -20,6 +20,7 @@ from graphdecode.server.replicas.front import Front, make_front
 from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.router import PrefixRouter
+from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 
@@ -66,7 +67,7 @@ class Cluster:
         self._replicas = replicas
         self._way = way
         self._application = application
-        self._deployed_at = 0.0  # by the clock of the cluster
+        self._deployed_at: float | None = None  # by the clock of the cluster; None: it was not
         self.limits = limits
         self.front: Front | None = None
 
@@ -113,13 +114,18 @@ class Cluster:
         try:
             serve.start(proxy_location=location, http_options=address, logging_config=_LOGGING)
             if self._way == "proxy":
-                serve.run(ingress.bind(replica, self.limits), name=self._application)
-                self._check_proxy()
-            else:
-                serve.run(replica, name=self._application, route_prefix=None)
+                self._check_proxy()  # before anything is replaced
+            before = self._latest()
+            try:
+                if self._way == "proxy":
+                    serve.run(ingress.bind(replica, self.limits), name=self._application)
+                else:
+                    serve.run(replica, name=self._application, route_prefix=None)
+            finally:
+                latest = self._latest()
+                self._deployed_at = latest if latest != before else None
         except (RayError, RuntimeError) as error:  # which holds what the replicas said
             raise ArgumentError(f"the replicas cannot be started: {error}") from error
-        self._deployed_at = self._latest()
 
     def _check_proxy(self) -> None:
         """See that the proxies listen where they should: those of a cluster stay where an earlier command had them."""
@@ -136,10 +142,10 @@ class Cluster:
         finally:
             asking.close()
 
-    def _latest(self) -> float:
-        """Return when the application was deployed, by this command or by one after it; 0: it is not there."""
+    def _latest(self) -> float | None:
+        """Return when the application was deployed, by whatever command; None: it is not there."""
         told = serve.status().applications.get(self._application)
-        return 0.0 if told is None else told.last_deployed_time_s
+        return None if told is None else told.last_deployed_time_s
 
     def _resources(self) -> dict[str, float]:
         """Return what one replica takes: its devices, all on one machine."""
@@ -155,11 +161,12 @@ class Cluster:
         least, most = replicas.bounds
         size: dict[str, Any] = {"num_replicas": least}
         if replicas.autoscale is not None:
-            target = max(rows // 4, 1) if replicas.target_requests == "auto" else replicas.target_requests
-            scaling = {"min_replicas": least, "max_replicas": most, "target_ongoing_requests": target}
+            target = target_requests(rows) if replicas.target_requests == "auto" else replicas.target_requests
+            scaling = {"min_replicas": least, "max_replicas": most}
+            aim = {"target_ongoing_requests": target, "downscaling_factor": DOWNSCALING_FACTOR}
             delays = {"upscale_delay_s": replicas.upscale_delay_s, "downscale_delay_s": replicas.downscale_delay_s}
             look_back = {"look_back_period_s": max(min(replicas.upscale_delay_s, 30.0), 1.0), "metrics_interval_s": 1.0}
-            size = {"autoscaling_config": scaling | delays | look_back}
+            size = {"autoscaling_config": scaling | aim | delays | look_back}
         routing = {
             "request_router_class": PrefixRouter,
             "request_router_kwargs": {"slack": replicas.slack, "policy": replicas.routing},
@@ -216,7 +223,7 @@ class Cluster:
         if not ray.is_initialized():
             return
         joined = self._replicas.ray_address is not None
-        if (joined or not at_once) and self._latest() == self._deployed_at:
+        if (joined or not at_once) and self._deployed_at is not None and self._latest() == self._deployed_at:
             serve.delete(self._application)
         ray.shutdown()
 
