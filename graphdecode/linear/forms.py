@@ -23,6 +23,7 @@ from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
+_COMPARED_BYTES = 8 << 20  # of a plain weight that is made to be measured and dropped
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
     Int8Tiles,
@@ -75,9 +76,9 @@ def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, o
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
     kept = keeping(source, names, options)
     if kept is not None:
-        return kept.load(source, names, shard, options)
+        return _compared(kept.load(source, names, shard, options), options)
     form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
-    return _with(form.load(source, names, shard, options), choices)
+    return _compared(_with(form.load(source, names, shard, options), choices), options)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
@@ -104,7 +105,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
-    return _with(form.of(weight, bias, options), choices)
+    return _compared(_with(form.of(weight, bias, options), choices), options)
 
 
 def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
@@ -139,6 +140,23 @@ def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tup
     paths = {path: partial(product_of, form) for path, form in rivals.items()}
     choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
     return rivals[choices[options.batch_sizes[0]].path], choices
+
+
+def _compared(form: WeightForm, options: FormOptions) -> WeightForm:
+    """Return a form of few bits with what it takes beside a plain weight, on a CPU, for the report to say it."""
+    weight = torch.empty(form.shape, dtype=options.dtype, device="meta")
+    if options.device.type != "cpu" or form.nbytes >= weight.nbytes:
+        return form
+
+    def plain_part() -> tuple[int, Product]:
+        rows = max(1, min(form.out_features, _COMPARED_BYTES // (form.in_features * options.dtype.itemsize)))
+        able = check_options(replace(options, quantize=None))
+        plain = next(each for each in able if not each.is_of_source)
+        ones = torch.ones(rows, form.in_features, dtype=options.dtype)
+        return rows, plain.of(ones, None, options).apply
+
+    key = torch.empty(form.shape, dtype=options.dtype)  # never written: it takes no memory
+    return _with(form, options.tuner.compare(form.kind, form.apply, form.nbytes, key, options.batch_sizes, plain_part))
 
 
 def _with(form: WeightForm, choices: Choices) -> WeightForm:

@@ -15,7 +15,9 @@ from graphdecode.linear.choice_cache import ChoiceCache, processor_name, softwar
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
+PlainPart = Callable[[], tuple[int, Product]]  # makes the product of some output features
 _REPETITIONS = 7
+_COMPARED = 2  # repetitions of a product that is measured for the report alone: a start may not wait for it
 _MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
@@ -27,11 +29,11 @@ class LinearChoice:
     """The path of one layer shape at one number of rows, and what was measured when it was chosen.
 
     Attributes:
-        path: "plain", "packed", "native", "int8", "small" or "fixed".
+        path: the form's; of a plain weight on a GPU "plain" or "small".
         config: of the small path.
         us: microseconds of one product; None where nothing was measured.
         gb_per_s: bytes of the weight by that time.
-        runner_up: the second fastest path.
+        runner_up: the second fastest path; of a weight of few bits the dtype of the plain one beside it.
         runner_up_us: its microseconds.
     """
 
@@ -73,6 +75,10 @@ class LinearChoice:
     def as_report(self) -> dict[str, Any]:
         """Return what is known, for the capture report."""
         known = {name: value for name, value in vars(self).items() if value is not None}
+        if self.us is not None and self.runner_up_us:
+            known["of_runner_up"] = round(self.us / self.runner_up_us, 2)
+            if self.us > self.runner_up_us:
+                known["slower_than"] = self.runner_up
         return known | ({} if self.config is None else {"config": str(self.config)})
 
 
@@ -137,6 +143,40 @@ class LinearTuner:
         key = self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | ")
         return self._remembered(key, measure, batch_sizes, tuple(paths))
 
+    def compare(
+        self, kind: str, product: Product, nbytes: int, weight: Tensor, batch_sizes: tuple[int, ...], plain: PlainPart
+    ) -> Choices:
+        """Return what a weight of few bits takes, beside the plain one of its shape: nothing is chosen.
+
+        Args:
+            kind: what the measurement is remembered by, beside the shape; it begins with the form's path.
+            product: with the weight of few bits.
+            nbytes: that it reads.
+            weight: [out_features, in_features], on the CPU; never read.
+            batch_sizes: how many rows a decode step may have.
+            plain: makes the product of as many plain output features as it says, whose time is scaled up.
+        """
+        path, name = kind.partition(" ")[0], str(weight.dtype).removeprefix("torch.")
+
+        def seconds(rows: int, measured: Product, out_features: int) -> float:
+            x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
+            out = torch.empty(rows, out_features, dtype=weight.dtype)
+            return self.best_seconds(measured, out, x, _COMPARED)
+
+        def measure() -> Choices:
+            out_features, of_plain = plain()
+            share, choices = weight.shape[0] / out_features, {}
+            for rows in batch_sizes:
+                times = {
+                    path: seconds(rows, product, weight.shape[0]),
+                    name: seconds(rows, of_plain, out_features) * share,
+                }
+                choices[rows] = LinearChoice.among(path, None, times, nbytes)
+            self._eviction = None  # the model's memory is counted
+            return choices
+
+        return self._remembered(self._key(weight, None, batch_sizes, f"{kind} | "), measure, batch_sizes, (path,))
+
     def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
 
@@ -191,13 +231,13 @@ class LinearTuner:
             self.choices[key] = choices
         return self.choices[key]
 
-    def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
+    def best_seconds(self, product: Product, out: Tensor, x: Tensor, repetitions: int = _REPETITIONS) -> float:
         """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""
         if self._is_cold and self._eviction is None:
             self._eviction = torch.zeros(_EVICTION_BYTES // 4)
         product(out, x)
         best = float("inf")
-        for _ in range(_REPETITIONS):
+        for _ in range(repetitions):
             if self._eviction is not None:
                 self._eviction.add_(1)
             start = time.perf_counter()

@@ -219,6 +219,12 @@ class WeightForm(ABC):
         return []
 
     @property
+    def kind(self) -> str:
+        """Return the form's path, and what its tensors look like: products of one kind take the same time."""
+        held = (part for entry in fields(self) for part in _words_of(getattr(self, entry.name)))
+        return " ".join((self.path, *held))
+
+    @property
     def nbytes(self) -> int:
         """How many bytes of weight one product reads."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -243,6 +249,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_in(part)
+
+
+def _words_of(value: Any) -> Iterator[str]:
+    """Yield the shapes and dtypes of tensors, and strings, of tuples too."""
+    if isinstance(value, Tensor):
+        yield f"{str(value.dtype)[6:]}{list(value.shape)}"
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _words_of(part)
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:

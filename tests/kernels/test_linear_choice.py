@@ -253,3 +253,41 @@ def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path
         x, out = torch.randn(rows, 1024, device="cuda").bfloat16(), weight.new_full((rows, 2048), torch.nan)
         held.apply(out, x)
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1.6e-2, atol=1.6e-2)
+
+
+def test_what_is_slower_than_a_plain_weight_is_said_and_remembered(tmp_path):
+    weight, key = torch.randn(64, 32), torch.empty(256, 32)
+
+    def plain(out, x):
+        torch.mm(x, weight.t(), out=out)
+
+    def slow(out, x):
+        for _ in range(400):
+            torch.mm(x, weight.t(), out=out[:, :64])
+
+    tuner = LinearTuner(cache=ChoiceCache(tmp_path))
+    (choice,) = tuner.compare("blocks int16[8, 1]", slow, 1000, key, (2,), lambda: (64, plain)).values()
+    report = choice.as_report()
+    assert (choice.path, report["runner_up"], report["slower_than"]) == ("blocks", "float32", "float32")
+    assert report["of_runner_up"] == round(choice.us / choice.runner_up_us, 2) > 1
+
+    def fails():
+        raise AssertionError("it is remembered")
+
+    later = LinearTuner(cache=ChoiceCache(tmp_path))
+    assert later.compare("blocks int16[8, 1]", slow, 1000, key, (2,), fails) == {2: choice}
+    with pytest.raises(AssertionError, match="remembered"):
+        later.compare("blocks int16[8, 2]", slow, 1000, key, (2,), fails)
+
+
+def test_the_report_compares_a_weight_of_few_bits_with_a_plain_one():
+    options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), (1, 8), quantize="int8")
+    form = linear_of(torch.randn(64, 32), None, options)
+    for rows in (1, 8):
+        report = form.choice(rows).as_report()
+        assert (report["path"], report["runner_up"]) == ("int8", "float32")
+        assert report["us"] > 0 < report["runner_up_us"]
+    assert (
+        linear_of(torch.randn(64, 32), None, dataclasses.replace(options, quantize=None)).choice(1).runner_up
+        != "float32"
+    )
