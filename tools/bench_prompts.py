@@ -4,8 +4,8 @@
 
 Each turn is one prompt of 1,024 or 3,900 tokens up to its first token, or greedy steps of 1 or 32 rows behind prompts
 of 32. vLLM runs in another environment's Python with as many threads, transformers in this process. The peaks are those
-of the bf16 dot instructions, from registers, on as many threads; the floor of a step is the time in which its weights are
-read at the bandwidth that is measured in the same run.
+of the bf16 dot instructions, from registers, on as many threads; the floor of a step is the time in which its weights
+are read at the bandwidth that is measured in the same run.
 """
 
 from __future__ import annotations

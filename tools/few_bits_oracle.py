@@ -1,4 +1,4 @@
-"""Compare all forms of few bits, and caches of 8 bits, with float64 for every set of instructions that the C knows.
+"""Compare all forms of few bits, and caches of 8 bits, with float64, for every set of instructions that the C is for.
 
     python tools/few_bits_oracle.py whole --out FILE  every form, shape and number of rows, for each set, a process each
     python tools/few_bits_oracle.py one               some of it, for the set that CC leaves to the compiler

@@ -1,16 +1,19 @@
 """What a model loses and gains in each form of few bits: perplexity, resident memory, and a step's time, on a CPU.
 
-    python tools/quantised_models.py prepare FOLDER             SmolLM2 in bf16, and a copy in each form
-    python tools/quantised_models.py measure FOLDER --out FILE  each in a process of its own, one after another
+    python tools/quantised_models.py prepare FOLDER --llama-python PYTHON  SmolLM2 in bf16, and a copy in each form
+    python tools/quantised_models.py measure FOLDER --out FILE   each in a process of its own, one after another
+    python tools/quantised_models.py tokens --out FILE           greedy answers in blocks, and of the undone weights
 
 Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
-long answer's time less a short one's; its floor is the time to read the weights once.
+long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
+llama.cpp, GPTQ and the like by what the tests write them with (nearest values: nothing is calibrated).
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +25,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
+from quantised_checkpoints import FORMS, packed_tensors
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -38,7 +44,42 @@ TEXT_TOKENS = 768  # of each
 BATCH_SIZES = (1, 8)
 NEW_TOKENS, TURNS = 32, 3
 PLAIN = "bf16"
-COPIES = {"int8": "int8", "int4": "int4", "fp8": "fp8", "q8_0": "q8_0.gguf", "q4_k": "q4_k.gguf"}
+ROUNDED = {  # written by this package: what is asked for, and the columns of a group
+    "int8": ("int8", None),
+    "int8 by 64": ("int8", 64),
+    "int4 by 64": ("int4", 64),
+    "int4 by 32": ("int4", 32),
+    "fp8": ("fp8", None),
+    "q8_0.gguf": ("q8_0", None),
+    "q4_k.gguf": ("q4_k", None),
+}
+CHECKPOINTS = ("gptq", "gptq asym", "gptq desc_act", "awq", "int4 group with zeros", "fp8 128x128", "fp8 tensor", "nf4")
+LLAMA_TYPES = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S", "MXFP4": "MXFP4_MOE"} | {
+    name: name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
+}
+LLAMA = """
+import ctypes, sys, llama_cpp
+params = llama_cpp.llama_model_quantize_default_params()
+params.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + sys.argv[3])
+params.allow_requantize = params.pure = True
+sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
+"""
+AS_IT_COMES = "Q4_1 as it comes"
+ANSWER_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "A hash table is a data structure that",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "In the beginning",
+    "To make a good cup of tea,",
+    "The speed of light is about",
+    "Dear Sir or Madam,\n",
+    "1, 2, 3, 4, 5,",
+    "Water boils at",
+    "Shakespeare wrote",
+)
 CONFIG = BucketConfig(max_batch_size=8, batch_sizes=list(BATCH_SIZES), max_sequence_length=1024)
 app = typer.Typer(add_completion=False)
 
@@ -59,16 +100,35 @@ def expand(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def write_checkpoint(plain: Path, folder: Path, form: str) -> None:
+    """Write a checkpoint in one of the tests' forms."""
+    shutil.copytree(plain, folder)
+    tensors = load_file(plain / "model.safetensors")
+    stored, _ = packed_tensors(FORMS[form], tensors)
+    contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": FORMS[form].settings}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
 @app.command()
-def prepare(folder: Path) -> None:
+def prepare(
+    folder: Path,
+    llama_python: Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")] = None,
+) -> None:
     """Write the model in bf16, and its copies; what is there stays."""
     if not (folder / PLAIN).exists():
         expand(folder / PLAIN)
-    for name, copy in COPIES.items():
-        if not (folder / copy).exists():
-            began = time.perf_counter()
-            quantised_copy(folder / PLAIN, folder / copy, name, progress=True)
-            print(f"{name}: rounded and written in {time.perf_counter() - began:.1f} s")
+    for name, (quantize, group_size) in ROUNDED.items():
+        if not (folder / name).exists():
+            quantised_copy(folder / PLAIN, folder / name, quantize, group_size=group_size, progress=True)
+    for name in CHECKPOINTS:
+        if not (folder / name).exists():
+            write_checkpoint(folder / PLAIN, folder / name, name)
+    for name, kind in LLAMA_TYPES.items() if llama_python is not None else ():
+        if not (folder / f"{name}.gguf").exists():
+            given = [str(llama_python), "-c", LLAMA, str(resolve_model_path("smollm2")), str(folder / f"{name}.gguf")]
+            subprocess.run([*given, kind], check=True, stderr=subprocess.DEVNULL)
 
 
 def perplexity(llm: LLM, text: str) -> float:
@@ -100,14 +160,18 @@ def resident_bytes() -> int:
 
 
 @app.command()
-def one(model: Path, form: str) -> None:
+def one(
+    model: Path,
+    form: str,
+    times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
+) -> None:
     """Print a JSON line of one model; a process of its own, for its memory is that of one model."""
     quantize = "gguf" if model.suffix == ".gguf" else None
     before = resident_bytes()
     began = time.perf_counter()
     with LLM(model, quantize=quantize, dtype="bfloat16", config=CONFIG) as llm:
         load_seconds = time.perf_counter() - began
-        turns = {str(size): step_ms(llm, size) for size in BATCH_SIZES}
+        turns = {str(size): step_ms(llm, size) for size in BATCH_SIZES if times}
         record = {
             "form": form,
             "load_seconds": load_seconds,
@@ -124,31 +188,67 @@ def one(model: Path, form: str) -> None:
 def measure(
     folder: Path,
     out: Annotated[Path | None, typer.Option(help="Where to write the figures.")] = None,
-    only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: all.")] = None,
+    only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: what FILE has not.")] = None,
+    times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
 ) -> None:
-    """Measure each form in a process of its own, and print a table."""
-    chosen = only.split(",") if only else [PLAIN, *COPIES]
-    bandwidth = read_bandwidth("cpu")
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    """Measure each form in a process of its own, write FILE after each, and print a table."""
+    result: dict[str, Any] = json.loads(out.read_text()) if out is not None and out.exists() else {"schema": 1}
+    rows: list[dict[str, Any]] = result.get("rows", [])
+    there = [PLAIN, AS_IT_COMES, *sorted(path.name for path in folder.iterdir() if path.name != PLAIN)]
+    chosen = only.split(",") if only else [form for form in there if form not in {row["form"] for row in rows}]
+    bandwidth = read_bandwidth("cpu") if times else None
     for form in chosen:
-        model = folder / COPIES.get(form, PLAIN)
-        ran = subprocess.run(
-            [sys.executable, __file__, "one", str(model), form], stdout=subprocess.PIPE, check=True, text=True
-        )
+        model = resolve_model_path("smollm2") if form == AS_IT_COMES else folder / form
+        command = [sys.executable, __file__, "one", str(model), form, "--times" if times else "--no-times"]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
         rows = [row for row in rows if row["form"] != form] + [json.loads(ran.stdout.splitlines()[-1])]
-    result = {"schema": 1, "read_bandwidth": bandwidth, "environment": describe_environment("cpu"), "rows": rows}
-    if out is not None:
-        out.write_text(json.dumps(result, indent=1) + "\n")
+        result |= {"read_bandwidth": bandwidth, "environment": describe_environment("cpu"), "rows": rows}
+        print(f"{form}: {rows[-1]['perplexity']}", flush=True)
+        if out is not None:
+            out.write_text(json.dumps(result, indent=1) + "\n")
     _print(result)
+
+
+@app.command()
+def tokens(out: Annotated[Path, typer.Option(help="Where to write the figures.")]) -> None:
+    """Compare greedy answers of the file's blocks with those of its undone weights, in float32 and in bf16."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        answers = []
+        for quantize in ("gguf", None):
+            with LLM("smollm2", quantize=quantize, dtype=dtype, config=CONFIG) as llm:
+                params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, logprobs=2)
+                outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+                answers.append([output.outputs[0] for output in outputs])
+        found[dtype] = [compared(prompt, *pair) for prompt, *pair in zip(PROMPTS, *answers, strict=True)]
+        same = sum(row["same_tokens"] == row["tokens"] for row in found[dtype])
+        print(f"{dtype}: {same} of {len(PROMPTS)} answers are the same to their end")
+    result = {"schema": 1, "environment": describe_environment("cpu"), "answers": found}
+    out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def compared(prompt: str, in_blocks: Any, undone: Any) -> dict[str, Any]:
+    """Return how many tokens two answers share, and how near the two best were where they part."""
+    pairs = zip(in_blocks.token_ids, undone.token_ids, strict=False)
+    same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(undone.token_ids))
+    row = {"prompt": prompt, "tokens": len(undone.token_ids), "same_tokens": same}
+    if same < len(undone.token_ids):
+        best, second = sorted((entry.logprob for entry in undone.logprobs[same].values()), reverse=True)[:2]
+        row["margin_where_they_part"] = best - second
+    return row
 
 
 def _print(result: dict[str, Any]) -> None:
     table = Table("form", "weights MiB", "resident MiB", "ms at 1", "x floor", "ms at 8", *TEXTS)
     for row in result["rows"]:
-        floor = 1000 * row["weight_bytes"] / result["read_bandwidth"]
         cells = [row["form"], f"{row['weight_bytes'] / 2**20:.0f}", f"{row['resident_bytes'] / 2**20:.0f}"]
-        cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
-        cells += [f"{row['ms_per_step']['8']:.2f}", *(f"{row['perplexity'][text]:.3f}" for text in TEXTS)]
+        if row["ms_per_step"]:
+            floor = 1000 * row["weight_bytes"] / result["read_bandwidth"]
+            cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
+            cells += [f"{row['ms_per_step']['8']:.2f}"]
+        else:
+            cells += ["-"] * 3
+        cells += [f"{row['perplexity'][text]:.3f}" for text in TEXTS]
         table.add_row(*cells)
     Console(width=110).print(table)
 

@@ -105,6 +105,7 @@ class Ranks(ABC):
         """Return the collectives that the terms name."""
         if board is not None:
             return SharedCollectives(self.rank, self.count, self.agree, board)
+        self.agree("joins the group")  # one may start long after the others, and joining has a limit
         join_group(self.rank, self.terms, self.device)
         return GroupCollectives(self.rank, self.count, self.agree)
 

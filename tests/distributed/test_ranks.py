@@ -1,7 +1,9 @@
 """Ranks in one process, a thread each: what they say to one another, and what they compare while they capture."""
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,6 +13,8 @@ from graphdecode.distributed import Follower, Leader, RankError
 from graphdecode.distributed.board_file import new_board
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.ranks import Terms
+from graphdecode.distributed.watch import Watch
+from graphdecode.errors import ArgumentError
 
 Pair = tuple[Leader, Follower]
 
@@ -100,3 +104,34 @@ def test_messages_arrive_as_they_were_sent() -> None:
     with pytest.raises(EOFError):
         there.receive()
     there.close()
+
+
+def test_a_rank_that_is_stopped_and_reads_nothing_holds_nobody_up() -> None:
+    """Its sockets are full: rank 0 waits to tell it something, and the watch to say why it ends."""
+    terms = Terms(2, "cpu", "shared", 60.0, 1)
+    (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
+    _, board = new_board(2, 60.0)
+    leader = Leader(terms, [Link(here)], [life], board, [])
+    threading.Timer(0.2, their_life.close).start()
+    with pytest.raises(RankError, match="rank 1 of 2 died"):
+        leader.tell(3, payload=bytes(1 << 24))
+    leader.close()
+    there.close()
+    mine, theirs = socket.socketpair()
+    mine.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while mine.send(b"."):
+            pass
+    began = time.monotonic()
+    Watch({0: mine}, 60.0, lambda rank, fate: None).fail("because")
+    assert time.monotonic() - began < 5.0
+    mine.close()
+    theirs.close()
+
+
+def test_what_all_ranks_refuse_is_not_the_fault_of_one(pair: Pair) -> None:
+    leader, follower = pair
+    follower.fail("no such model")
+    leader.explain(ArgumentError("no such model"))
+    with pytest.raises(RankError, match=r"rank [01] of 2 failed: .*no such model"):
+        leader.check()

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from few_bits_weights import integer_weight, stored_weight
 from test_experts import ALPHA, LIMIT, product, random, routed
-from test_quantised_linear import integer_weight, stored_weight
 
 from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels, undone
 from graphdecode.kernels.moe.quantised_expert_linear import (

@@ -38,7 +38,7 @@ class Form(NamedTuple):
     """A form of checkpoints."""
 
     settings: dict[str, Any]  # of quantization_config
-    write: Callable[[Tensor, torch.Generator], Written]
+    write: Callable[[Tensor], Written]
 
 
 def packed_words(codes: Tensor, bits: int, dim: int) -> Tensor:
@@ -67,7 +67,7 @@ def affine(weight: Tensor, bits: int, size: int, *, is_symmetric: bool, groups: 
 def gptq(bits: int, size: int, *, is_symmetric: bool, desc_act: bool = False, version: str = "gptq") -> Form:
     """Return what AutoGPTQ writes; in its first version zero points are stored less one."""
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         columns = weight.shape[1]
         groups = torch.arange(columns) // size
         if desc_act:
@@ -88,7 +88,7 @@ def awq(size: int) -> Form:
     def interleaved(codes: Tensor) -> Tensor:
         return packed_words(codes.unflatten(1, (-1, 8))[..., AWQ_ORDER].flatten(1), 4, 1)
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         codes, scales, zeros, meant = affine(weight, 4, size, is_symmetric=False)
         tensors = {"qweight": interleaved(codes.T), "qzeros": interleaved(zeros.T), "scales": scales.T.contiguous()}
         return Written(tensors, meant)
@@ -102,7 +102,7 @@ def compressed(format_name: str, *, activations: dict[str, Any] | None = None, *
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
     args, compressor = scheme.weights, BaseCompressor.get_value_from_registry(format_name)
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         rows, columns = weight.shape
         height, width = {
             "tensor": (rows, columns),
@@ -140,10 +140,11 @@ def compressed(format_name: str, *, activations: dict[str, Any] | None = None, *
 def float8(block: tuple[int, int] | None) -> Form:
     """Return DeepSeek's and Qwen's fp8, or that with one scale for each weight."""
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         rows, columns = weight.shape
         height, width = block or (rows, columns)
-        scales = torch.rand(math.ceil(rows / height), math.ceil(columns / width), generator=generator) / 400 + 1e-3
+        parts = [part.split(width, 1) for part in weight.split(height)]
+        scales = torch.tensor([[float(part.abs().max()) for part in row] for row in parts]) / 448
         wide = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
         codes = (weight / wide).clamp(-448, 448).to(torch.float8_e4m3fn)
         tensors = {"weight": codes, "weight_scale_inv": scales} if block else {}
@@ -159,7 +160,7 @@ def nf4(size: int, *, nested: bool) -> Form:
     """Return what bitsandbytes writes."""
     table = torch.tensor([float(value) for value in NF4.split()])
 
-    def write(weight: Tensor, generator: torch.Generator) -> Written:
+    def write(weight: Tensor) -> Written:
         blocks = weight.reshape(-1, size)
         scales = blocks.abs().amax(1)
         tensors = {"quant_map": table.clone()}
@@ -213,20 +214,25 @@ FORMS = {
 }
 
 
-def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
-    """Write a checkpoint in a form, and the plain one that it stands for; the MLP of a layer is plain in both."""
-    packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
-    tensors = load_file(plain / "model.safetensors")
-    generator = torch.Generator().manual_seed(0)
+def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm_head") -> tuple[dict, dict]:
+    """Return a checkpoint's tensors in a form, and what they stand for; those with `left_plain` in their names stay."""
     stored, meant = dict(tensors), dict(tensors)
     for name, weight in tensors.items():
-        if not name.endswith(PRODUCTS) or "layers.1.mlp" in name:
+        if not name.endswith(PRODUCTS) or left_plain in name:
             continue
-        written = form.write(weight.float(), generator)
+        written = form.write(weight.float())
         meant[name] = written.stands_for.float()
         del stored[name]
         module = name.removesuffix("weight")
         stored |= {f"{module}{end}": tensor for end, tensor in written.tensors.items()}
+    return stored, meant
+
+
+def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
+    """Write a checkpoint in a form, and the plain one that it stands for; the MLP of a layer is plain in both."""
+    packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
+    tensors = load_file(plain / "model.safetensors")
+    stored, meant = packed_tensors(form, tensors, left_plain="layers.1.mlp")
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / "model.safetensors")
     save_file(meant, plain / "model.safetensors")
     edit_config(packed, lambda settings: settings.update(quantization_config=form.settings))

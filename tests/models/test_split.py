@@ -1,26 +1,39 @@
 """A rank has its part of a model and no more, reads no more, and gets the logits of all."""
 
 import math
+import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
+from gguf_checkpoints import ARCHITECTURES, quantised_file
+from quantised_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM
-from graphdecode.distributed import SharedCollectives
+from graphdecode.distributed import Collectives, SharedCollectives
 from graphdecode.distributed.board_file import new_board
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.native import library as native
+from graphdecode.linear.across_ranks import Summed
+from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.weight_form import Shard
-from graphdecode.models import load_model
+from graphdecode.models import Model, load_model
+from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.weight_map import parts
+
+T = TypeVar("T")
+compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 
 
 class Watched(Checkpoint):
@@ -113,28 +126,95 @@ def test_what_ranks_cannot_share_is_refused_before_any_is_started(wish: dict, wo
         LLM("demo", skip_tokenizer_init=True, **wish)
 
 
+def on_all_ranks(
+    ranks: int, work: Callable[[Collectives], T], kind: type[SharedCollectives] = SharedCollectives
+) -> list[T]:
+    """Let each rank, a thread, do its part; they meet over the same memory as processes do."""
+    descriptor, board = new_board(ranks, limit_seconds=60.0)
+    os.close(descriptor)
+    barrier = threading.Barrier(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(
+            pool.map(lambda rank: work(kind(rank, ranks, lambda _: barrier.wait() and None, board)), range(ranks))
+        )
+
+
+class OwnFirst(SharedCollectives):
+    """Each rank begins the sum with its own numbers."""
+
+    def _reduce(self, x: torch.Tensor) -> None:
+        parts = torch.empty(1, self.count * x.numel())
+        self._gather(parts, x.reshape(1, -1))
+        x.copy_(reduce(torch.add, parts.view(self.count, *x.shape).roll(-self.rank, 0)))
+
+
+def logits_of(path: Path, shared: Collectives | None, **options: Any) -> list[torch.Tensor]:
+    with torch.no_grad():
+        driven = DrivenDecoder(load_model(path, device="cpu", dtype="float32", shared=shared, **options), rows=3)
+        driven.prefill([[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15]], [0, 0, 0])
+        return [driven.decode([20 + i, 30 + i, 40 + i], [4 + i, 1 + i, 6 + i]) for i in range(4)]
+
+
+def same_bits(found: list[list[torch.Tensor]]) -> bool:
+    return all(torch.equal(mine, theirs) for others in found[1:] for mine, theirs in zip(found[0], others, strict=True))
+
+
 @pytest.mark.parametrize("name", ["llama-3", "qwen2-moe", "olmo2"])
 def test_logits_have_the_same_bits_on_all_ranks(checkpoint: Callable[[str], Path], name: str) -> None:
-    """Each rank is a thread with its own part; they meet over the same memory as processes do."""
-    ranks = 2
-    _, board = new_board(ranks, limit_seconds=60.0)
-    found: dict[int, list[torch.Tensor]] = {}
+    path = checkpoint(name)
+    found = on_all_ranks(4, lambda shared: logits_of(path, shared))
+    assert same_bits(found)
+    for own, whole in zip(found[0], logits_of(path, None), strict=True):
+        torch.testing.assert_close(own, whole, rtol=1e-4, atol=1e-4)
 
-    def run(rank: int) -> None:
-        shared = SharedCollectives(rank, ranks, lambda _: None, board)
-        driven = DrivenDecoder(load_model(checkpoint(name), device="cpu", dtype="float32", shared=shared), rows=3)
-        with torch.no_grad():
-            driven.prefill([[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15]], [0, 0, 0])
-            found[rank] = [driven.decode([20 + i, 30 + i, 40 + i], [4 + i, 1 + i, 6 + i]) for i in range(4)]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found[0], found[1], strict=True))
-    driven = DrivenDecoder(load_model(checkpoint(name), device="cpu", dtype="float32"), rows=3)
-    driven.prefill([[5, 6, 7, 8], [9], [10, 11, 12, 13, 14, 15]], [0, 0, 0])
-    for i, logits in enumerate(found[0]):
-        whole = driven.decode([20 + i, 30 + i, 40 + i], [4 + i, 1 + i, 6 + i])
-        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+def test_sums_in_an_order_of_each_rank_s_own_would_be_found(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("llama-3")
+    assert not same_bits(on_all_ranks(4, lambda shared: logits_of(path, shared), OwnFirst))
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 640, "tie_word_embeddings": True}
+
+
+@compiled
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "wide", ("llama", "Llama", WIDE))
+    path = quantised_file(tmp_path / "wide.gguf", "wide", {"weight": kind})
+
+    def load(shared: Collectives | None) -> Model:
+        return load_model(path, device="cpu", dtype="float32", quantize="gguf", shared=shared)
+
+    ranks = on_all_ranks(2, load)
+    for model in ranks:
+        assert isinstance(model.stem.part, BlocksStem)
+        o = model.layers[0].linears["o"]
+        assert isinstance(o, Summed)
+        assert isinstance(o.form, Blocks)
+    whole, *own = (sum(held.nbytes for held in model.constants) for model in (load(None), *ranks))
+    assert own == pytest.approx([whole / 2] * 2, rel=0.1)
+    found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))
+    assert same_bits(found)
+    for mine, all_of_it in zip(found[0], logits_of(path, None, quantize="gguf"), strict=True):
+        torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
+
+
+@compiled
+def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("llama-3")
+
+    def scales(shared: Collectives | None) -> torch.Tensor:
+        found = load_model(path, device="cpu", dtype="float32", quantize="int8", shared=shared)
+        down = found.layers[1].linears["down"]
+        return (down.form if isinstance(down, Summed) else down).scales
+
+    whole = scales(None)
+    assert all(torch.equal(part, whole) for part in on_all_ranks(2, scales))
+
+
+def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None:
+    packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
+    with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):
+        split(Checkpoint(packed), 0, 2).read_groups("model.layers.0.self_attn.o_proj.weight")
