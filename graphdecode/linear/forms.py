@@ -20,6 +20,7 @@ from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.plain_experts import PlainExperts
 from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
+from graphdecode.linear.tiled_experts import BlockTileExperts, GroupTileExperts
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
@@ -38,7 +39,12 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
     Plain,
 ]
 
-EXPERT_FORMS: tuple[type[ExpertForm], ...] = (BlockExperts, GroupExperts)  # plain ones are for all others
+EXPERT_FORMS: tuple[type[ExpertForm], ...] = (
+    BlockTileExperts,
+    BlockExperts,
+    GroupTileExperts,
+    GroupExperts,
+)  # plain ones are for all others
 
 
 def register_form(form: type[WeightForm]) -> None:

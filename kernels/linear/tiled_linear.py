@@ -28,7 +28,7 @@ SECONDS = OneOf(SECOND_KINDS)
 _WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
 
 
-def _words(numbers: Tensor) -> Tensor:
+def words_of(numbers: Tensor) -> Tensor:
     """Return numbers [..., n] as the integers of 8, 16 or 32 bits in which the kernel reads them."""
     nbytes = numbers.shape[-1] * numbers.element_size()
     return numbers.view(_WORDS.get(nbytes, torch.int32))
@@ -70,7 +70,7 @@ def tiled_linear_triton(
     ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
     dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
     listings = tuple(assembly(code, dtype, place) for place in range(step // tile))
-    in_words, more = _words(scales), None if seconds is None else _words(seconds)
+    in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, words, high, in_words, more, bias, gain, partial, counters, rows, out.shape[1], weight_rows, depth,

@@ -108,6 +108,92 @@ def _with_group(acc, product, total, scales, seconds, PLACE: tl.constexpr, SCALE
     return acc
 
 
+@triton.jit
+def tiled_sums(
+    x_rows,
+    gain,
+    there,
+    words,
+    high,
+    scales,
+    seconds,
+    row,
+    weight_rows,
+    begin,
+    end,
+    depth,
+    ASSEMBLY: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PER_HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECONDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SECOND_WORDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    RANGE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Return products [BLOCK_N, BLOCK_M] of the weight's rows with those of x over some columns, and x's squares there.
+
+    `x_rows` are the places of the first columns of x; without a gain squares are zeros.
+    """
+    TILE: tl.constexpr = PER_WORD * SPAN
+    UNDONE: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
+    UNIT: tl.constexpr = max(GROUP, BLOCK_K)
+    HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
+    k = tl.arange(0, SPAN)
+    plane = tl.cast(weight_rows, tl.int64) * SPAN  # of one tile
+    w_rows = row.to(tl.int64)[:, None] * SPAN + k[None, :]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
+    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
+        x_step = x_rows + at
+        if GROUP > 0:
+            unit = at // UNIT * weight_rows + row
+            s = _words(scales + unit * SCALE_WORDS, SCALE_WORDS)
+            t = s
+            if SECONDS != "none":
+                t = _words(seconds + unit * SECOND_WORDS, SECOND_WORDS)
+        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = product
+        for tile in tl.static_range(BLOCK_K // TILE):
+            w = tl.load(words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
+            if PER_HIGH == 0:
+                h = w  # there is none
+            elif tile * PER_WORD % PER_HIGH == 0:
+                own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
+                h = tl.load(high + own * plane + w_rows, eviction_policy="evict_first")
+            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
+            for span in tl.static_range(PER_WORD):
+                a, squares = activations(
+                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
+                    at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
+                )  # fmt: skip
+                code = codes[span].to(UNDONE, bitcast=True).to(a.dtype)
+                a = tl.trans(a)
+                if GROUP == 0:
+                    acc = tl.dot(code, a, acc, input_precision="ieee")
+                else:
+                    product = tl.dot(code, a, product, input_precision="ieee")
+                    if HAS_TOTALS:
+                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for interpreters of 3.6
+                        total = tl.dot(ones, a, total, input_precision="ieee")
+                    if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
+                        acc = _with_group(
+                            acc, product, total, s, t, (tile * PER_WORD + span) * SPAN // GROUP, SCALES, SECONDS
+                        )
+                        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+                        total = product
+    if GROUP == 0:
+        acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
+    return acc, squares
+
+
 # One program multiplies block_m rows with block_n rows of the weight, over one part of the columns, a step at a time:
 # it reads the words and scales of block_n rows once, and as many columns of x, which the L2 cache holds.
 @triton.jit(do_not_specialize=["rows", "splits"])  # one code for any rows: a row's bits must not depend on their number
@@ -156,9 +242,6 @@ def tiled_linear_kernel(
 ):
     """Multiply on the tensor cores."""
     TILE: tl.constexpr = PER_WORD * SPAN
-    UNDONE: tl.constexpr = tl.float16 if x.dtype.element_ty == tl.float16 else tl.bfloat16
-    UNIT: tl.constexpr = max(GROUP, BLOCK_K)
-    HAS_TOTALS: tl.constexpr = SECONDS == "least" or SECONDS == "zeros" or SECONDS == "six bits"
     block = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     begin = tl.program_id(2) * part
@@ -177,52 +260,14 @@ def tiled_linear_kernel(
         wait_and_trigger()
     there = (m < rows)[:, None]
     x_rows = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
-    w_rows = row.to(tl.int64)[:, None] * SPAN + k[None, :]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    held = acc
+    held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
         held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
-    squares = tl.zeros([BLOCK_M, SPAN], tl.float32)
-    for at in tl.range(begin, end, BLOCK_K, num_stages=STAGES):
-        x_step = x_rows + at
-        if GROUP > 0:
-            unit = at // UNIT * weight_rows + row
-            s = _words(scales + unit * SCALE_WORDS, SCALE_WORDS)
-            t = s
-            if SECONDS != "none":
-                t = _words(seconds + unit * SECOND_WORDS, SECOND_WORDS)
-        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-        total = product
-        for tile in tl.static_range(BLOCK_K // TILE):
-            w = tl.load(words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
-            if PER_HIGH == 0:
-                h = w  # there is none
-            elif tile * PER_WORD % PER_HIGH == 0:
-                own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
-                h = tl.load(high + own * plane + w_rows, eviction_policy="evict_first")
-            codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
-            for span in tl.static_range(PER_WORD):
-                a, squares = activations(
-                    x_step + (tile * PER_WORD + span) * SPAN, gain, squares, there,
-                    at + (tile * PER_WORD + span) * SPAN + k, depth, RANGE, EVEN_K,
-                )  # fmt: skip
-                code = codes[span].to(UNDONE, bitcast=True).to(a.dtype)
-                a = tl.trans(a)
-                if GROUP == 0:
-                    acc = tl.dot(code, a, acc, input_precision="ieee")
-                else:
-                    product = tl.dot(code, a, product, input_precision="ieee")
-                    if HAS_TOTALS:
-                        ones = tl.full([BLOCK_N, SPAN], 1.0, tl.float32).to(a.dtype)  # for interpreters of 3.6
-                        total = tl.dot(ones, a, total, input_precision="ieee")
-                    if ((tile * PER_WORD + span + 1) * SPAN) % min(GROUP, BLOCK_K) == 0:
-                        acc = _with_group(
-                            acc, product, total, s, t, (tile * PER_WORD + span) * SPAN // GROUP, SCALES, SECONDS
-                        )
-                        product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-                        total = product
-    if GROUP == 0:
-        acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
+    acc, squares = tiled_sums(
+        x_rows, gain, there, words, high, scales, seconds, row, weight_rows, begin, end, depth, ASSEMBLY,
+        PER_WORD, PER_HIGH, SPAN, GROUP, SCALES, SECONDS, SCALE_WORDS, SECOND_WORDS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+        RANGE, EVEN_K,
+    )  # fmt: skip
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
         out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,

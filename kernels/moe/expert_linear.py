@@ -29,7 +29,7 @@ _MANY = 32  # pairs of an expert, on average, from which on the larger tile is w
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
+def gate_times_up(gate, up, alpha, limit, GATE: tl.constexpr):
     """Return `activation(gate) * up`, in fp32."""
     if GATE == "silu":
         return gate / (1.0 + tl.exp(-gate)) * up
@@ -40,6 +40,18 @@ def _gated(gate, up, alpha, limit, GATE: tl.constexpr):
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+
+
+@triton.jit
+def expert_of_program(offsets, experts, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return whose pairs a program multiplies, and which BLOCK_M of these; what is left over has no expert."""
+    index = tl.arange(0, BLOCK_E)
+    starts = tl.load(offsets + index, mask=index < experts, other=0)
+    stops = tl.load(offsets + index + 1, mask=index < experts, other=0)
+    tiles = tl.cdiv(stops - starts, BLOCK_M)
+    program = tl.program_id(0)
+    expert = tl.sum((tl.cumsum(tiles, axis=0) <= program).to(tl.int32))
+    return expert, program - tl.sum(tl.where(index < expert, tiles, 0))
 
 
 # One program multiplies BLOCK_M pairs of one expert with BLOCK_N of its outputs, twice as many where there is a gate.
@@ -73,15 +85,9 @@ def _expert_linear_kernel(
     if PDL:
         wait_and_trigger()
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
-    index = tl.arange(0, BLOCK_E)
-    starts = tl.load(offsets + index, mask=index < experts, other=0)
-    stops = tl.load(offsets + index + 1, mask=index < experts, other=0)
-    tiles = tl.cdiv(stops - starts, BLOCK_M)
-    program = tl.program_id(0)
-    expert = tl.sum((tl.cumsum(tiles, axis=0) <= program).to(tl.int32))
+    expert, tile = expert_of_program(offsets, experts, BLOCK_E, BLOCK_M)
     if expert >= experts:
         return
-    tile = program - tl.sum(tl.where(index < expert, tiles, 0))
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     there = m < tl.load(offsets + expert + 1)
     pair = tl.load(order + m, mask=there, other=0)
@@ -111,7 +117,7 @@ def _expert_linear_kernel(
     if GATE != "none":
         if HAS_BIAS:
             acc_up += tl.load(bias + first + width + n, mask=n < width, other=0.0).to(tl.float32)[None, :]
-        acc = _gated(acc, acc_up, alpha, limit, GATE)
+        acc = gate_times_up(acc, acc_up, alpha, limit, GATE)
     place = out + pair.to(tl.int64)[:, None] * width + n[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=there[:, None] & (n < width)[None, :])
 

@@ -23,18 +23,31 @@ from triton.runtime.jit import JITFunction
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
+from few_bit_cases import (
+    EXPERT_WIDTH,
+    EXPERTS,
+    FEED_FORWARD,
+    HIDDEN,
+    PAGE_SIZE,
+    PAGES,
+    ROWS,
+    SLOTS,
+    VOCAB,
+    WIDTH,
+    tiled_cases,
+    tiled_expert_cases,
+)
+
 from graphdecode.kernels.attention import attention_plan, attention_tile, extend_attention, split_append, split_decode
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.page_scales import PageScales
-from graphdecode.kernels.linear import small_linear, tiled_linear
+from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import (
     DOT_TILES,
     GEMV_ROWS,
     SmallLinearConfig,
     candidates,
-    tiled_config,
 )
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
 from graphdecode.kernels.model import (
     act_mul,
     advance,
@@ -43,7 +56,6 @@ from graphdecode.kernels.model import (
     embedding_norm,
     sample_and_advance,
     skip_steps,
-    tiled_embedding,
 )
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.native import early_start
@@ -61,10 +73,7 @@ from graphdecode.kernels.speculation.draft_slots import DRAFT_COLUMNS, DraftSlot
 from step_code.compiled import compiled
 from step_code.sass import usage_of
 
-ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
 DRAFTS, HISTORY = 7, 4096
-HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
-EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
 ATTENTION_SHAPES = [
     (head_dim, dtype, kv_dtype)
     for head_dim in (64, 128, 256)
@@ -350,44 +359,6 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     return cases
 
 
-def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
-    """Products with weights of few bits: few rows as they are, many with all that a layer fuses with them."""
-    cases: dict[str, Callable[[], None]] = {}
-    kinds = {
-        "int8": ("s8", 0, "none", torch.bfloat16),
-        "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
-        "q4_k": ("u4", 32, "six bits", torch.float16),
-        "q6_k": ("s6", 16, "parts", torch.float16),
-    }
-    for name, (code, group, second_kind, dtype) in kinds.items():
-        tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
-        for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
-            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch == 100)
-            case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
-            cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
-        cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
-    return cases
-
-
-def launch_tiled_embedding(tiles: WeightTiles) -> None:
-    """Gather rows of few bits."""
-    out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
-    live, layout = torch.empty(1, dtype=torch.int32), tiles.layout
-    tiled_embedding.tiled_embedding_triton(out, ids, *tiles[:4], live, *layout[:3], layout.step, 1.0)
-
-
-def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:
-    """Launch one product with a weight of few bits."""
-    out_features, layout = tiles.words.shape[1], tiles.layout
-    x = torch.empty(rows, FEED_FORWARD, dtype=torch.bfloat16)
-    out = torch.empty(rows, out_features // (1 + (epilogue == "silu")), dtype=torch.bfloat16)
-    gain, counters = torch.empty(FEED_FORWARD) if is_normed else None, torch.empty(HIDDEN, dtype=torch.int32)
-    tiled_linear.tiled_linear_triton(
-        out, x, *tiles[:4], None, gain, torch.empty(1), counters, 1e-5, epilogue, 1.0, *layout[:3], layout.step,
-        config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages, config.pdl,
-    )  # fmt: skip
-
-
 def expert_cases() -> dict[str, Callable[[], None]]:
     """Routing, and the products of few and of many pairs of a model with experts."""
     cases: dict[str, Callable[[], None]] = {}
@@ -439,6 +410,8 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= speculation_cases()
     cases |= linear_cases(arch)
     cases |= tiled_cases(arch)
+    if arch != 100:  # experts are undone there
+        cases |= tiled_expert_cases()
     cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)

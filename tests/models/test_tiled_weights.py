@@ -11,7 +11,9 @@ import pytest
 import torch
 from driven_decoder import DrivenDecoder
 from gguf_checkpoints import quantised_file
+from quantised_checkpoints import FORMS, write_pair
 from test_gguf_blocks import values
+from test_quantised_experts import experts_in, logits
 
 from graphdecode import GraphManager
 from graphdecode.graphs import check
@@ -22,7 +24,10 @@ from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import Groups, packed
 from graphdecode.linear.int8 import Int8, Int8Panels
 from graphdecode.linear.plain import Plain
+from graphdecode.linear.plain_experts import PlainExperts
+from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
 from graphdecode.linear.tile_sources import tiles_of_groups
+from graphdecode.linear.tiled_experts import BlockTileExperts, GroupTileExperts
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
@@ -41,6 +46,8 @@ def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
     for form in (Blocks, GroupPanels, Int8, Int8Panels):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
+    for experts in (BlockExperts, GroupExperts):
+        monkeypatch.setattr(experts, "load", classmethod(lambda *_arguments: None))
     monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
@@ -194,3 +201,29 @@ def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_by
     assert len(products) == 4 * tiled.model.num_layers + 1
     assert all(launch.starts_early for launch in products)
     assert tiled.model.weight_bytes < 0.51 * plain.model.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "gate_up", "down"),
+    [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4"), ("qwen3moe", "F16", "Q4_0")],
+)
+def test_experts_of_a_file_are_tiles_too(
+    tmp_path: Path, forms_of_a_gpu: None, name: str, gate_up: str, down: str
+) -> None:
+    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
+    path = quantised_file(tmp_path / "small.gguf", name, types)
+    kept, plain = (load_model(path, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
+    torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
+    for experts in experts_in(kept):
+        assert type(experts.down) is BlockTileExperts
+        assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else BlockTileExperts)
+
+
+def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(
+    tmp_path: Path, forms_of_a_gpu: None
+) -> None:
+    for form, kind in (("int4 group with zeros", GroupTileExperts), ("gptq desc_act", PlainExperts)):
+        folders = write_pair(FORMS[form], tmp_path / form, "mixtral")
+        kept, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)
+        torch.testing.assert_close(logits(kept), logits(plain), rtol=3e-4, atol=3e-4)
+        assert all(type(experts.gate_up) is type(experts.down) is kind for experts in experts_in(kept))

@@ -1,0 +1,220 @@
+"""The products of experts with their rows on a GPU, over weights of few bits in tiles, which are undone in registers.
+
+What it computes is that of `expert_linear`; codes are undone and sums scaled as `tiled_linear` does. The rows of all
+experts are those of one weight in tiles, one expert after another, with a gate its rows before those of `up`.
+
+The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
+"""
+
+from typing import Annotated
+
+import torch
+from torch import Tensor
+
+from ..linear.code_words import CODES, assembly
+from ..linear.small_linear_config import SmallLinearConfig
+from ..linear.small_linear_kernels import block_rows
+from ..linear.tiled_linear import KINDS, SECONDS, words_of
+from ..linear.tiled_linear_kernels import tiled_sums
+from ..linear.weight_tiles import TileLayout, WeightTiles, dequantised
+from ..native.early_start import early_start_options, wait_and_trigger
+from ..native.optional_triton import tl, triton
+from ..native.registration import operator
+from ..native.signature import AnyElement, Int32, Written
+from .expert_linear import GATES, expert_of_program, gate_times_up, write_products
+
+
+# One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight, with a gate half of them the
+# gate's. It reads their words and scales once, and its pairs' rows of x, which the L2 cache holds. The grid is that of
+# `expert_linear`.
+@triton.jit
+def tiled_expert_linear_kernel(
+    out,
+    x,
+    words,
+    high,
+    scales,
+    seconds,
+    bias,
+    order,
+    offsets,
+    experts,
+    slots,
+    width,
+    depth,
+    columns,
+    x_stride,
+    alpha,
+    limit,
+    ASSEMBLY: tl.constexpr,
+    PER_WORD: tl.constexpr,
+    PER_HIGH: tl.constexpr,
+    SPAN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALES: tl.constexpr,
+    SECONDS: tl.constexpr,
+    SCALE_WORDS: tl.constexpr,
+    SECOND_WORDS: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiply on the tensor cores."""
+    if PDL:
+        wait_and_trigger()
+    HALVES: tl.constexpr = 1 if GATE == "none" else 2
+    expert, tile = expert_of_program(offsets, experts, BLOCK_E, BLOCK_M)
+    if expert >= experts:
+        return
+    m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    there = m < tl.load(offsets + expert + 1)
+    pair = tl.load(order + m, mask=there, other=0)
+    block = tl.program_id(1)
+    row = expert * width * HALVES + block_rows(block, width, BLOCK_N, GATE != "none")
+    x_rows = x + (pair // slots).to(tl.int64)[:, None] * x_stride + tl.arange(0, SPAN)[None, :]
+    acc, _ = tiled_sums(
+        x_rows, None, there[:, None], words, high, scales, seconds, row, experts * width * HALVES, 0, columns, depth,
+        ASSEMBLY, PER_WORD, PER_HIGH, SPAN, GROUP, SCALES, SECONDS, SCALE_WORDS, SECOND_WORDS, BLOCK_M, BLOCK_N,
+        BLOCK_K, STAGES, 1.0, EVEN_K,
+    )  # fmt: skip
+    if bias is not None:
+        acc += tl.load(bias + row).to(tl.float32)[:, None]
+    n = block * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
+    if GATE != "none":
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
+        acc = gate_times_up(gate, up, alpha, limit, GATE)
+    place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=there[None, :] & (n < width)[:, None])
+
+
+def tiled_expert_linear_triton(
+    out: Tensor,
+    x: Tensor,
+    words: Tensor,
+    high: Tensor | None,
+    scales: Tensor,
+    seconds: Tensor | None,
+    bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    slots: int,
+    gate: str,
+    alpha: float,
+    limit: float,
+    code: str,
+    second_kind: str,
+    group: int,
+    step: int,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Launch the kernel; see `tiled_expert_linear` for the arguments."""
+    (pairs, width), depth = out.shape, x.shape[1]
+    experts = offsets.shape[0] - 1
+    tiles, _, span = words.shape
+    kind = CODES[code]
+    columns = tiles * kind.per_word * span
+    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
+    listings = tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span)))
+    in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
+    most_tiles = pairs // block_m + min(pairs, experts)
+    blocks = triton.cdiv(width, block_n if gate == "none" else block_n // 2)
+    tiled_expert_linear_kernel[(most_tiles, blocks)](
+        out, x, words, high, in_words, more, bias, order, offsets, experts, slots, width, depth, columns, x.stride(0),
+        alpha, limit,
+        ASSEMBLY=listings,
+        PER_WORD=kind.per_word,
+        PER_HIGH=kind.spans_of_high,
+        SPAN=span,
+        GROUP=group,
+        SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
+        SECONDS=second_kind,
+        SCALE_WORDS=in_words.shape[-1],
+        SECOND_WORDS=0 if more is None else more.shape[-1],
+        GATE=gate,
+        BLOCK_E=triton.next_power_of_2(experts),
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=step,
+        STAGES=num_stages,
+        EVEN_K=depth == columns,
+        num_warps=num_warps,
+        **early_start_options(out.device),
+    )  # fmt: skip
+
+
+@operator(triton_version=tiled_expert_linear_triton)
+def _tiled_expert_linear(
+    out: Written[Tensor],
+    x: Tensor,
+    words: AnyElement,
+    high: AnyElement | None,
+    scales: AnyElement,
+    seconds: AnyElement | None,
+    bias: Tensor | None,
+    order: Int32,
+    offsets: Int32,
+    slots: int,
+    gate: Annotated[str, GATES],
+    alpha: float,
+    limit: float,
+    code: Annotated[str, KINDS],
+    second_kind: Annotated[str, SECONDS],
+    group: int,
+    step: int,
+    block_m: int,
+    block_n: int,
+    num_warps: int,
+    num_stages: int,
+) -> None:
+    """Compute with torch's own operators, which need none of the configuration; see `tiled_expert_linear`."""
+    layout = TileLayout(code, second_kind, group, words.shape[2], step)
+    weight = dequantised(WeightTiles(words, high, scales, seconds, layout))[:, : x.shape[1]]
+    own = weight.unflatten(0, (len(offsets) - 1, -1)).__getitem__
+    write_products(out, x, own, bias, order, offsets, slots=slots, gate=gate, alpha=alpha, limit=limit)
+
+
+def tiled_expert_linear(
+    out: Tensor,
+    x: Tensor,
+    tiles: WeightTiles,
+    bias: Tensor | None,
+    order: Tensor,
+    offsets: Tensor,
+    config: SmallLinearConfig,
+    *,
+    slots: int,
+    gate: str = "none",
+    alpha: float = 1.0,
+    limit: float = 0.0,
+) -> None:
+    """Write each listed pair's product with the weights of its expert into `out`.
+
+    Args:
+        out: [pairs, width], contiguous; pairs that are not listed are left alone.
+        x: [pairs / slots, in_features], fp32, fp16 or bf16; rows may be strided.
+        tiles: the rows of all experts' weights, as `joined_tiles` joins them.
+        bias: [experts, out_features] or None.
+        order: int32 [pairs], the pairs by expert, as `moe_route` wrote them.
+        offsets: int32 [experts + 1], where each expert's pairs begin.
+        config: the sizes of a program's tile; columns are not split.
+        slots: pairs that share a row of x.
+        gate: one of `GATES`; "none": the plain product.
+        alpha: of `swiglu_clamped`.
+        limit: of `swiglu_clamped`.
+
+    Raises:
+        ValueError: the gate is not known.
+    """
+    layout = tiles.layout
+    _tiled_expert_linear(
+        out, x, *tiles[:4], bias, order, offsets, slots, gate, alpha, limit, *layout[:3], layout.step, config.block_m,
+        config.block_n, config.num_warps, config.num_stages,
+    )  # fmt: skip

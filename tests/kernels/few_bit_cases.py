@@ -1,0 +1,80 @@
+"""Kernels over weights of few bits, for `ahead_of_time.py`: their launches at the sizes of a model."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from graphdecode.kernels.linear import tiled_linear
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, empty_tiles, layout_of
+from graphdecode.kernels.model import tiled_embedding
+from graphdecode.kernels.moe import tiled_expert_linear
+
+ROWS, PAGES, PAGE_SIZE, WIDTH = 8, 64, 16, 32
+HIDDEN, FEED_FORWARD, VOCAB = 4096, 14336, 128256
+EXPERTS, SLOTS, EXPERT_WIDTH = 128, 8, 768
+
+
+def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
+    """Products with weights of few bits: few rows as they are, many with all that a layer fuses with them."""
+    cases: dict[str, Callable[[], None]] = {}
+    kinds = {
+        "int8": ("s8", 0, "none", torch.bfloat16),
+        "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
+        "q4_k": ("u4", 32, "six bits", torch.float16),
+        "q6_k": ("s6", 16, "parts", torch.float16),
+    }
+    for name, (code, group, second_kind, dtype) in kinds.items():
+        tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
+        for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
+            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch == 100)
+            case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
+            cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
+        cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
+    return cases
+
+
+def tiled_expert_cases() -> dict[str, Callable[[], None]]:
+    """Products of experts with weights of few bits: of any number of pairs."""
+    cases: dict[str, Callable[[], None]] = {}
+    kinds = {
+        "mxfp4": ("e2m1", 32, "none", torch.uint8),
+        "int4": ("s4", 128, "none", torch.bfloat16),
+        "q4_0": ("s4", 32, "none", torch.float16),
+        "q8_0": ("s8", 32, "none", torch.float16),
+        "q4_k": ("u4", 32, "six bits", torch.float16),
+        "q6_k": ("s6", 16, "parts", torch.float16),
+    }
+    offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, EXPERTS * 32))
+    for name, (code, group, second_kind, dtype) in kinds.items():
+        tiles = empty_tiles(layout_of(code, group, second_kind), EXPERTS * 2 * EXPERT_WIDTH, HIDDEN, dtype)
+        config = tiled_config(16, EXPERT_WIDTH, HIDDEN, tiles.layout, 1)
+        x = torch.empty(EXPERTS * 32, HIDDEN, dtype=torch.bfloat16)
+        out = torch.empty(EXPERTS * 32, EXPERT_WIDTH, dtype=torch.bfloat16)
+        cases[f"tiled-experts-{name}"] = partial(
+            tiled_expert_linear.tiled_expert_linear_triton, out, x, *tiles[:4], None, order, offsets, SLOTS,
+            "swiglu_clamped", 1.702, 7.0, *tiles.layout[:3], tiles.layout.step, config.block_m, config.block_n,
+            config.num_warps, config.num_stages,
+        )  # fmt: skip
+    return cases
+
+
+def launch_tiled_embedding(tiles: WeightTiles) -> None:
+    """Gather rows of few bits."""
+    out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
+    live, layout = torch.empty(1, dtype=torch.int32), tiles.layout
+    tiled_embedding.tiled_embedding_triton(out, ids, *tiles[:4], live, *layout[:3], layout.step, 1.0)
+
+
+def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:
+    """Launch one product with a weight of few bits."""
+    out_features, layout = tiles.words.shape[1], tiles.layout
+    x = torch.empty(rows, FEED_FORWARD, dtype=torch.bfloat16)
+    out = torch.empty(rows, out_features // (1 + (epilogue == "silu")), dtype=torch.bfloat16)
+    gain, counters = torch.empty(FEED_FORWARD) if is_normed else None, torch.empty(HIDDEN, dtype=torch.int32)
+    tiled_linear.tiled_linear_triton(
+        out, x, *tiles[:4], None, gain, torch.empty(1), counters, 1e-5, epilogue, 1.0, *layout[:3], layout.step,
+        config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages, config.pdl,
+    )  # fmt: skip
