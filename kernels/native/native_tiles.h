@@ -40,6 +40,11 @@ static inline struct tile_shapes tiles_begun(void) {
     return before;
 }
 
+static inline void load_shapes(const struct tile_shapes *shapes) {
+    __asm__ volatile("" : : "r"(shapes) : "memory"); /* GCC 12 believes that eight bytes of them are read */
+    _tile_loadconfig(shapes);
+}
+
 /* Let the tiles of the first and of the second rows have so many; none or fewer: the second ones are not used. Products
  * are of `in` values at a time, TILE_IN at most. */
 static inline void set_tile_shapes(int64_t first, int64_t second, int64_t in) {
@@ -50,13 +55,13 @@ static inline void set_tile_shapes(int64_t first, int64_t second, int64_t in) {
         shapes.rows[tile] = (uint8_t)rows;
         shapes.row_bytes[tile] = tile == 4 || tile == 5 ? (uint16_t)(2 * in) : 64;
     }
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
 }
 
 static inline void set_tile_rows(int64_t first, int64_t second) { set_tile_shapes(first, second, TILE_IN); }
 
 static inline void tiles_ended(struct tile_shapes before) {
-    if (has_tiles && before.palette) _tile_loadconfig(&before);
+    if (has_tiles && before.palette) load_shapes(&before);
     else if (has_tiles) _tile_release();
 }
 #else
