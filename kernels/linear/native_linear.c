@@ -9,9 +9,9 @@
 #ifndef GRAPHDECODE_LINEAR
 #define GRAPHDECODE_LINEAR
 #include "native_products.h"
-#include "linear/split_tiles.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#include "linear/split_tiles.h"
 
 struct product {
     const native_linear_args *a;

@@ -37,7 +37,9 @@ static void split_row(uint16_t *to, const uint16_t *x, int64_t in, int64_t padde
 /* Some pairs of input features of a block of weights [TILE_IN][PANEL], of which `count` are there. */
 INLINE void split_weights(uint16_t *to, const uint16_t *from, const int begin, const int end, int64_t count) {
 #pragma GCC unroll 16
-    for (int i = begin; i < end; i += 2)
+    for (int i = begin; i < end; i += 2) {
+        __builtin_prefetch(from + i * PANEL + AHEAD / 2);
+        __builtin_prefetch(from + (i + 1) * PANEL + AHEAD / 2);
 #pragma GCC unroll 2
         for (int half = 0; half < PANEL; half += LANES) {
             vec even = i < count ? load_f16(from + i * PANEL + half) : splat(0.0f);
@@ -46,6 +48,7 @@ INLINE void split_weights(uint16_t *to, const uint16_t *from, const int begin, c
             memcpy(to + i * PANEL + 2 * half, &upper, sizeof upper);
             memcpy(to + SPLIT_PART + i * PANEL + 2 * half, &lower, sizeof lower);
         }
+    }
 }
 
 static void split_block(uint16_t *to, const uint16_t *from, int64_t count) {
@@ -61,7 +64,7 @@ static void set_split_rows(int64_t rows) {
         shapes.rows[tile] = tile % 4 < 2 ? (uint8_t)rows : TILE_ROWS;
         shapes.row_bytes[tile] = 64;
     }
-    _tile_loadconfig(&shapes);
+    load_shapes(&shapes);
 }
 
 /* The products of up to TILE_ROWS rows with a panel. A block is split while the one before it is multiplied; the first one
