@@ -297,7 +297,7 @@ def test_single_decode_agrees_with_float64(kv_layout, mode, dtype, device):
     torch.testing.assert_close(out.double().cpu(), expected[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(lse.double().cpu(), expected_lse[0], atol=1e-3, rtol=1e-3)
     alone = single_decode_with_kv_cache(q[0], k, v, kv_layout, q_scale=0.7, k_scale=0.9, v_scale=0.5, **options)
-    assert torch.equal(alone, out)
+    torch.testing.assert_close(alone, out)  # on a CPU compiled kernels do it where no lse is asked for
 
 
 def test_run_before_plan_is_a_runtime_error(device):
