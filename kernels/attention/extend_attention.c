@@ -15,6 +15,8 @@
 #define TOGETHER 4      /* queries whose sums stay in registers */
 #define QUERIES 32      /* about so many share a block of keys */
 #define PAIR_QUERIES 128 /* the same, in pairs */
+#define MOST_PAIR_QUERIES 384 /* where that leaves PAIR_TASKS */
+#define PAIR_TASKS 8
 #define OUT_VECTORS 4   /* of a query's sums that are held at once */
 
 /* logits[query][key] of `count` queries, a constant where this is used, with keys[feature][key]. */
@@ -219,7 +221,9 @@ static int NAME(in_pairs)(const extend_attention_args *a) {
 }
 
 static int64_t NAME(tokens_together)(const extend_attention_args *a) {
-    return items_of((NAME(in_pairs)(a) ? PAIR_QUERIES : QUERIES) - 1, a->q.size[1] / a->k_cache.size[2]);
+    int64_t queries = QUERIES, shared = a->q.size[0] * a->q.size[1] / PAIR_TASKS;
+    if (NAME(in_pairs)(a)) queries = shared < PAIR_QUERIES ? PAIR_QUERIES : least_of(shared, MOST_PAIR_QUERIES);
+    return items_of(queries - 1, a->q.size[1] / a->k_cache.size[2]);
 }
 
 static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
