@@ -34,7 +34,10 @@ def test_what_was_asked_for_is_named_and_not_warned_of(tmp_path: Path) -> None:
 
 def test_a_cache_folder_that_is_a_file_costs_a_line_and_not_the_kernels(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    said = said_of(tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "file"))
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nexec cc "$@" -O0\n')  # in a second
+    compiler.chmod(0o755)
+    said = said_of(tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "file"), CC=str(compiler))
     (told,) = [line for line in said if "compiled kernels are kept in" in line]
     assert "GRAPHDECODE_CACHE_DIR names a better folder" in told
     assert said[-1].endswith("backend on cpu; compiled kernels")

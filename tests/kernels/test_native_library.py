@@ -30,6 +30,7 @@ print(native.why_not())
 outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
 print("|".join(output.outputs[0].text.strip() for output in outputs))
 """
+QUICKLY = 'exec cc "$@" -O0'  # in a second, where it does not matter what is made; the last level counts
 FILE = "from graphdecode.kernels.native import library as native; print(native.why_not(), native._load().file)"
 
 
@@ -96,7 +97,8 @@ def test_clang_compiles_the_kernels_too(tmp_path):
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler for aarch64")
 def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp_path):
-    compiler = Compiler(["aarch64-linux-gnu-gcc", "-Wall", "-Werror", "-Wno-unused-function", *PORTABLE_FLAGS], "", "")
+    strict = ("-Wall", "-Werror", "-Wno-unused-function", "-Wno-maybe-uninitialized")  # of -O1 that sees too little
+    compiler = Compiler(["aarch64-linux-gnu-gcc", *strict, *PORTABLE_FLAGS, "-O1"], "", "")
     compiler.compile(unit_text(), include_flags(), tmp_path / "kernels.so")
     header = (tmp_path / "kernels.so").read_bytes()[:20]
     assert header[:4] == b"\x7fELF"
@@ -123,7 +125,7 @@ def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
 
 def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path):
     log = tmp_path / "log"
-    counting = f'case "$*" in *--version*) ;; *) echo run >> {log}; sleep 2;; esac; exec cc "$@"'
+    counting = f'case "$*" in *--version*) ;; *) echo run >> {log}; sleep 2;; esac; {QUICKLY}'
     environment = {"CC": script(tmp_path / "cc", counting), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "new" / "cache")}
     processes = [started(FILE, **environment) for _ in range(2)]
     first, second = [process.communicate(timeout=200)[0].split() for process in processes]
@@ -143,7 +145,7 @@ def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path)
 
 
 def test_where_a_folder_has_no_room_the_next_one_is_taken_and_that_is_said(tmp_path):
-    full = f'case "$*" in *{tmp_path}/full*) echo "cc: No space left on device" >&2; exit 1;; esac; exec cc "$@"'
+    full = f'case "$*" in *{tmp_path}/full*) echo "cc: No space left on device" >&2; exit 1;; esac; {QUICKLY}'
     (tmp_path / "tmp").mkdir()
     environment = {"CC": script(tmp_path / "cc", full), "TMPDIR": str(tmp_path / "tmp")}
     (out,), said = run(FILE, GRAPHDECODE_CACHE_DIR=str(tmp_path / "full"), **environment)
