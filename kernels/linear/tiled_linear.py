@@ -34,6 +34,26 @@ def words_of(numbers: Tensor) -> Tensor:
     return numbers.view(_WORDS.get(nbytes, torch.int32))
 
 
+def weight_constants(
+    code: str, second_kind: str, group: int, step: int, span: int, scales: Tensor, seconds: Tensor | None, x: Tensor
+) -> dict[str, Any]:
+    """Return what a kernel over a weight in tiles has to know of it, to multiply it with `x`."""
+    kind = CODES[code]
+    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
+    return {
+        "ASSEMBLY": tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span))),
+        "PER_WORD": kind.per_word,
+        "PER_HIGH": kind.spans_of_high,
+        "SPAN": span,
+        "GROUP": group,
+        "SCALES": "exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
+        "SECONDS": second_kind,
+        "SCALE_WORDS": words_of(scales).shape[-1],
+        "SECOND_WORDS": 0 if seconds is None else words_of(seconds).shape[-1],
+        "BLOCK_K": step,
+    }
+
+
 def tiled_linear_triton(
     out: Tensor,
     x: Tensor,
@@ -62,31 +82,18 @@ def tiled_linear_triton(
     """Launch the kernel; see `tiled_linear` for the arguments."""
     rows, depth = x.shape
     tiles, weight_rows, span = words.shape
-    kind = CODES[code]
-    tile = kind.per_word * span
+    tile = CODES[code].per_word * span
     columns = tiles * tile
     part = triton.cdiv(columns // step, splits) * step
     splits = triton.cdiv(columns, part)  # none is empty
     ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
-    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
-    listings = tuple(assembly(code, dtype, place) for place in range(step // tile))
     in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, words, high, in_words, more, bias, gain, partial, counters, rows, out.shape[1], weight_rows, depth,
         columns, x.stride(0), out.stride(0), splits, part, eps, scale,
-        ASSEMBLY=listings,
-        PER_WORD=kind.per_word,
-        PER_HIGH=kind.spans_of_high,
-        SPAN=span,
-        GROUP=group,
-        SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
-        SECONDS=second_kind,
-        SCALE_WORDS=in_words.shape[-1],
-        SECOND_WORDS=0 if more is None else more.shape[-1],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=step,
         STAGES=num_stages,
         AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
         EVEN_K=depth == columns,
@@ -96,6 +103,7 @@ def tiled_linear_triton(
         RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
         PDL=pdl,
         num_warps=num_warps,
+        **weight_constants(code, second_kind, group, step, span, scales, seconds, x),
         **options,
     )  # fmt: skip
 

@@ -8,13 +8,12 @@ The kernel has been run in Triton's interpreter and compiled ahead of time by th
 
 from typing import Annotated
 
-import torch
 from torch import Tensor
 
-from ..linear.code_words import CODES, assembly
+from ..linear.code_words import CODES
 from ..linear.small_linear_config import SmallLinearConfig
 from ..linear.small_linear_kernels import block_rows
-from ..linear.tiled_linear import KINDS, SECONDS, words_of
+from ..linear.tiled_linear import KINDS, SECONDS, weight_constants, words_of
 from ..linear.tiled_linear_kernels import tiled_sums
 from ..linear.weight_tiles import TileLayout, WeightTiles, dequantised
 from ..native.early_start import early_start_options, wait_and_trigger
@@ -119,33 +118,21 @@ def tiled_expert_linear_triton(
     (pairs, width), depth = out.shape, x.shape[1]
     experts = offsets.shape[0] - 1
     tiles, _, span = words.shape
-    kind = CODES[code]
-    columns = tiles * kind.per_word * span
-    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
-    listings = tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span)))
+    columns = tiles * CODES[code].per_word * span
     in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
     most_tiles = pairs // block_m + min(pairs, experts)
     blocks = triton.cdiv(width, block_n if gate == "none" else block_n // 2)
     tiled_expert_linear_kernel[(most_tiles, blocks)](
         out, x, words, high, in_words, more, bias, order, offsets, experts, slots, width, depth, columns, x.stride(0),
         alpha, limit,
-        ASSEMBLY=listings,
-        PER_WORD=kind.per_word,
-        PER_HIGH=kind.spans_of_high,
-        SPAN=span,
-        GROUP=group,
-        SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
-        SECONDS=second_kind,
-        SCALE_WORDS=in_words.shape[-1],
-        SECOND_WORDS=0 if more is None else more.shape[-1],
         GATE=gate,
         BLOCK_E=triton.next_power_of_2(experts),
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        BLOCK_K=step,
         STAGES=num_stages,
         EVEN_K=depth == columns,
         num_warps=num_warps,
+        **weight_constants(code, second_kind, group, step, span, scales, seconds, x),
         **early_start_options(out.device),
     )  # fmt: skip
 
