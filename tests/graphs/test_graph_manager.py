@@ -1,6 +1,7 @@
 """Capture and replay of any step: the laws on toy steps, and refusals that leave the process fit to go on."""
 
 import gc
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -272,8 +273,9 @@ def test_a_hundred_captures_leave_no_memory_behind(step, buffers, weight) -> Non
         gc.collect()
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    warmed_up = resident_bytes_after(20)
-    assert resident_bytes_after(100) - warmed_up < 2 * 2**20
+    resident = [resident_bytes_after(captures) for captures in (20, 100, 100, 100)]
+    # what captures lose, each hundred loses; what the rest of the process happens to allocate comes once
+    assert min(after - before for before, after in itertools.pairwise(resident)) < 2 * 2**20
 
 
 @pytest.mark.parametrize("batch_size", [3, 8])
