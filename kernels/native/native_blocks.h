@@ -37,13 +37,6 @@ struct block_weight {
     uint16_t pairs[TABLE]; /* bf16 */
 };
 
-static inline vec load_i8(const int8_t *at) {
-    typedef int8_t bytes __attribute__((vector_size(LANES)));
-    bytes narrow;
-    memcpy(&narrow, at, sizeof narrow);
-    return __builtin_convertvector(narrow, vec);
-}
-
 static inline vec load_number(const void *at, int64_t place, int64_t dtype) {
     if (dtype == SCALE_DTYPE_FLOAT32) return load_f32((const float *)at + place);
     if (dtype == SCALE_DTYPE_BFLOAT16) return load_bf16((const uint16_t *)at + place);
