@@ -138,15 +138,22 @@ static void floats_undone(float *out, const uint16_t *at, const struct block_wei
 #ifdef WITH_PAIRS
 INLINE void ask_ahead(const uint16_t *row) { __builtin_prefetch((const char *)row + BYTES_AHEAD, 0, 2); }
 
+/* The signed byte in the lowest bits of words, or in the next, as a float: the bits are those of a float whose mantissa
+ * counts 128 more, of which what is too much is taken off. */
+INLINE vec signed_byte(uvec words, const int is_second) {
+    const uint32_t mask = is_second ? 0xff00 : 0xff, flipped = is_second ? 0x47008000 : 0x4b000080;
+    return (vec)((words & mask) ^ flipped) - (is_second ? 0x1p15f + 128.0f : 0x1p23f + 128.0f);
+}
+
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
+#pragma GCC unroll 4
     for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
         ask_ahead(at);
+        uvec even = load_words(at), odd = even >> 16;
+#pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            uvec both = load_words(at);
-            vec even = __builtin_convertvector((ivec)(both << (24 - 8 * half)) >> 24, vec);
-            vec odd = __builtin_convertvector((ivec)(both << (8 - 8 * half)) >> 24, vec);
-            uvec pairs = (uvec)even >> 16 | (uvec)odd;
+            uvec pairs = (uvec)signed_byte(even, half) >> 16 | (uvec)signed_byte(odd, half);
             memcpy(out + half * PANEL, &pairs, sizeof pairs);
         }
     }
@@ -168,8 +175,10 @@ static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *t
     }
 }
 
+/* By multiplications: shifts would wait for the unit that looks up, which is busier. */
 INLINE __m512i shifted(__m512i words, const int left) {
-    return left > 0 ? _mm512_slli_epi16(words, left) : left < 0 ? _mm512_srli_epi16(words, -left) : words;
+    if (left > 0) return _mm512_mullo_epi16(words, _mm512_set1_epi16((short)(1 << left)));
+    return left < 0 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16((short)(1 << (16 + left)))) : words;
 }
 
 /* The same of fewer bits: the table's entries, which stand there over and over, for a place of higher bits is not
