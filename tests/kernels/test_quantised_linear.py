@@ -52,7 +52,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
         assert torch.equal(product(x, held, 1030), expected)
     finally:
         torch.set_num_threads(threads)
-    for rows in (1, 2, 7, 16, 17, 33, 70):
+    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 70):
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"
 
 
