@@ -111,14 +111,8 @@ def blocks_of_expert(source: BlockSource, names: ExpertNames, expert: int) -> tu
     kinds = {source.tensors[name].dtype for name in own.weights}
     if len(kinds) > 1 or not kinds <= GGUF_BLOCKS:
         return None
-    if not names.is_stack:
-        parts = stored_blocks(source, own, None)
-        return None if parts is None else tuple(parts)
-    stored = source.read_blocks(own.weights[0], expert)
-    if stored is None:
-        return None
-    (kind,) = kinds
-    return tuple((kind, stored[rows]) for rows in _parts_of(len(stored), names))
+    parts = stored_blocks(source, own, None)
+    return None if parts is None else tuple(parts)
 
 
 def groups_of_expert(source: GroupSource, names: ExpertNames, expert: int) -> tuple[Groups, ...] | None:

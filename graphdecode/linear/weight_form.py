@@ -69,12 +69,8 @@ class TensorSource(Protocol):
 class BlockSource(TensorSource, Protocol):
     """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
 
-    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks.
-
-        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
-        in_features, out_features].
-        """
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
 
 
 class LinearNames(NamedTuple):

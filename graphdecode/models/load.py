@@ -154,7 +154,8 @@ def load_model(
         chosen = resolve_dtype(dtype, config.dtype, device)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
         options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
-        if quantize in FORMS_OF and (quantize_group_size is not None or not has_form(options)):
+        has_experts = isinstance(config, ModelConfig) and config.experts is not None
+        if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])
         check_options(options, tuple(FORMS_OF))
         if batch_invariant:
@@ -178,8 +179,9 @@ def load_model(
     _check_weights(source, config)
     weights_from: TensorSource = source
     if options.quantize != quantize and quantize is not None:
-        weights_from = quantised_on_load(source, weight_map, quantize, quantize_group_size)
-        _check_form(weights_from, options, quantize)
+        rounded = quantised_on_load(source, config, quantize, quantize_group_size)
+        _check_form(rounded, options, quantize)
+        weights_from, weight_map = rounded, rounded.weight_map
     elif quantize_group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
     elif quantize is not None and _has_groups(source):

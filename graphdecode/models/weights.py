@@ -77,8 +77,8 @@ class Weights:
             ValueError: weights are to be rounded.
         """
         names = ExpertNames(self._names(place), count, is_gated, has_turns)
-        bias = self.tensor(f"{place}.bias") if f"{place}.bias" in self._map else None
-        if bias is not None and is_gated and has_turns:
+        bias = self.tensor(f"{place}.bias").view(count, -1) if f"{place}.bias" in self._map else None
+        if bias is not None and names.is_stack and is_gated and has_turns:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         return load_experts(self._source, names, bias, self._options)
 
