@@ -12,7 +12,7 @@ from torch import Tensor
 from graphdecode.kernels.linear.small_linear_config import tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, joined_tiles, moved_tiles
 from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames
+from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate, shape_of
 from graphdecode.linear.groups import GroupSource
 from graphdecode.linear.quantised_experts import blocks_of_expert, groups_of_expert
 from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks, tiles_of_groups
@@ -26,11 +26,16 @@ _PAIRS = 16  # of an expert, that a program takes at a time; one size for any nu
 class TiledExperts(ExpertForm):
     """Weights in tiles, the rows of one expert after another."""
 
+    path = "tiles"
     tiles: WeightTiles
 
     @classmethod
     def _of(
-        cls, made: Iterable[list[WeightTiles] | None], names: ExpertNames, bias: Tensor | None, options: FormOptions
+        cls,
+        shape: tuple[int, ...],
+        made: Iterable[list[WeightTiles] | None],
+        bias: Tensor | None,
+        options: FormOptions,
     ) -> Self | None:
         """Return the tiles of all experts, one after another, as one weight; None where one has none."""
         held: list[WeightTiles] = []
@@ -40,26 +45,15 @@ class TiledExperts(ExpertForm):
             held += [moved_tiles(part, options.device) for part in parts]
         if len({part.scales.dtype for part in held}) > 1:
             return None
-        return cls(bias, joined_tiles(held))
+        return cls(shape, bias, joined_tiles(held))
 
     def apply(
-        self,
-        out: Tensor,
-        x: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        *,
-        slots: int,
-        gate: str = "none",
-        alpha: float = 1.0,
-        limit: float = 0.0,
+        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
         """Write the product of each listed pair into `out`."""
         sizes = (out.shape[1], columns_of(self.tiles), self.tiles.layout)
         config = tiled_config(_PAIRS, *sizes, 1)
-        tiled_expert_linear(
-            out, x, self.tiles, self.bias, order, offsets, config, slots=slots, gate=gate, alpha=alpha, limit=limit
-        )
+        tiled_expert_linear(out, x, self.tiles, self.bias, order, offsets, config, slots=slots, **gate._asdict())
 
 
 @dataclass(frozen=True)
@@ -82,7 +76,7 @@ class BlockTileExperts(TiledExperts):
                 is_kept = parts is not None and all(kind in TILED_BLOCKS for kind, _ in parts)
                 yield [tiles_of_blocks(stored.contiguous(), kind) for kind, stored in parts or ()] if is_kept else None
 
-        return cls._of(made(), names, bias, options)
+        return cls._of(shape_of(source, names), made(), bias, options)
 
 
 @dataclass(frozen=True)
@@ -104,7 +98,7 @@ class GroupTileExperts(TiledExperts):
                 whole = [held for held in tiles if held is not None]
                 yield None if parts is None or len(whole) < len(parts) else whole
 
-        return cls._of(made(), names, bias, options)
+        return cls._of(shape_of(source, names), made(), bias, options)
 
 
 def _is_served(options: FormOptions) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from graphdecode.linear.expert_form import Gate
 from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, layer_windows
 from graphdecode.models.experts import Experts
@@ -93,4 +94,4 @@ class GptOss(Sparse):
         """Return the experts of a layer, with their clamped gate."""
         experts = experts_of(config)
         block = super().expert_block(config, weights, at)
-        return replace(block, gate="swiglu_clamped", alpha=experts.alpha, limit=experts.limit)
+        return replace(block, gate=Gate("swiglu_clamped", experts.alpha, experts.limit))

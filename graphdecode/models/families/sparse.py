@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
+from graphdecode.linear.expert_form import Gate
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import FeedForward, GatedMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
@@ -88,16 +89,14 @@ class Sparse(Llama):
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
-        experts = experts_of(config)
+        experts, has_turns = experts_of(config), self.experts_have_turns
         return Experts(
-            gate_up=weights.experts(
-                f"{at}experts.gate_up", experts.count, is_gated=True, has_turns=self.experts_have_turns
-            ),
-            down=weights.experts(f"{at}experts.down", experts.count, is_gated=False, has_turns=self.experts_have_turns),
+            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, has_turns=has_turns),
+            down=weights.experts(f"{at}experts.down", experts, is_gated=False, has_turns=has_turns),
             count=experts.count,
             slots=experts.slots,
             width=experts.intermediate_size,
-            gate=config.activation,
+            gate=Gate(config.activation),
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
