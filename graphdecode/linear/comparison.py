@@ -53,7 +53,7 @@ def compared(form: WeightForm, plain: Callable[[Tensor], WeightForm], options: F
         def timed(rows: int) -> float:
             x = torch.ones(rows, form.in_features, dtype=options.dtype)
             out = x.new_empty(rows, held.out_features)
-            return share * _seconds([partial(each.apply, out, x) for each in _some(copies, rows)])
+            return share * seconds_of([partial(each.apply, out, x) for each in _some(copies, rows)])
 
         return timed
 
@@ -97,7 +97,7 @@ def compared_experts(form: ExpertForm, names: ExpertNames, options: FormOptions)
                 partial(each.apply, out, x, order, offsets, slots=share, gate=gate)
                 for each in _some(copies, pairs // there)
             ]
-            return _seconds(calls) * taken(tokens) / there * out_features / rows
+            return seconds_of(calls) * taken(tokens) / there * out_features / rows
 
         return timed
 
@@ -129,7 +129,7 @@ def _some(copies: list[Held], rows: int) -> list[Held]:
     return copies[: max(1, len(copies) * _ROWS_OF_READING // max(rows, _ROWS_OF_READING))]
 
 
-def _seconds(calls: Sequence[Callable[[], None]]) -> float:
+def seconds_of(calls: Sequence[Callable[[], None]]) -> float:
     """Return the shortest time of a call in seconds, over all of them one after another."""
     with torch.no_grad(), _Binding() as binding:
         for call in calls:

@@ -19,8 +19,6 @@ from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks, tiles
 from graphdecode.linear.tiles import Tiles
 from graphdecode.linear.weight_form import BlockSource, FormOptions, TensorSource
 
-_PAIRS = 16  # of an expert, that a program takes at a time; one size for any number, so that no bits depend on it
-
 
 @dataclass(frozen=True)
 class TiledExperts(ExpertForm):
@@ -28,6 +26,8 @@ class TiledExperts(ExpertForm):
 
     path = "tiles"
     tiles: WeightTiles
+    major: int  # of the GPU's compute capability
+    is_invariant: bool  # a pair's bits do not depend on the number of pairs
 
     @classmethod
     def _of(
@@ -45,14 +45,16 @@ class TiledExperts(ExpertForm):
             held += [moved_tiles(part, options.device) for part in parts]
         if len({part.scales.dtype for part in held}) > 1:
             return None
-        return cls(shape, bias, joined_tiles(held))
+        major = torch.cuda.get_device_properties(options.device).major
+        return cls(shape, bias, joined_tiles(held), major, options.batch_invariant)
 
     def apply(
         self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
-        """Write the product of each listed pair into `out`."""
+        """Write the product of each listed pair into `out`; tiles have the rows that an expert has on average."""
         sizes = (out.shape[1], columns_of(self.tiles), self.tiles.layout)
-        config = tiled_config(_PAIRS, *sizes, 1)
+        rows = None if self.is_invariant else max(1, -(-out.shape[0] // self.shape[0]))
+        config = tiled_config(rows, *sizes, 1, major=self.major)
         tiled_expert_linear(out, x, self.tiles, self.bias, order, offsets, config, slots=slots, **gate._asdict())
 
 
@@ -67,7 +69,7 @@ class BlockTileExperts(TiledExperts):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' blocks; None where they have none that tiles can hold, or not all of one type."""
-        if not _is_served(options) or not isinstance(source, BlockSource):
+        if Tiles.why_not(options) or not isinstance(source, BlockSource):
             return None
 
         def made() -> Iterator[list[WeightTiles] | None]:
@@ -88,7 +90,7 @@ class GroupTileExperts(TiledExperts):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' groups; None where they have none that tiles can hold, or not all of one kind."""
-        if not _is_served(options) or not isinstance(source, GroupSource):
+        if Tiles.why_not(options) or not isinstance(source, GroupSource):
             return None
 
         def made() -> Iterator[list[WeightTiles] | None]:
@@ -99,8 +101,3 @@ class GroupTileExperts(TiledExperts):
                 yield None if parts is None or len(whole) < len(parts) else whole
 
         return cls._of(shape_of(source, names), made(), bias, options)
-
-
-def _is_served(options: FormOptions) -> bool:
-    """Whether the kernel has been compiled for such a device: not for compute capability 10."""
-    return not Tiles.why_not(options) and torch.cuda.get_device_properties(options.device).major != 10

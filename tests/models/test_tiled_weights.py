@@ -150,7 +150,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     tiles = tiles_of_groups(groups)
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, False, order)
+    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
     torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
