@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from driven_decoder import DrivenDecoder
-from gguf_checkpoints import quantised_file
+from gguf_checkpoints import quantised_file, random_model
 from quantised_checkpoints import FORMS, write_pair
 from test_gguf_blocks import values
 from test_quantised_experts import experts_in, logits
@@ -150,7 +150,7 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     tiles = tiles_of_groups(groups)
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, False, False, order)
+    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
     torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
@@ -217,6 +217,20 @@ def test_experts_of_a_file_are_tiles_too(
     for experts in experts_in(kept):
         assert type(experts.down) is BlockTileExperts
         assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else BlockTileExperts)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "q8_0"])
+def test_experts_that_are_rounded_while_they_are_read_are_tiles(
+    tmp_path: Path, forms_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch, quantize: str
+) -> None:
+    random_model("gpt-oss").save_pretrained(tmp_path)
+    tiles = BlockTileExperts if quantize == "q8_0" else GroupTileExperts
+    kept = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
+    monkeypatch.setattr(tiles, "load", classmethod(lambda *_arguments: None))
+    undone = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
+    torch.testing.assert_close(logits(kept), logits(undone), rtol=3e-4, atol=3e-4)
+    for model, form in ((kept, tiles), (undone, PlainExperts)):
+        assert all(type(each) is form for experts in experts_in(model) for each in (experts.gate_up, experts.down))
 
 
 def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(
