@@ -165,14 +165,14 @@ INLINE __m512 greatest_in_lanes(const float *logits) {
     return _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
 }
 
-/* Let lanes' powers of 2 refer to `reference` instead of what they did: `weights`, of `keys` keys, and what was summed
- * before are multiplied with powers of 2, which is exact. */
+/* Let lanes' powers of 2 refer to `reference` instead of what they did: so do `weights`, of `keys` keys, which have become
+ * small, and what was summed before. */
 static void refer_to(vec reference, uint16_t *weights, int64_t keys, float *sums, float *largest, vec *total, int64_t dim) {
     vec shrink = exp2_lanes(load_f32(largest) - reference);
     for (int64_t i = 0; i < dim; i++) store_f32(sums + i * PANEL, load_f32(sums + i * PANEL) * shrink);
     for (int64_t k = 0; k < keys; k += 2) {
         uvec both = (uvec)load_f32((float *)(weights + k * PANEL));
-        uvec even = (uvec)((vec)(both << 16) * shrink), odd = (uvec)((vec)(both & 0xffff0000) * shrink);
+        uvec even = (uvec)((vec)(both << 16) * shrink) + 0x8000, odd = (uvec)((vec)(both & 0xffff0000) * shrink) + 0x8000;
         store_f32((float *)(weights + k * PANEL), (vec)(even >> 16 | (odd & 0xffff0000)));
     }
     store_f32(largest, reference);
@@ -180,27 +180,27 @@ static void refer_to(vec reference, uint16_t *weights, int64_t keys, float *sums
 }
 
 /* Turn the logits of LANES queries with a panel of keys, once multiplied with `factor`, into weights, which stand as
- * [key / 2][query][2] behind those of panels before. Powers refer to about the largest logit so far: to an integer that
+ * [key / 2][query][2] behind those of panels before. Powers refer to about the largest logit so far: to one that
  * none is SLACK above, each lane's own. */
 INLINE void weigh_lanes(uint16_t *weights, int64_t panel, const float *logits, const float *value_scales, float factor,
                         float *sums, float *largest, float *total, int64_t dim) {
-    const __m512i half = _mm512_set1_epi32(0x8000); /* of bf16's last bit */
     vec top = (vec)greatest_in_lanes(logits) * factor, reference = load_f32(largest), sum = load_f32(total);
     __mmask16 more = _mm512_cmp_ps_mask((__m512)top, (__m512)(reference + SLACK), _CMP_GT_OQ);
     if (more) {
-        __m512 higher = _mm512_roundscale_ps((__m512)top, _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
-        reference = (vec)_mm512_mask_mov_ps((__m512)reference, more, higher);
+        reference = (vec)_mm512_mask_mov_ps((__m512)reference, more, (__m512)top);
         refer_to(reference, weights, panel * PANEL, sums, largest, &sum, dim);
     }
     uint16_t *to = weights + panel * PANEL * PANEL;
     for (int64_t n = 0; n < PANEL; n += 2) {
         vec even = exp2_lanes(load_f32(logits + n * PANEL) * factor - reference);
         vec odd = exp2_lanes(load_f32(logits + (n + 1) * PANEL) * factor - reference);
-        sum += even + odd;
-        if (value_scales) even *= value_scales[panel * PANEL + n], odd *= value_scales[panel * PANEL + n + 1];
-        __m512i low = _mm512_srli_epi32(_mm512_add_epi32((__m512i)even, half), 16);
-        __m512i high = _mm512_add_epi32((__m512i)odd, half);
-        _mm512_storeu_si512(to + n * PANEL, _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+        if (value_scales) {
+            sum += even + odd;
+            even *= value_scales[panel * PANEL + n], odd *= value_scales[panel * PANEL + n + 1];
+        }
+        uvec low = ((uvec)even + 0x8000) & 0xffff0000, high = ((uvec)odd + 0x8000) & 0xffff0000;
+        if (!value_scales) sum += (vec)low + (vec)high; /* what is rounded off cancels out */
+        store_f32((float *)(to + n * PANEL), (vec)(low >> 16 | high));
     }
     store_f32(total, sum);
 }
