@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ import typer
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import TileLayout, WeightTiles, empty_tiles, layout_of
+from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear_triton
 from step_code.compiled import compiled
 from step_code.launches import Gpu, launches_of, recorded_step
 from step_code.model import Costs
@@ -48,6 +50,12 @@ KINDS = {
     "Q5_K": (layout_of("u5", 32, "six bits"), torch.float16),
     "Q6_K": (layout_of("s6", 16, "parts"), torch.float16),
 }
+EXPERTS = {  # how many a layer has, how many of them a row takes, channels outside and inside
+    "qwen3-30b-a3b": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "mixtral-8x7b": (8, 2, 4096, 14336),
+}
+EXPERT_ROWS, EXPERT_TILES = (1, 8, 64), (8, 16)  # of a step; of an expert, that a program takes
 UNDOING = ("LOP3", "SHF", "PRMT", "HFMA2", "HMUL2", "HADD2", "SGXT")
 NORMED = ("qkv", "gate_up", "lm_head")  # products that take the norm before them into their launch
 _ROWS, _COLUMNS = 4096, 4096
@@ -88,8 +96,18 @@ def nbytes(tiles: WeightTiles) -> int:
 
 def loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, arch: int) -> Loop:
     """Compile a product as a layer has it, and look at its loop."""
-    config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed, arch == 100)
-    (launch,) = launches_of(partial(_launch, layout, dtype, rows, is_normed, config))
+    config = tiled_config(rows, _ROWS, _COLUMNS, layout, Gpu().processors, arch >= 90, is_normed, arch // 10)
+    return _looked_at(partial(_launch, layout, dtype, rows, is_normed, config), layout, config, arch)
+
+
+def expert_loop_of(layout: TileLayout, dtype: torch.dtype, rows: int, arch: int) -> Loop:
+    """Compile the gated product of experts that have so many rows each, and look at its loop."""
+    config = tiled_config(rows, _ROWS, _COLUMNS, layout, 1, major=arch // 10)
+    return _looked_at(partial(_launch_experts, layout, dtype, rows, config), layout, config, arch)
+
+
+def _looked_at(launch_it: Callable[[], None], layout: TileLayout, config: SmallLinearConfig, arch: int) -> Loop:
+    (launch,) = launches_of(launch_it)
     code = Code.of(compiled(launch.kernel, launch.arguments, launch.options, arch)[0].asm["cubin"])
     loop = [code.instructions[place] for place in max(code.inner_loops, key=len)]
     counts = Counter(each.operation for each in loop)
@@ -117,6 +135,17 @@ def _launch(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, 
     )  # fmt: skip
 
 
+def _launch_experts(layout: TileLayout, dtype: torch.dtype, rows: int, config: SmallLinearConfig) -> None:
+    on_meta, count, pairs = partial(torch.empty, device="meta"), 8, 8 * rows
+    tiles = empty_tiles(layout, count * _ROWS, _COLUMNS, dtype, "meta")
+    x, out = (on_meta(pairs, size, dtype=torch.bfloat16) for size in (_COLUMNS, _ROWS // 2))
+    order, offsets = (on_meta(size, dtype=torch.int32) for size in (pairs, count + 1))
+    tiled_expert_linear_triton(
+        out, x, *tiles[:4], None, order, offsets, 1, "silu", 1.0, 0.0, *layout[:3], layout.step, config.block_m,
+        config.block_n, config.num_warps, config.num_stages,
+    )  # fmt: skip
+
+
 def product_sizes(model: str) -> dict[str, list[tuple[int, int]]]:
     """Return the sizes of a model's products by their names."""
     blocks = recorded_step(f"shape:{model}", 1).model.blocks
@@ -138,16 +167,36 @@ def plain_steps() -> dict[tuple[str, int, int], tuple[float, float]]:
     return found
 
 
-def loop_table(loops: dict[tuple[str, int, bool], Loop]) -> str:
-    """Return what the loops come to in Markdown."""
+def expert_table(loops: dict[tuple[str, int], Loop], costs: Costs = Costs()) -> str:  # noqa: B008 (immutable)
+    """Return what the experts of one layer read, and the time that takes, in Markdown."""
+    names = ["bf16", *KINDS]
+    lines = ["| experts of a layer | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for model, (count, slots, hidden, width) in EXPERTS.items():
+        products = {"gate_up": [(2 * width, hidden)], "down": [(hidden, width)]}
+        plain = sum(2 * rows * columns for each in products.values() for rows, columns in each)
+        each = {kind: sum(_bytes_of(products, kind).values()) for kind in KINDS}
+        for rows in EXPERT_ROWS:
+            taken = min(rows * slots, count)
+            tile = next(tile for tile in EXPERT_TILES if -(-rows * slots // count) <= tile)
+            plain_us = 1e6 * plain * taken * (1 + costs.stream_loss) / costs.read_bandwidth
+            cells = [f"{plain * taken / 2**20:.0f}: {plain_us:.0f}"]
+            for kind, size in each.items():
+                kind_us = _loop_us(kind, size * taken, loops[kind, tile], costs)
+                cells.append(f"{size * taken / 2**20:.0f}: {kind_us:.0f} ({plain_us / kind_us:.2f}x)")
+            lines.append(f"| {model}, {rows} row{'s' * (rows > 1)}, {taken} of {count} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def loop_table(loops: dict[tuple[str, str], Loop]) -> str:
+    """Return what the loops come to in Markdown, by kind and product."""
     lines = [
-        "| kind | bits | rows | norm | registers | spilled | read at once | instructions | undoing | bytes per clock |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| kind | bits | product | registers | spilled | read at once | instructions | undoing | bytes per clock |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for (kind, rows, is_normed), loop in loops.items():
+    for (kind, product), loop in loops.items():
         bits = bits_of(*KINDS[kind])
         lines.append(
-            f"| {kind} | {bits:.2f} | {rows} | {'yes' if is_normed else 'no'} | {loop.registers} | {loop.spilled} | "
+            f"| {kind} | {bits:.2f} | {product} | {loop.registers} | {loop.spilled} | "
             f"{loop.width} | {loop.instructions:.1f} | {loop.undoing:.0%} | {loop.weights_per_clock * bits / 8:.0f} |"
         )
     return "\n".join(lines)
@@ -193,7 +242,11 @@ def _bytes_of(sizes: dict[str, list[tuple[int, int]]], kind: str) -> dict[str, i
 def _stream_us(
     kind: str, name: str, size: int, rows: int, loops: dict[tuple[str, int, bool], Loop], costs: Costs
 ) -> float:
-    loop = loops[kind, rows, name in NORMED]
+    return _loop_us(kind, size, loops[kind, rows, name in NORMED], costs)
+
+
+def _loop_us(kind: str, size: int, loop: Loop, costs: Costs) -> float:
+    """Return how long a product takes that reads so many bytes: to read them, or to issue its loop's instructions."""
     issued = loop.weights_per_clock * bits_of(*KINDS[kind]) / 8 * Gpu().processors * costs.clock_hz
     return 1e6 * size * (1 + costs.stream_loss) / min(costs.read_bandwidth, issued)
 
@@ -211,13 +264,21 @@ def main(
         for rows in (1, 64)
         for is_normed in (False, True)
     }
-    text = "\n\n".join([BEGIN, step_table(loops), "### The loops", loop_table(loops), END])
+    expert_loops = {(kind, tile): expert_loop_of(*KINDS[kind], tile, arch) for kind in KINDS for tile in EXPERT_TILES}
+    named = {
+        (kind, f"{rows} row{'s' * (rows > 1)}{', normed' * is_normed}"): loop
+        for (kind, rows, is_normed), loop in loops.items()
+    }
+    named |= {(kind, f"experts, tiles of {tile}"): loop for (kind, tile), loop in expert_loops.items()}
+    in_order = {key: loop for kind in KINDS for key, loop in named.items() if key[0] == kind}
+    tables = [step_table(loops), "### Experts", expert_table(expert_loops), "### The loops", loop_table(in_order)]
+    text = "\n\n".join([BEGIN, *tables, END])
     if is_written:
         page = DOCUMENT.read_text()
         DOCUMENT.write_text(page.partition(BEGIN)[0] + text + page.partition(END)[2])
     else:
         print(text)
-    raise typer.Exit(1 if any(loop.spilled for loop in loops.values()) else 0)
+    raise typer.Exit(1 if any(loop.spilled for loop in named.values()) else 0)
 
 
 if __name__ == "__main__":

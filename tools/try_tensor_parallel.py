@@ -44,7 +44,6 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.quantised.on_load import QuantisedBlocks
-from graphdecode.models.weight_map import parts
 from graphdecode.profiling.environment import describe_environment
 
 _SCHEMA = 1
@@ -127,9 +126,8 @@ def in_blocks(folder: Path, quantize: str) -> Path:
     """Write a checkpoint's weights into a GGUF file beside it; return the file."""
     source = Checkpoint(folder)
     config, path = source.config(), folder / "model.gguf"
-    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    names = [part.name for part in parts(weight_map)]
-    GgufModel(QuantisedBlocks(source, weight_map, quantize), config, names).write(path, {}, names)
+    file = GgufModel(QuantisedBlocks(source, family_of(config.architecture).weights(config), quantize), config)
+    file.write(path, {}, file.names)
     return path
 
 

@@ -22,6 +22,7 @@ from graphdecode.engine.engine import Engine
 from graphdecode.engine.following import run
 from graphdecode.engine.leading import Command, LeadingRunner
 from graphdecode.engine.mixed_steps import pays
+from graphdecode.engine.prefill import pass_sizes
 from graphdecode.engine.room import check_room
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
@@ -91,6 +92,7 @@ def load_runner(
         dtype=settings.dtype,
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=settings.buckets.ladder.sizes,
+        report_sizes=(*settings.buckets.ladder.sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type))),
         quantize=settings.quantize,
         quantize_group_size=settings.quantize_group_size,
         batch_invariant=settings.batch_invariant,

@@ -19,7 +19,7 @@ from graphdecode.engine.prompt_scoring import PromptScoring
 from graphdecode.engine.steps import StepLogprobs
 from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
 from graphdecode.engine.steps.step import StepSetting
-from graphdecode.graphs import CaptureError, GraphManager
+from graphdecode.graphs import BucketReport, CaptureError, GraphManager, GraphReport
 from graphdecode.models import Chunks
 
 _CHUNKS = "chunks"  # the staging block
@@ -46,6 +46,11 @@ class PromptChunk:
     pages: Sequence[int]
     scored: Sequence[int] = ()
     num_logprobs: int = 0
+
+
+def pass_sizes(device_type: str, max_tokens: int) -> tuple[int, ...]:
+    """Return the tokens of passes that have graphs, and those of the largest pass."""
+    return (*(tokens for tokens in _GRAPH_TOKENS[device_type] if tokens < max_tokens), max_tokens)
 
 
 class Prefill:
@@ -103,17 +108,17 @@ class Prefill:
             adopt_model(self.buffers, self._model, self._caches)
 
     def _make_graphs(self, capture_when: str) -> GraphManager:
-        config = self._setting.config
-        sizes = [tokens for tokens in _GRAPH_TOKENS[self._model.device.type] if tokens < self.max_tokens]
-        largest = min(_GRAPH_TOKENS[self._model.device.type][-1], self.max_tokens)
+        config, most = self._setting.config, _GRAPH_TOKENS[self._model.device.type][-1]
+        sizes = [tokens for tokens in pass_sizes(self._model.device.type, self.max_tokens) if tokens <= most]
         return GraphManager(
             self._whole_pass,
             self.buffers,
-            BucketLadder(sizes, largest),
+            BucketLadder(sizes, min(most, self.max_tokens)),
             constants=self._model.constants,
             backend=config.backend,
             warmup_steps=config.warmup_steps,
             capture_when=capture_when,
+            choices=self._model.linear_choices,
             around=lambda tokens, _queries: self._setting.around(f"the pass of {tokens} prompt tokens"),
         )
 
@@ -155,6 +160,14 @@ class Prefill:
         except CaptureError as error:
             graphs.close()
             warnings.warn(f"prompts are computed without graphs: {error}", RuntimeWarning, stacklevel=2)
+
+    def report(self) -> GraphReport:
+        """Return what was captured and replayed up to now, by tokens; the largest pass runs operator by operator."""
+        found = GraphReport("eager", []) if self.graphs is None else self.graphs.report()
+        if self.max_tokens not in [bucket.bucket for bucket in found.buckets]:
+            choices = self._model.linear_choices(self.max_tokens)
+            found.buckets.append(BucketReport(self.max_tokens, "eager", choices=choices))
+        return found
 
     def close(self) -> None:
         """Release the graphs."""

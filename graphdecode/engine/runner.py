@@ -204,9 +204,7 @@ class Runner:
 
     def reports(self) -> dict[str, GraphReport]:
         """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
-        found = {"steps": self.graphs.report()}
-        if self._prefill.graphs is not None:
-            found["prompts"] = self._prefill.graphs.report()
+        found = {"steps": self.graphs.report(), "prompts": self._prefill.report()}
         if self._mixed is not None and self._mixed.graphs:
             found["mixed"] = self._mixed.report()
         return found

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphdecode.linear.weight_form import FormOptions, Shard, TensorSource, read_fused, tensors_in
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.weight_form import FormOptions, Shard, TensorSource, kind_of, read_fused, tensors_in
+
+
+class Gate(NamedTuple):
+    """What is made of a product's two halves, by the names of `expert_linear`'s arguments; the plain one has none."""
+
+    gate: str = "none"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+NO_GATE = Gate()
 
 
 class ExpertNames(NamedTuple):
@@ -21,6 +33,7 @@ class ExpertNames(NamedTuple):
             experts along its first dimension.
         experts: how many there are.
         is_gated: the first half of the outputs is the gate of the second.
+        slots: how many of them a token takes.
         has_turns: stacks are [experts, in_features, out_features], and with a gate its outputs and those that it is for
             stand by turns, as gpt-oss has them.
     """
@@ -28,6 +41,7 @@ class ExpertNames(NamedTuple):
     weights: tuple[str, ...]
     experts: int
     is_gated: bool
+    slots: int
     has_turns: bool = False
 
     @property
@@ -46,12 +60,19 @@ class ExpertForm(ABC):
     """The weights of all experts for one of their products, as that reads them.
 
     Attributes:
+        path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
+        shape: [experts, out_features, in_features].
         bias: [experts, out_features] or None.
+        choices: what was measured, by the tokens of a step.
     """
 
+    path: ClassVar[str]
     quantize: ClassVar[str | None] = None
+    shape: tuple[int, ...]
     bias: Tensor | None
+    _: KW_ONLY
+    choices: Mapping[int, LinearChoice] = field(default_factory=dict)
 
     @classmethod
     @abstractmethod
@@ -62,16 +83,7 @@ class ExpertForm(ABC):
 
     @abstractmethod
     def apply(
-        self,
-        out: Tensor,
-        x: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        *,
-        slots: int,
-        gate: str = "none",
-        alpha: float = 1.0,
-        limit: float = 0.0,
+        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
         """Write the product of each listed pair into `out`; see `expert_linear` for the arguments."""
 
@@ -79,6 +91,28 @@ class ExpertForm(ABC):
     def tensors(self) -> list[Tensor]:
         """All tensors that the product only reads."""
         return [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]
+
+    @property
+    def nbytes(self) -> int:
+        """What the weights of all experts take."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def kind(self) -> str:
+        """Return the form's path, and what its tensors look like: products of one kind take the same time."""
+        return kind_of(self.path, self)
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the path that the products of so many tokens take, with what was measured, if anything was."""
+        return self.choices.get(rows) or LinearChoice(self.path)
+
+
+def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:
+    """Return [experts, out_features, in_features]."""
+    shapes = [source.tensors[name].shape for name in names.of(0)]
+    rows, columns = sum(shape[-2] for shape in shapes), shapes[0][-1]
+    is_transposed = names.is_stack and names.has_turns
+    return (names.experts, columns, rows) if is_transposed else (names.experts, rows, columns)
 
 
 def plain_weights(source: TensorSource, names: ExpertNames, options: FormOptions) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.comparison import compared, compared_experts
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.group_panels import GroupPanels
@@ -24,7 +25,6 @@ from graphdecode.linear.tiled_experts import BlockTileExperts, GroupTileExperts
 from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
-_COMPARED_BYTES = 8 << 20  # of a plain weight that is made to be measured and dropped
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
     Int8Panels,
     Int8Tiles,
@@ -104,7 +104,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
     for form in EXPERT_FORMS:
         held = form.load(source, names, bias, options) if form.quantize == options.quantize else None
         if held is not None:
-            return held
+            return compared_experts(held, names, options)
     return PlainExperts.load(source, names, bias, options)
 
 
@@ -149,20 +149,13 @@ def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tup
 
 
 def _compared(form: WeightForm, options: FormOptions) -> WeightForm:
-    """Return a form of few bits with what it takes beside a plain weight, on a CPU, for the report to say it."""
-    weight = torch.empty(form.shape, dtype=options.dtype, device="meta")
-    if options.device.type != "cpu" or form.nbytes >= weight.nbytes:
-        return form
+    """Return a form of few bits with what it takes beside a plain weight, for the report to say it."""
 
-    def plain_part() -> tuple[int, Product]:
-        rows = max(1, min(form.out_features, _COMPARED_BYTES // (form.in_features * options.dtype.itemsize)))
+    def plain(weight: Tensor) -> WeightForm:
         able = check_options(replace(options, quantize=None))
-        plain = next(each for each in able if not each.is_of_source)
-        ones = torch.ones(rows, form.in_features, dtype=options.dtype)
-        return rows, plain.of(ones, None, options).apply
+        return next(each for each in able if not each.is_of_source).of(weight, None, options)
 
-    key = torch.empty(form.shape, dtype=options.dtype)  # never written: it takes no memory
-    return _with(form, options.tuner.compare(form.kind, form.apply, form.nbytes, key, options.batch_sizes, plain_part))
+    return compared(form, plain, options)
 
 
 def _with(form: WeightForm, choices: Choices) -> WeightForm:

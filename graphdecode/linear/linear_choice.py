@@ -15,9 +15,8 @@ from graphdecode.linear.choice_cache import ChoiceCache, processor_name, softwar
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
-PlainPart = Callable[[], tuple[int, Product]]  # makes the product of some output features
+Timing = Callable[[int], float]  # of so many rows: seconds of a product
 _REPETITIONS = 7
-_COMPARED = 2  # repetitions of a product that is measured for the report alone: a start may not wait for it
 _MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
 _COUNTERS = 1 << 16
 _LEAST_BYTES = 1 << 20
@@ -97,7 +96,7 @@ class LinearTuner:
     def __init__(self, model_bytes: int = 0, cache: ChoiceCache | None = None) -> None:
         self.choices: dict[str, Choices] = {}
         """What was chosen, by device, shape, dtype, bias, rows and versions."""
-        self._is_cold = model_bytes > _EVICTION_BYTES // 2
+        self.is_cold = model_bytes > _EVICTION_BYTES // 2
         self._eviction: Tensor | None = None
         self._cache = cache
         self._software = software()
@@ -144,38 +143,36 @@ class LinearTuner:
         return self._remembered(key, measure, batch_sizes, tuple(paths))
 
     def compare(
-        self, kind: str, product: Product, nbytes: int, weight: Tensor, batch_sizes: tuple[int, ...], plain: PlainPart
+        self,
+        kind: str,
+        weight: Tensor,
+        sizes: tuple[int, ...],
+        timings: tuple[Callable[[], Timing], Callable[[], Timing]],
+        read_bytes: Callable[[int], int],
     ) -> Choices:
-        """Return what a weight of few bits takes, beside the plain one of its shape: nothing is chosen.
+        """Return what weights of few bits take, beside plain ones of their shape: nothing is chosen.
 
         Args:
             kind: what the measurement is remembered by, beside the shape; it begins with the form's path.
-            product: with the weight of few bits.
-            nbytes: that it reads.
-            weight: [out_features, in_features], on the CPU; never read.
-            batch_sizes: how many rows a decode step may have.
-            plain: makes the product of as many plain output features as it says, whose time is scaled up.
+            weight: [out_features, in_features], on the CPU or nowhere; never read. Of experts there are several.
+            sizes: how many rows a product may have; those that were never measured are.
+            timings: make what measures them, and what measures the plain ones; the first is dropped before the second
+                is made.
+            read_bytes: what a product of so many rows reads of them.
         """
         path, name = kind.partition(" ")[0], str(weight.dtype).removeprefix("torch.")
-
-        def seconds(rows: int, measured: Product, out_features: int) -> float:
-            x = torch.ones(rows, weight.shape[1], dtype=weight.dtype)
-            out = torch.empty(rows, out_features, dtype=weight.dtype)
-            return self.best_seconds(measured, out, x, _COMPARED)
-
-        def measure() -> Choices:
-            out_features, of_plain = plain()
-            share, choices = weight.shape[0] / out_features, {}
-            for rows in batch_sizes:
-                times = {
-                    path: seconds(rows, product, weight.shape[0]),
-                    name: seconds(rows, of_plain, out_features) * share,
-                }
-                choices[rows] = LinearChoice.among(path, None, times, nbytes)
-            self._eviction = None  # the model's memory is counted
-            return choices
-
-        return self._remembered(self._key(weight, None, batch_sizes, f"{kind} | "), measure, batch_sizes, (path,))
+        key = self._key(weight, None, (), f"{kind} | ")
+        if key not in self.choices:
+            stored = _parse(None if self._cache is None else self._cache.get(key)) or {}
+            self.choices[key] = stored if _fits(stored, tuple(stored), (path,)) else {}
+        known = self.choices[key]
+        missing = [rows for rows in sizes if rows not in known]
+        if missing:
+            own_s, plain_s = ([timed(rows) for rows in missing] for timed in (make() for make in timings))
+            for rows, own, plain in zip(missing, own_s, plain_s, strict=True):
+                known[rows] = LinearChoice.among(path, None, {path: own, name: plain}, read_bytes(rows))
+            self._keep(key, known)
+        return {rows: known[rows] for rows in sizes}
 
     def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
@@ -212,8 +209,8 @@ class LinearTuner:
     def _key(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...], paths: str = "") -> str:
         shape = "x".join(map(str, weight.shape))
         where = processor_name(weight.device)
-        if weight.is_cpu:
-            where += ", cold" if self._is_cold else ", cached"
+        if weight.device.type != "cuda":
+            where += ", cold" if self.is_cold else ", cached"
         rows = ", ".join(map(str, batch_sizes))
         layer = f"linear {shape} {str(weight.dtype)[6:]} {'no ' if bias is None else ''}bias, rows {rows}"
         return f"{layer} | {paths}{where} | {self._software}"
@@ -226,18 +223,22 @@ class LinearTuner:
             choices = _parse(stored)
             if choices is None or not _fits(choices, batch_sizes, paths):
                 choices = measure()
-                if self._cache is not None and all(choice.us is not None for choice in choices.values()):
-                    self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
+                if all(choice.us is not None for choice in choices.values()):
+                    self._keep(key, choices)
             self.choices[key] = choices
         return self.choices[key]
 
-    def best_seconds(self, product: Product, out: Tensor, x: Tensor, repetitions: int = _REPETITIONS) -> float:
+    def _keep(self, key: str, choices: Choices) -> None:
+        if self._cache is not None:
+            self._cache.put(key, {str(rows): dataclasses.asdict(choices[rows]) for rows in choices})
+
+    def best_seconds(self, product: Product, out: Tensor, x: Tensor) -> float:
         """Return the shortest time of a product in seconds; its weight is not in a cache that the model overflows."""
-        if self._is_cold and self._eviction is None:
+        if self.is_cold and self._eviction is None:
             self._eviction = torch.zeros(_EVICTION_BYTES // 4)
         product(out, x)
         best = float("inf")
-        for _ in range(repetitions):
+        for _ in range(_REPETITIONS):
             if self._eviction is not None:
                 self._eviction.add_(1)
             start = time.perf_counter()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphdecode.kernels.linear.native_linear import can_panel
 from graphdecode.kernels.moe.expert_linear import expert_linear, expert_panels
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames, plain_weights
+from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate, plain_weights, shape_of
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 
 
@@ -17,6 +17,7 @@ from graphdecode.linear.weight_form import FormOptions, TensorSource
 class PlainExperts(ExpertForm):
     """Weights [experts, out_features, in_features], or the same in panels; see `expert_linear`."""
 
+    path = "plain"
     weight: Tensor
     batch_invariant: bool
 
@@ -24,33 +25,15 @@ class PlainExperts(ExpertForm):
     def load(cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> PlainExperts:
         """Read all experts' weights; those of few bits are undone."""
         whole = stacked(plain_weights(source, names, options), names.experts, is_gated=names.is_gated)
-        return cls(bias, whole, options.batch_invariant)
+        return cls(shape_of(source, names), bias, whole, options.batch_invariant)
 
     def apply(
-        self,
-        out: Tensor,
-        x: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        *,
-        slots: int,
-        gate: str = "none",
-        alpha: float = 1.0,
-        limit: float = 0.0,
+        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
         """Write the product of each listed pair into `out`."""
+        invariant = self.batch_invariant
         expert_linear(
-            out,
-            x,
-            self.weight,
-            self.bias,
-            order,
-            offsets,
-            slots=slots,
-            gate=gate,
-            alpha=alpha,
-            limit=limit,
-            batch_invariant=self.batch_invariant,
+            out, x, self.weight, self.bias, order, offsets, slots=slots, **gate._asdict(), batch_invariant=invariant
         )
 
 

@@ -16,7 +16,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.kernels.moe.quantised_expert_linear import panels_by_turns, quantised_expert_linear, stacked_panels
 from graphdecode.linear.blocks import stored_blocks
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames
+from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate, shape_of
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
 from graphdecode.linear.group_panels import KEPT_GROUPS, fused_groups, panels_of_groups
 from graphdecode.linear.groups import Groups, GroupSource
@@ -34,30 +34,11 @@ class QuantisedExperts(ExpertForm):
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
 
     def apply(
-        self,
-        out: Tensor,
-        x: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        *,
-        slots: int,
-        gate: str = "none",
-        alpha: float = 1.0,
-        limit: float = 0.0,
+        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
         """Write the product of each listed pair into `out`."""
         quantised_expert_linear(
-            out,
-            x,
-            self.weight,
-            self.columns,
-            self.bias,
-            order,
-            offsets,
-            slots=slots,
-            gate=gate,
-            alpha=alpha,
-            limit=limit,
+            out, x, self.weight, self.columns, self.bias, order, offsets, slots=slots, **gate._asdict()
         )
 
 
@@ -65,6 +46,7 @@ class QuantisedExperts(ExpertForm):
 class BlockExperts(QuantisedExperts):
     """Weights in GGUF's blocks."""
 
+    path = "blocks"
     quantize = "gguf"
 
     @classmethod
@@ -76,12 +58,14 @@ class BlockExperts(QuantisedExperts):
             return None
         blocks = (blocks_of_expert(source, names, expert) for expert in range(names.experts))
         weight = _in_panels(blocks, names.experts, lambda stored: gguf_panels(stored[1], stored[0]))
-        return None if weight is None else cls(bias, weight, None)
+        return None if weight is None else cls(shape_of(source, names), bias, weight, None)
 
 
 @dataclass(frozen=True)
 class GroupExperts(QuantisedExperts):
     """Weights in groups."""
+
+    path = "groups"
 
     @classmethod
     def load(
@@ -102,7 +86,7 @@ class GroupExperts(QuantisedExperts):
         columns = [order.int() for order in orders if order is not None]
         if weight is None or 0 < len(columns) < names.experts:
             return None
-        return cls(bias, weight, torch.stack(columns) if columns else None)
+        return cls(shape_of(source, names), bias, weight, torch.stack(columns) if columns else None)
 
 
 def blocks_of_expert(source: BlockSource, names: ExpertNames, expert: int) -> tuple[tuple[str, Tensor], ...] | None:
@@ -111,14 +95,8 @@ def blocks_of_expert(source: BlockSource, names: ExpertNames, expert: int) -> tu
     kinds = {source.tensors[name].dtype for name in own.weights}
     if len(kinds) > 1 or not kinds <= GGUF_BLOCKS:
         return None
-    if not names.is_stack:
-        parts = stored_blocks(source, own, None)
-        return None if parts is None else tuple(parts)
-    stored = source.read_blocks(own.weights[0], expert)
-    if stored is None:
-        return None
-    (kind,) = kinds
-    return tuple((kind, stored[rows]) for rows in _parts_of(len(stored), names))
+    parts = stored_blocks(source, own, None)
+    return None if parts is None else tuple(parts)
 
 
 def groups_of_expert(source: GroupSource, names: ExpertNames, expert: int) -> tuple[Groups, ...] | None:

@@ -12,25 +12,30 @@ from torch import Tensor
 from graphdecode.kernels.linear.small_linear_config import tiled_config
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, joined_tiles, moved_tiles
 from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear
-from graphdecode.linear.expert_form import ExpertForm, ExpertNames
+from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate, shape_of
 from graphdecode.linear.groups import GroupSource
 from graphdecode.linear.quantised_experts import blocks_of_expert, groups_of_expert
 from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks, tiles_of_groups
 from graphdecode.linear.tiles import Tiles
 from graphdecode.linear.weight_form import BlockSource, FormOptions, TensorSource
 
-_PAIRS = 16  # of an expert, that a program takes at a time; one size for any number, so that no bits depend on it
-
 
 @dataclass(frozen=True)
 class TiledExperts(ExpertForm):
     """Weights in tiles, the rows of one expert after another."""
 
+    path = "tiles"
     tiles: WeightTiles
+    major: int  # of the GPU's compute capability
+    is_invariant: bool  # a pair's bits do not depend on the number of pairs
 
     @classmethod
     def _of(
-        cls, made: Iterable[list[WeightTiles] | None], names: ExpertNames, bias: Tensor | None, options: FormOptions
+        cls,
+        shape: tuple[int, ...],
+        made: Iterable[list[WeightTiles] | None],
+        bias: Tensor | None,
+        options: FormOptions,
     ) -> Self | None:
         """Return the tiles of all experts, one after another, as one weight; None where one has none."""
         held: list[WeightTiles] = []
@@ -40,26 +45,17 @@ class TiledExperts(ExpertForm):
             held += [moved_tiles(part, options.device) for part in parts]
         if len({part.scales.dtype for part in held}) > 1:
             return None
-        return cls(bias, joined_tiles(held))
+        major = torch.cuda.get_device_properties(options.device).major
+        return cls(shape, bias, joined_tiles(held), major, options.batch_invariant)
 
     def apply(
-        self,
-        out: Tensor,
-        x: Tensor,
-        order: Tensor,
-        offsets: Tensor,
-        *,
-        slots: int,
-        gate: str = "none",
-        alpha: float = 1.0,
-        limit: float = 0.0,
+        self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
-        """Write the product of each listed pair into `out`."""
+        """Write the product of each listed pair into `out`; tiles have the rows that an expert has on average."""
         sizes = (out.shape[1], columns_of(self.tiles), self.tiles.layout)
-        config = tiled_config(_PAIRS, *sizes, 1)
-        tiled_expert_linear(
-            out, x, self.tiles, self.bias, order, offsets, config, slots=slots, gate=gate, alpha=alpha, limit=limit
-        )
+        rows = None if self.is_invariant else max(1, -(-out.shape[0] // self.shape[0]))
+        config = tiled_config(rows, *sizes, 1, major=self.major)
+        tiled_expert_linear(out, x, self.tiles, self.bias, order, offsets, config, slots=slots, **gate._asdict())
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ class BlockTileExperts(TiledExperts):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' blocks; None where they have none that tiles can hold, or not all of one type."""
-        if not _is_served(options) or not isinstance(source, BlockSource):
+        if Tiles.why_not(options) or not isinstance(source, BlockSource):
             return None
 
         def made() -> Iterator[list[WeightTiles] | None]:
@@ -82,7 +78,7 @@ class BlockTileExperts(TiledExperts):
                 is_kept = parts is not None and all(kind in TILED_BLOCKS for kind, _ in parts)
                 yield [tiles_of_blocks(stored.contiguous(), kind) for kind, stored in parts or ()] if is_kept else None
 
-        return cls._of(made(), names, bias, options)
+        return cls._of(shape_of(source, names), made(), bias, options)
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ class GroupTileExperts(TiledExperts):
         cls, source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions
     ) -> ExpertForm | None:
         """Read all experts' groups; None where they have none that tiles can hold, or not all of one kind."""
-        if not _is_served(options) or not isinstance(source, GroupSource):
+        if Tiles.why_not(options) or not isinstance(source, GroupSource):
             return None
 
         def made() -> Iterator[list[WeightTiles] | None]:
@@ -104,9 +100,4 @@ class GroupTileExperts(TiledExperts):
                 whole = [held for held in tiles if held is not None]
                 yield None if parts is None or len(whole) < len(parts) else whole
 
-        return cls._of(made(), names, bias, options)
-
-
-def _is_served(options: FormOptions) -> bool:
-    """Whether the kernel has been compiled for such a device: not for compute capability 10."""
-    return not Tiles.why_not(options) and torch.cuda.get_device_properties(options.device).major != 10
+        return cls._of(shape_of(source, names), made(), bias, options)

@@ -92,7 +92,7 @@ class Tiles(WeightForm):
     counters: Tensor  # int32, the workspace of products with splits; all weights share it
     units: int  # multiprocessors of the GPU
     early: bool  # kernels can begin early
-    has_tensor_memory: bool  # the tensor cores write sums into a memory of their own
+    major: int  # of its compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
 
     @classmethod
@@ -116,7 +116,7 @@ class Tiles(WeightForm):
             options.tuner.counters(device),
             properties.multi_processor_count,
             has_early_start(device),
-            properties.major == 10,
+            properties.major,
             options.batch_invariant,
         )
 
@@ -149,7 +149,7 @@ class Tiles(WeightForm):
     def _config(self, rows: int, *, is_normed: bool = False) -> SmallLinearConfig:
         first, given = self.parts[0], None if self.is_invariant else min(rows, ROWS_AT_ONCE)
         sizes = (self.sizes[0], columns_of(first), first.layout)
-        return tiled_config(given, *sizes, self.units, self.early, is_normed, self.has_tensor_memory)
+        return tiled_config(given, *sizes, self.units, self.early, is_normed, self.major)
 
 
 @dataclass(frozen=True)

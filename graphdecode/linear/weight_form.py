@@ -69,12 +69,8 @@ class TensorSource(Protocol):
 class BlockSource(TensorSource, Protocol):
     """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
 
-    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks.
-
-        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
-        in_features, out_features].
-        """
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
 
 
 class LinearNames(NamedTuple):
@@ -113,6 +109,7 @@ class FormOptions:
         dtype: of the activations.
         tuner: measures, and remembers for the next layer of this shape.
         batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
+        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): batch_sizes.
         quantize: None, or what the forms that lose precision are asked for by.
         batch_invariant: on a GPU, take one product for any number of rows, so that a row's bits do not depend on the
             others; slower than the plain product for many rows.
@@ -127,6 +124,7 @@ class FormOptions:
     dtype: torch.dtype
     tuner: LinearTuner
     batch_sizes: tuple[int, ...] = (1, 8)
+    report_sizes: tuple[int, ...] = ()
     quantize: str | None = None
     batch_invariant: bool = False
     row_maxima: Callable[[Tensor], Tensor] | None = None
@@ -221,8 +219,7 @@ class WeightForm(ABC):
     @property
     def kind(self) -> str:
         """Return the form's path, and what its tensors look like: products of one kind take the same time."""
-        held = (part for entry in fields(self) for part in _words_of(getattr(self, entry.name)))
-        return " ".join((self.path, *held))
+        return kind_of(self.path, self)
 
     @property
     def nbytes(self) -> int:
@@ -249,6 +246,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_in(part)
+
+
+def kind_of(path: str, form: Any) -> str:
+    """Return a form's path, and the shapes, dtypes and words that its fields have."""
+    return " ".join((path, *(part for entry in fields(form) for part in _words_of(getattr(form, entry.name)))))
 
 
 def _words_of(value: Any) -> Iterator[str]:

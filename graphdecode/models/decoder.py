@@ -17,6 +17,8 @@ from graphdecode.attention import (
 )
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
+from graphdecode.linear.expert_form import ExpertForm
+from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import (
     AppendAndAttend,
     Attend,
@@ -98,11 +100,14 @@ class Decoder:
 
     def linear_choices(self, rows: int) -> dict[str, dict[str, Any]]:
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
-        return {
-            f"{name} {linear.out_features}x{linear.in_features}": linear.choice(rows).as_report()
-            for block in self.blocks
-            for name, linear in block.linears.items()
-        }
+        found: dict[str, dict[str, Any]] = {}
+        for name, form in (part for block in self.blocks for part in block.parts()):
+            if isinstance(form, WeightForm):
+                found[f"{name} {form.out_features}x{form.in_features}"] = form.choice(rows).as_report()
+            elif isinstance(form, ExpertForm):
+                experts, *sizes = form.shape
+                found[f"{name} {'x'.join(map(str, sizes))} of {experts} experts"] = form.choice(rows).as_report()
+        return found
 
     @property
     def weight_bytes(self) -> int:

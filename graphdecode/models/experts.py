@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphdecode.kernels.moe.moe_combine import moe_combine
 from graphdecode.kernels.moe.moe_route import moe_route
-from graphdecode.linear.expert_form import ExpertForm
+from graphdecode.linear.expert_form import ExpertForm, Gate
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Block, FeedForward, GatedMlp, Stream
 
@@ -24,9 +24,7 @@ class Experts(Block):
         count: how many there are.
         slots: how many of them a token takes.
         width: channels inside of one.
-        gate: one of `expert_linear`'s.
-        alpha: of the clamped gate.
-        limit: of the clamped gate.
+        gate: what is made of the halves of `gate_up`'s products.
     """
 
     gate_up: ExpertForm
@@ -34,16 +32,13 @@ class Experts(Block):
     count: int
     slots: int
     width: int
-    gate: str
-    alpha: float = 1.0
-    limit: float = 0.0
+    gate: Gate
 
     def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         """Return what the experts give for the pairs that `moe_route` listed, [tokens * slots, hidden]."""
         pairs = hidden.shape[0] * self.slots
         inner, parts = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]))
-        gate, alpha, limit = self.gate, self.alpha, self.limit
-        self.gate_up.apply(inner, hidden, order, offsets, slots=self.slots, gate=gate, alpha=alpha, limit=limit)
+        self.gate_up.apply(inner, hidden, order, offsets, slots=self.slots, gate=self.gate)
         self.down.apply(parts, inner, order, offsets, slots=1)
         return parts
 

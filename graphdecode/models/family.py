@@ -26,10 +26,12 @@ class Family(ABC):
     Attributes:
         architecture: Hugging Face's name of it, as a config.json has it.
         norm_offset: is added to the weights of all norms: 1 where checkpoints have their distance from 1.
+        experts_have_turns: how tensors lie that have all experts of a layer; see `ExpertNames`.
     """
 
     architecture: ClassVar[str]
     norm_offset: ClassVar[float] = 0.0
+    experts_have_turns: ClassVar[bool] = False
 
     @abstractmethod
     def config(self, settings: dict[str, Any]) -> ModelConfig:
@@ -42,7 +44,7 @@ class Family(ABC):
 
     @abstractmethod
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it."""
+        """Return all tensors that such a model has, by their place in it, those of each expert by themselves."""
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
         """Return the same for a source that has these tensors, in a family whose checkpoints come in several forms."""

@@ -117,6 +117,7 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     max_sequence_length: int | None = None,
     batch_sizes: tuple[int, ...] = (1, 8),
+    report_sizes: tuple[int, ...] = (),
     quantize: str | None = None,
     quantize_group_size: int | None = None,
     batch_invariant: bool = False,
@@ -134,6 +135,8 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
+        report_sizes: rows of steps, and tokens of passes of prompts, for which weights of few bits are timed on a CPU,
+            for the report; (): the smallest and the largest of `batch_sizes`.
         quantize: None, or `"int8"`, `"int4"`, `"fp8"`, `"q8_0"` or `"q4_k"` to round plain weights while they are read;
             `"gguf"` keeps the blocks of a GGUF file. What a checkpoint has in few bits stays so without being asked.
         quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
@@ -154,8 +157,9 @@ def load_model(
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
-        if quantize in FORMS_OF and (quantize_group_size is not None or not has_form(options)):
+        options = FormOptions(device, chosen, tuner, sizes, tuple(report_sizes), quantize, batch_invariant)
+        has_experts = isinstance(config, ModelConfig) and config.experts is not None
+        if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])
         check_options(options, tuple(FORMS_OF))
         if batch_invariant:
@@ -181,8 +185,9 @@ def load_model(
     _check_weights(source, config)
     weights_from: TensorSource = source
     if options.quantize != quantize and quantize is not None:
-        weights_from = quantised_on_load(source, weight_map, quantize, quantize_group_size)
-        _check_form(weights_from, options, quantize)
+        rounded = quantised_on_load(source, config, quantize, quantize_group_size)
+        _check_form(rounded, options, quantize)
+        weights_from, weight_map = rounded, rounded.weight_map
     elif quantize_group_size is not None:
         raise ArgumentError(f"quantize_group_size is for quantize='int4' and 'int8', and quantize is {quantize!r}")
     elif quantize is not None and _has_groups(source):
@@ -237,6 +242,7 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
         layers.append(family.layer(config, weights, index))
         _return_free_memory()
     decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
+    _return_free_memory()
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     elif decoder.device.type == "cpu":

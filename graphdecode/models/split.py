@@ -108,21 +108,20 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
+    def read_blocks(self, name: str) -> Tensor | None:
         """Return the rank's part of a matrix in blocks; None where it is no blocks, or begins or ends within one."""
         part, source = self._whole[name], self._source
-        blocks = source.read_blocks(name, expert) if isinstance(source, BlockSource) else None
+        blocks = source.read_blocks(name) if isinstance(source, BlockSource) else None
         if blocks is None or part.split is None:
             return blocks
-        axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
-        values = block_values(source.tensors[name].dtype) if axis == 1 else 1
+        values = block_values(source.tensors[name].dtype) if part.split == 1 else 1
         cuts = [cut.slices(part.shape)[part.split] for cut in self._cuts(part, part.split)]
         if any(bound % values for cut in cuts for bound in (cut.start, cut.stop)):
             return None
         units = part.shape[part.split] // values  # blocks of a row, or rows
-        each = blocks.shape[axis] // units
+        each = blocks.shape[part.split] // units
         kept = [torch.arange(cut.start // values * each, cut.stop // values * each) for cut in cuts]
-        return blocks.index_select(axis, torch.cat(kept))
+        return blocks.index_select(part.split, torch.cat(kept))
 
     def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.

@@ -14,6 +14,7 @@ from graphdecode.linear.forms import keeps, load_experts, load_linear, tied_line
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.weight_form import FormOptions, LinearNames, RowTable, TensorSource, WeightForm, read_fused
 from graphdecode.models.blocks import Norm
+from graphdecode.models.config import ExpertsConfig
 from graphdecode.models.rope import RopeConfig, cos_sin_table
 from graphdecode.models.weight_map import WeightMap
 
@@ -63,22 +64,22 @@ class Weights:
             self._embedding = form
         return form.row_table
 
-    def experts(self, place: str, count: int, *, is_gated: bool, has_turns: bool = False) -> ExpertForm:
+    def experts(self, place: str, experts: ExpertsConfig, *, is_gated: bool, has_turns: bool = False) -> ExpertForm:
         """Return one product of all experts at a place, with its bias where the map has one.
 
         Args:
             place: in the model; its parts are those of one expert after another, to be fused along their rows, or one
                 part with all experts along its first dimension.
-            count: how many there are.
+            experts: of the model.
             is_gated: the first half of the outputs is the gate of the second.
             has_turns: how stacks lie; see `ExpertNames`.
 
         Raises:
             ValueError: weights are to be rounded.
         """
-        names = ExpertNames(self._names(place), count, is_gated, has_turns)
-        bias = self.tensor(f"{place}.bias") if f"{place}.bias" in self._map else None
-        if bias is not None and is_gated and has_turns:
+        names = ExpertNames(self._names(place), experts.count, is_gated, experts.slots, has_turns)
+        bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
+        if bias is not None and names.is_stack and is_gated and has_turns:
             bias = torch.cat((bias[:, ::2], bias[:, 1::2]), dim=1)
         return load_experts(self._source, names, bias, self._options)
 

@@ -17,7 +17,6 @@ from tqdm import tqdm
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.family import family_of
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.load import check_model
@@ -69,15 +68,14 @@ def quantised_copy(
     _check_out(out, source.folder, fitting, overwrite)
     check_model(source.folder, model_impl="native")
     config = source.config()
-    weight_map = family_of(config.architecture).weights_in(config, source.tensors)
-    rounded = quantised_on_load(source, weight_map, quantize, group_size)
-    names = [part.name for part in parts(weight_map)]
+    rounded = quantised_on_load(source, config, quantize, group_size)
+    names = [part.name for part in parts(rounded.weight_map)]
     _check_room(out.absolute().parent, sum(_bytes(rounded.tensors[name]) for name in names))
     if isinstance(rounded, QuantisedBlocks):
-        file = GgufModel(rounded, config, names)
+        file = GgufModel(rounded, config)
         vocabulary = vocabulary_fields(load_tokenizer(source.folder), config.vocab_size)
         with _at_once(out) as partial:
-            file.write(partial, vocabulary, counted(names, progress))
+            file.write(partial, vocabulary, counted(file.names, progress))
     else:
         with _at_once(out) as partial:
             partial.mkdir()
@@ -93,7 +91,7 @@ def _write_rest(source: Checkpoint, rounded: QuantisedGroups, folder: Path) -> N
             shutil.copyfile(file, folder / file.name)
     settings: dict[str, Any] = read_json(source.folder / _CONFIG)
     settings = {name: value for name, value in settings.items() if name not in CONFIGURATIONS}
-    settings["quantization_config"] = quantization_config(rounded.scheme)
+    settings["quantization_config"] = quantization_config(rounded)
     (folder / _CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
 
 

@@ -24,9 +24,10 @@ GEMV_TILES = {
 # (block_n, num_warps) for weights of few bits by the rows of a tile of activations, without a norm before the product
 # and with one, which is made anew in each block; the columns follow from the weight's kind
 TILED_TILES = {8: ((32, 2), (128, 8)), 16: ((64, 4), (128, 8)), 32: ((128, 8),) * 2, 64: ((128, 8),) * 2}
-_ROWS_WITH_TOTALS = 32  # of a tile where sums of activations take registers, too
+_ROWS_WHERE_TIGHT = 32  # of a tile where sums of activations, or scales of many groups, take registers, too
+_SMALL_GROUP = 32
 _SUM_COLUMNS = 512  # of the memory that tensor cores of compute capability 10 write sums into: 128 lanes wide
-TILED_STAGES = 3  # of steps that are on their way at a time; two where tiles of 64 rows take much of them
+TILED_STAGES = 3  # of steps that are on their way at a time; two where that many registers are not there
 _FIXED_PROGRAMS = 256  # two for each multiprocessor of a large GPU
 _WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits aims at
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
@@ -123,7 +124,7 @@ def tiled_config(
     units: int,
     pdl: bool = False,
     is_normed: bool = False,
-    has_tensor_memory: bool = False,
+    major: int = 9,
 ) -> SmallLinearConfig:
     """Return how the product with a weight of few bits is dealt out; see `tiled_linear`.
 
@@ -135,11 +136,13 @@ def tiled_config(
         units: multiprocessors of the GPU.
         pdl: whether the GPU lets kernels begin early.
         is_normed: the product is that of a norm.
-        has_tensor_memory: the GPU's tensor cores write into a memory of their own (compute capability 10). The sums of
-            all groups of a step stand there at a time; a kernel that asks for more than there is cannot be launched.
+        major: of the GPU's compute capability. The tensor cores of 10 write into a memory of their own, where the sums
+            of all groups of a step stand at a time; a kernel that asks for more than there is cannot be launched. For
+            12 the compiler spills where groups are small and rows many.
     """
-    most_rows = _ROWS_WITH_TOTALS if layout.has_totals else max(TILED_TILES)
-    if has_tensor_memory:
+    is_tight = layout.has_totals or (major == 12 and layout.group == _SMALL_GROUP)
+    most_rows = _ROWS_WHERE_TIGHT if is_tight else max(TILED_TILES)
+    if major == 10:
         groups = layout.step // layout.group if layout.group else 1
         columns_of_row = groups * (1 + layout.has_totals) + 2  # and those of the step before, scaled and not
         most_rows = max(most for most in TILED_TILES if most <= min(most_rows, _SUM_COLUMNS // columns_of_row))
@@ -149,6 +152,6 @@ def tiled_config(
     blocks = -(-out_features // block_n) * (1 if rows is None else -(-rows // block_m))
     programs = _FIXED_PROGRAMS if rows is None else units * _WARPS_AT_WORK // num_warps
     splits = _split(columns, layout.step, blocks, programs)
-    return SmallLinearConfig(
-        "dot", block_n, layout.step, splits, num_warps, TILED_STAGES - (block_m == 64), pdl, block_m
-    )
+    has_five_parts = layout.has_totals and layout.code == "u5"  # words, high bits, a scale, a least value, a sum
+    num_stages = TILED_STAGES - (block_m == 64 or (block_m == 8 and has_five_parts))
+    return SmallLinearConfig("dot", block_n, layout.step, splits, num_warps, num_stages, pdl, block_m)

@@ -46,7 +46,7 @@ static const input *NAME(gathered)(const expert_linear_args *a, const int32_t *p
     const element *x = a->x.data;
     if (count == 1 && sizeof(input) == sizeof(element) && padded == in)
         return (const input *)(x + pairs[0] / a->slots * a->x.stride[0]);
-    input *rows = (input *)scratch(count * padded);
+    input *rows = (input *)scratch((count + TILE_ROWS) * padded); /* whole tiles read as many rows */
     for (int64_t r = 0; r < count; r++) {
         const element *row = x + pairs[r] / a->slots * a->x.stride[0];
         input *out = rows + r * padded;
@@ -112,15 +112,49 @@ static void NAME(multiply_pairs)(const expert_linear_args *a, int64_t expert, co
     }
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* The same in matrix tiles, which a row's sums have in one order, too, however many rows there are. */
+static void tiled_pairs(const expert_linear_args *a, int64_t expert, const int32_t *pairs, int64_t count, int64_t first,
+                        int64_t last) {
+    struct expert_outputs to = EXPERT_OUTPUTS(a);
+    int64_t in = a->x.size[1], stride = in, panels = (to.width + PANEL - 1) / PANEL, room = (count + TILE_ROWS) * PANEL;
+    const uint16_t *x = gathered_bf16(a, pairs, count, &stride);
+    const uint16_t *own = (const uint16_t *)a->weight.data + (expert * panels + first) * to.halves * in * PANEL;
+    float *sums = lasting(2 * room);
+    struct tile_shapes before = tiles_begun();
+    set_tile_rows(least_of(count, TILE_ROWS), count > TILE_ROWS ? TILE_ROWS : 0);
+    for (int64_t panel = first; panel < last; panel++) {
+        for (int64_t half = 0; half < to.halves; half++, own += in * PANEL)
+            for (int64_t row = 0; row < count; row += 2 * TILE_ROWS) {
+                float *at = sums + half * room + row * PANEL;
+                if (count - row > TILE_ROWS) tile_product(2, 0, at, x + row * stride, stride, own, in);
+                else tile_product(1, 0, at, x + row * stride, stride, own, in);
+            }
+        write_pairs_bf16(&to, sums, sums + room, pairs, count, expert, panel);
+    }
+    tiles_ended(before);
+}
+#endif
+
 static void NAME(expert_tasks)(const void *job, int64_t begin, int64_t end) {
     const expert_linear_args *a = job;
     const int32_t *offsets = a->offsets.data;
-    int64_t panels = (a->out.size[1] + PANEL - 1) / PANEL, before = 0;
+    int64_t panels = (a->out.size[1] + PANEL - 1) / PANEL, before = 0, together = PAIRS_TOGETHER;
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+    int in_tiles = has_tiles && a->x.size[1] % TILE_IN == 0;
+    if (in_tiles) together = items_of(TILED_BYTES, a->x.size[1] * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+#endif
     for (int64_t expert = 0; before < end; expert++) { /* whose tasks they are: experts without a pair have none */
         if (offsets[expert] == offsets[expert + 1]) continue;
         int64_t first = begin > before ? begin - before : 0, last = least_of(end - before, panels);
-        for (int64_t at = offsets[expert]; first < last && at < offsets[expert + 1]; at += PAIRS_TOGETHER) {
-            int64_t count = least_of(PAIRS_TOGETHER, offsets[expert + 1] - at);
+        for (int64_t at = offsets[expert]; first < last && at < offsets[expert + 1]; at += together) {
+            int64_t count = least_of(together, offsets[expert + 1] - at);
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+            if (in_tiles) {
+                tiled_pairs(a, expert, a->order.data + at, count, first, last);
+                continue;
+            }
+#endif
             NAME(multiply_pairs)(a, expert, a->order.data + at, count, first, last);
         }
         before += panels;

@@ -410,8 +410,7 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     cases |= speculation_cases()
     cases |= linear_cases(arch)
     cases |= tiled_cases(arch)
-    if arch != 100:  # experts are undone there
-        cases |= tiled_expert_cases()
+    cases |= tiled_expert_cases(arch)
     cases |= expert_cases()
     lens = torch.empty(ROWS, dtype=torch.int32)
     cases["plan"] = lambda: attention_plan.attention_plan_triton(lens, lens, lens, lens, 33, 0, -1)

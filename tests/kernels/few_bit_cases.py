@@ -25,19 +25,21 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
         "int4-zeros": ("u4", 128, "zeros", torch.bfloat16),
         "q4_k": ("u4", 32, "six bits", torch.float16),
         "q6_k": ("s6", 16, "parts", torch.float16),
+        "q5_k": ("u5", 32, "six bits", torch.float16),
+        "q4_0": ("s4", 32, "none", torch.float16),
     }
     for name, (code, group, second_kind, dtype) in kinds.items():
         tiles = empty_tiles(layout_of(code, group, second_kind), HIDDEN, FEED_FORWARD, dtype)
         for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
-            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch == 100)
+            config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch // 10)
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
             cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
         cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
     return cases
 
 
-def tiled_expert_cases() -> dict[str, Callable[[], None]]:
-    """Products of experts with weights of few bits: of any number of pairs."""
+def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
+    """Products of experts with weights of few bits: of few pairs each, and of many."""
     cases: dict[str, Callable[[], None]] = {}
     kinds = {
         "mxfp4": ("e2m1", 32, "none", torch.uint8),
@@ -45,19 +47,20 @@ def tiled_expert_cases() -> dict[str, Callable[[], None]]:
         "q4_0": ("s4", 32, "none", torch.float16),
         "q8_0": ("s8", 32, "none", torch.float16),
         "q4_k": ("u4", 32, "six bits", torch.float16),
+        "q5_k": ("u5", 32, "six bits", torch.float16),
         "q6_k": ("s6", 16, "parts", torch.float16),
     }
-    offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, EXPERTS * 32))
+    offsets, order = (torch.empty(size, dtype=torch.int32) for size in (EXPERTS + 1, EXPERTS * 64))
+    x, out = (torch.empty(EXPERTS * 64, size, dtype=torch.bfloat16) for size in (HIDDEN, EXPERT_WIDTH))
     for name, (code, group, second_kind, dtype) in kinds.items():
         tiles = empty_tiles(layout_of(code, group, second_kind), EXPERTS * 2 * EXPERT_WIDTH, HIDDEN, dtype)
-        config = tiled_config(16, EXPERT_WIDTH, HIDDEN, tiles.layout, 1)
-        x = torch.empty(EXPERTS * 32, HIDDEN, dtype=torch.bfloat16)
-        out = torch.empty(EXPERTS * 32, EXPERT_WIDTH, dtype=torch.bfloat16)
-        cases[f"tiled-experts-{name}"] = partial(
-            tiled_expert_linear.tiled_expert_linear_triton, out, x, *tiles[:4], None, order, offsets, SLOTS,
-            "swiglu_clamped", 1.702, 7.0, *tiles.layout[:3], tiles.layout.step, config.block_m, config.block_n,
-            config.num_warps, config.num_stages,
-        )  # fmt: skip
+        for rows in (8, 64):
+            config = tiled_config(rows, EXPERT_WIDTH, HIDDEN, tiles.layout, 1, major=arch // 10)
+            cases[f"tiled-experts-{name}-rows{rows}"] = partial(
+                tiled_expert_linear.tiled_expert_linear_triton, out, x, *tiles[:4], None, order, offsets, SLOTS,
+                "swiglu_clamped", 1.702, 7.0, *tiles.layout[:3], tiles.layout.step, config.block_m, config.block_n,
+                config.num_warps, config.num_stages,
+            )  # fmt: skip
     return cases
 
 

@@ -12,7 +12,8 @@ from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear, til
 pytest.importorskip("triton")
 EXPERTS, SLOTS, NOBODYS = 4, 2, 2
 KINDS = ["fp4", "MXFP4", "int4 by 128", "int4 by 64 with zeros", "int8", "fp8 by 128", "Q4_0", "Q8_0", "Q4_K", "Q6_K"]
-CONFIG = SmallLinearConfig("dot", 32, 0, 1, num_warps=2, num_stages=2, pdl=False, block_m=16)
+CASES = [(name, *case) for name in KINDS for case in (("none", 8), ("swiglu_clamped", 16))]
+CASES += [("Q4_0", "swiglu_clamped", 32), ("Q4_K", "swiglu_clamped", 8), ("int8", "none", 64)]
 
 
 def experts_of(name, width, depth):
@@ -30,10 +31,10 @@ def experts_of(name, width, depth):
     return joined_tiles(parts), torch.stack([weight for _, weight in rows])
 
 
-@pytest.mark.parametrize("gate", ["none", "swiglu_clamped"])
-@pytest.mark.parametrize("name", KINDS)
-def test_an_experts_product_is_that_of_its_values(name, gate, device):
+@pytest.mark.parametrize(("name", "gate", "block_m"), CASES)
+def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
     halves, width, depth, rows = 1 + (gate != "none"), 20, 300, 7
+    config = SmallLinearConfig("dot", 32, 0, 1, num_warps=2, num_stages=2, pdl=False, block_m=block_m)
     tiles, weight = experts_of(name, width * halves, depth)
     depth = weight.shape[2]  # whole blocks
     bias = random(EXPERTS, width * halves, seed=3)
@@ -46,9 +47,9 @@ def test_an_experts_product_is_that_of_its_values(name, gate, device):
     given = [tensor.to(device) for tensor in (bias, order, offsets)]
     tiled_expert_linear_triton(
         outs[0], x.to(device), *arguments(moved), *given, SLOTS, gate, ALPHA, LIMIT, layout.code, layout.second_kind,
-        layout.group, layout.step, CONFIG.block_m, CONFIG.block_n, CONFIG.num_warps, CONFIG.num_stages,
+        layout.group, layout.step, config.block_m, config.block_n, config.num_warps, config.num_stages,
     )  # fmt: skip
-    tiled_expert_linear(outs[1], x.to(device), moved, *given, CONFIG, slots=SLOTS, gate=gate, alpha=ALPHA, limit=LIMIT)
+    tiled_expert_linear(outs[1], x.to(device), moved, *given, config, slots=SLOTS, gate=gate, alpha=ALPHA, limit=LIMIT)
     chosen = ids.view(-1).tolist()
     assert NOBODYS not in chosen
     for out in outs:

@@ -268,6 +268,14 @@ def test_every_program_has_work(rows, has_totals):
             assert chosen.counters(min(rows or 512, 512), out_features) <= 1 << 16
 
 
+def test_tiles_have_fewer_rows_where_a_gpu_has_no_room_for_more():
+    def most(major, *kind):
+        return tiled_config(64, 4096, 4096, layout_of(*kind), 132, major=major).block_m
+
+    assert [most(major, "s4", 32) for major in (8, 9, 10, 12)] == [64, 64, 32, 32]
+    assert [most(major, "s8", 0) for major in (8, 9, 10, 12)] == [64] * 4
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 16, 64])
 @pytest.mark.parametrize(
@@ -279,7 +287,7 @@ def test_replays_give_the_bits_of_eager_runs(name, rows):
     tiles = on("cuda", tiles)
     x = activations(rows, 1024, torch.bfloat16, "cuda")
     major = torch.cuda.get_device_capability()[0]
-    chosen = tiled_config(rows, 2048, 1024, tiles.layout, 132, major >= 9, has_tensor_memory=major == 10)
+    chosen = tiled_config(rows, 2048, 1024, tiles.layout, 132, major >= 9, major=major)
     counters = torch.zeros(4096, dtype=torch.int32, device="cuda")
     outs = [torch.zeros(rows, 2048, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
     tiled_linear(outs[0], x, tiles, None, counters, chosen)

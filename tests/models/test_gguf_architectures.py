@@ -19,13 +19,30 @@ def read_all(source: Gguf) -> dict[str, torch.Tensor]:
     return found
 
 
+def in_stacks(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return all experts of a layer in one tensor, outputs last and those of two products by turns."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for place in {name.rpartition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        experts = range(sum(name.startswith(f"{place}.experts.") for name in tensors) // 6)
+        for end, kind in (("", "weight"), ("_bias", "bias")):
+            gate, up, down = (
+                torch.stack([tensors[f"{place}.experts.{expert}.{part}_proj.{kind}"] for expert in experts])
+                for part in ("gate", "up", "down")
+            )
+            by_turns = torch.stack((gate, up), dim=2).flatten(1, 2)
+            found[f"{place}.experts.gate_up_proj{end}"] = by_turns.mT.contiguous() if kind == "weight" else by_turns
+            found[f"{place}.experts.down_proj{end}"] = down.mT.contiguous() if kind == "weight" else down
+    return found
+
+
 def as_transformers_reads_it(source: Gguf, folder: Path, kind: str) -> Any:
     """Return transformers' model of our configuration and tensors."""
     from safetensors.torch import save_file
 
     family = {"Gemma3": "Gemma3Text"}.get(kind, kind)
     config = getattr(transformers, f"{family}Config")(**source.settings | {"pad_token_id": None})
-    save_file(read_all(source), folder / "model.safetensors", metadata={"format": "pt"})
+    tensors = in_stacks(read_all(source)) if kind == "GptOss" else read_all(source)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
     model, told = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True

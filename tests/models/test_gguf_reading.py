@@ -13,7 +13,7 @@ from graphdecode.linear.weight_form import Shard
 from graphdecode.models.gguf.block_types import BLOCK_TYPES, BlockType
 from graphdecode.models.gguf.container import GgufFile, GgufTensor
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.gguf.tensor_view import StackedExperts, TensorView
+from graphdecode.models.gguf.tensor_view import TensorView
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 ROWS, COLUMNS = 1100, 512  # more than is read at once
@@ -44,7 +44,7 @@ def values_of(content: np.ndarray, block: BlockType) -> torch.Tensor:
     return torch.from_numpy(gguf.quants.dequantize(content, gguf.GGMLQuantizationType[block.name]))
 
 
-def read(view: TensorView | StackedExperts, shard: Shard | None = None) -> torch.Tensor:
+def read(view: TensorView, shard: Shard | None = None) -> torch.Tensor:
     shape = view.shape if shard is None else torch.empty(view.shape)[shard.slices(view.shape)].shape
     out = torch.full(shape, torch.nan)
     view.read(out, shard)
@@ -72,18 +72,6 @@ def test_rotary_pairs_that_are_neighbours_are_taken_apart(tmp_path: Path, shard:
     expected = pairs.transpose(1, 2).reshape(ROWS, COLUMNS)
     view = TensorView(tensor, tensor.shape, head_dim=100)
     assert torch.equal(read(view, shard), expected if shard is None else expected[shard.slices(expected.shape)])
-
-
-@pytest.mark.parametrize("shard", [None, *(Shard(1, 3, axis) for axis in range(3))])
-def test_experts_of_two_products_alternate(tmp_path: Path, shard: Shard | None) -> None:
-    gate, of_gate = stored(tmp_path / "gate", BLOCK_TYPES[39], rows=44)
-    up, of_up = stored(tmp_path / "up", BLOCK_TYPES[2], rows=44)
-    parts = tuple(tensor._replace(shape=(4, 11, COLUMNS)) for tensor in (gate, up))
-    expected = torch.empty(4, COLUMNS, 22)
-    for place, content, tensor in ((0, of_gate, gate), (1, of_up, up)):
-        expected[:, :, place::2] = values_of(content, tensor.block).view(4, 11, COLUMNS).transpose(1, 2)
-    found = read(StackedExperts(parts), shard)
-    assert torch.equal(found, expected if shard is None else expected[shard.slices(expected.shape)])
 
 
 def tokens(model: Path) -> list[list[int]]:

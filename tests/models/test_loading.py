@@ -40,11 +40,6 @@ def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(
     assert all(map(torch.equal, given, expected))
 
 
-def test_weights_of_few_bits_are_refused_for_experts(checkpoint: Callable[[str], Path]) -> None:
-    with pytest.raises(ValueError, match="quantize='int8' cannot be had for a model with experts"):
-        load_model(checkpoint("mixtral"), device="cpu", quantize="int8")
-
-
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

@@ -94,6 +94,21 @@ def test_a_model_answers_with_rounded_weights(tmp_path: Path, quantize: str) -> 
 
 
 @compiled
+def test_the_report_has_figures_for_every_bucket_for_prompts_and_for_experts(tmp_path: Path) -> None:
+    save_checkpoint("mixtral", tmp_path)
+    with LLM(tmp_path, quantize="q8_0", max_batch_size=3, max_sequence_length=64, max_prefill_tokens=24) as llm:
+        reports = llm.engine.runner.reports()
+    assert [bucket.bucket for bucket in reports["steps"].buckets] == [1, 2, 3]
+    assert [(bucket.bucket, bucket.state) for bucket in reports["prompts"].buckets][-1] == (24, "captured")
+    for bucket in (*reports["steps"].buckets, *reports["prompts"].buckets):
+        rounded_ones = {name: told for name, told in bucket.choices.items() if not name.startswith("router")}
+        assert {"gate_up 192x64 of 5 experts", "down 64x96 of 5 experts", "qkv 128x64"} <= set(rounded_ones)
+        for told in rounded_ones.values():
+            assert told["us"] > 0 < told["of_runner_up"]
+            assert ("slower_than" in told) == (told["us"] > told["runner_up_us"])
+
+
+@compiled
 def test_groups_of_a_size_that_is_asked_for_are_made(tmp_path: Path) -> None:
     save_checkpoint("llama-2", tmp_path)
     for quantize, size in (("int8", 32), ("int4", 16)):

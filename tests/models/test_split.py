@@ -221,6 +221,18 @@ def test_a_row_in_parts_is_rounded_to_int8_as_the_whole(checkpoint: Callable[[st
     assert all(torch.equal(part, whole) for part in on_all_ranks(2, scales))
 
 
+@compiled
+@pytest.mark.parametrize("quantize", ["int8", "q8_0"])
+def test_ranks_share_experts_that_are_rounded_while_they_are_read(
+    checkpoint: Callable[[str], Path], quantize: str
+) -> None:
+    path = checkpoint("gpt-oss")
+    found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize=quantize))
+    assert same_bits(found)
+    for mine, all_of_it in zip(found[0], logits_of(path, None, quantize=quantize), strict=True):
+        torch.testing.assert_close(mine, all_of_it, rtol=1e-4, atol=1e-4)
+
+
 def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None:
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
     with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):

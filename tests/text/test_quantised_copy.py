@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -19,6 +28,7 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer, quantised_copy
 from graphdecode.text.quantised_copy import quantised_copy as copy
 
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "eos_token_id": 256}
@@ -50,6 +60,20 @@ def checkpoint(folder: Path, **changes: object) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoint(tmp_path_factory.mktemp("model"), attention_bias=True)
+
+
+def sparse_checkpoint(kind: str, folder: Path, **options: object) -> Path:
+    """Write a small model with experts, and a tokenizer."""
+    torch.manual_seed(4)
+    sizes = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = getattr(transformers, f"{kind}Config")(**(SMALL | sizes | {"head_dim": 32, "norm_topk_prob": True}))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, 0.0, 0.2)
+    model.bfloat16().save_pretrained(folder, **options)
+    tokenizer().save_pretrained(folder)
+    return folder
 
 
 def answers(folder: Path, **options: object) -> list[list[int]]:
@@ -90,6 +114,42 @@ def test_a_file_of_gguf_answers_as_the_model_rounded_while_it_is_read(tmp_path: 
     made = copy(model, tmp_path / "copy.gguf", "q8_0")
     assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
     assert answers(made, quantize="gguf") == answers(model, quantize="q8_0")
+
+
+SPARSE = [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", True), ("GptOss", True)]
+
+
+@pytest.mark.parametrize(("kind", "one_by_one"), SPARSE)
+def test_copies_of_models_with_experts_answer_as_these_rounded_while_they_are_read(
+    tmp_path: Path, kind: str, one_by_one: bool
+) -> None:
+    model = sparse_checkpoint(kind, tmp_path / "model", save_original_format=one_by_one)
+    assert answers(copy(model, tmp_path / "copy", "int4")) == answers(model, quantize="int4")
+    made = copy(model, tmp_path / "copy.gguf", "q8_0")
+    assert answers(made, quantize="gguf") == answers(model, quantize="q8_0")
+
+
+def test_the_library_finds_all_experts_of_a_file_in_their_places(tmp_path: Path) -> None:
+    model = sparse_checkpoint("GptOss", tmp_path / "model")
+    plain = load_file(model / "model.safetensors")
+    stored = {each.name: each for each in gguf.GGUFReader(copy(model, tmp_path / "copy.gguf", "q8_0")).tensors}
+    gate_up = plain["model.layers.1.mlp.experts.gate_up_proj"].float()  # [experts, in_features, by turns]
+    bias = plain["model.layers.1.mlp.experts.gate_up_proj_bias"].float()
+    for place, name in enumerate(("blk.1.ffn_gate_exps", "blk.1.ffn_up_exps")):
+        found = gguf.quants.dequantize(stored[f"{name}.weight"].data, gguf.GGMLQuantizationType.Q8_0)
+        expected = gate_up[:, :, place::2].transpose(1, 2)
+        assert found.shape == expected.shape == (4, 96, 64)
+        assert float((torch.from_numpy(found) - expected).norm() / expected.norm()) < 0.01
+        assert torch.equal(torch.from_numpy(np.array(stored[f"{name}.bias"].data)), bias[:, place::2])
+
+
+def test_transformers_reads_a_copy_of_a_model_with_experts(tmp_path: Path) -> None:
+    model = sparse_checkpoint("Qwen3Moe", tmp_path / "model")
+    made = copy(model, tmp_path / "copy", "int8")
+    theirs, plain = (AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval() for each in (made, model))
+    ids = torch.tensor([[1, 7, 3, 250, 9]])
+    with torch.no_grad():
+        assert float((theirs(ids).logits - plain(ids).logits).norm() / plain(ids).logits.norm()) < 0.05
 
 
 def test_llamas_rope_is_kept_in_a_file_of_gguf(tmp_path: Path) -> None:
@@ -185,3 +245,25 @@ def test_the_model_itself_is_not_written_over(model: Path) -> None:
     for out in (model, model.parent):
         with pytest.raises(ArgumentError, match="holds the model itself"):
             copy(model, out, "int4", overwrite=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal, and sends a signal")
+def test_ctrl_c_at_the_shell_takes_the_bar_away_and_leaves_nothing(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
+    terminal, its_end = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    command = [sys.executable, "-m", "graphdecode", "quantize", str(model), str(tmp_path / "copy")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end, env=environment) as process:
+        os.close(its_end)
+        seen = ""
+        while not re.search(r"quantising: +\d+%\|.*\| [1-9]\d*/93 ", seen):
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        assert len(list(tmp_path.iterdir())) == 2  # the model, and what is being written
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        seen += os.read(terminal, 65536).decode(errors="replace")
+        os.close(terminal)
+    assert (process.returncode, out) == (130, b"")
+    assert "Traceback" not in seen
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

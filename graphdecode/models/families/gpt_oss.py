@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from graphdecode.linear.expert_form import Gate
 from graphdecode.models.blocks import Attention
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, layer_windows
 from graphdecode.models.experts import Experts
@@ -18,6 +19,8 @@ class GptOss(Sparse):
 
     architecture = "GptOssForCausalLM"
     experts_have_turns = True
+    router = "router"
+    has_biases = True
     defaults: ClassVar[dict[str, Any]] = {
         "attention_bias": True,
         "head_dim": 64,
@@ -70,12 +73,13 @@ class GptOss(Sparse):
         return super().layer_weights(config, at, name) | {f"{at}sinks": (sinks,)}
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
-        """Return the places of one layer's router and experts, always stacked: [experts, in_features, out_features]."""
+        """Return the places of one layer's router and experts; stacks are [experts, in_features, out_features]."""
+        places = super().expert_weights(config, at, name, is_stacked=False)
+        if not is_stacked:
+            return places
         experts, hidden, mlp = experts_of(config), config.hidden_size, f"{name}mlp."
         all_of, width = experts.count, experts.intermediate_size
-        return {
-            f"{at}router": (Part(f"{mlp}router.weight", (all_of, hidden)),),
-            f"{at}router.bias": (Part(f"{mlp}router.bias", (all_of,)),),
+        return places | {
             f"{at}experts.gate_up": (Part(f"{mlp}experts.gate_up_proj", (all_of, hidden, 2 * width), 2),),
             f"{at}experts.gate_up.bias": (Part(f"{mlp}experts.gate_up_proj_bias", (all_of, 2 * width), 1),),
             f"{at}experts.down": (Part(f"{mlp}experts.down_proj", (all_of, width, hidden), 1),),
@@ -90,4 +94,4 @@ class GptOss(Sparse):
         """Return the experts of a layer, with their clamped gate."""
         experts = experts_of(config)
         block = super().expert_block(config, weights, at)
-        return replace(block, gate="swiglu_clamped", alpha=experts.alpha, limit=experts.limit)
+        return replace(block, gate=Gate("swiglu_clamped", experts.alpha, experts.limit))

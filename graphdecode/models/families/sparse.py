@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from graphdecode.errors import shown
+from graphdecode.linear.expert_form import Gate
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import FeedForward, GatedMlp
 from graphdecode.models.config import ExpertsConfig, ModelConfig, UnsupportedModelError, count, flag
@@ -25,16 +26,18 @@ class Sparse(Llama):
         mlp: what the names of the experts' tensors, and the router's, begin with within a layer.
         gate_up: the parts of an expert's first product, the gate first.
         down: its second product.
+        router: what the router is called there.
+        has_biases: whether the router and the experts have some.
         stacked_mlp: the same as `mlp` where a checkpoint has one tensor for all experts of a layer, as transformers 5
             holds them.
-        experts_have_turns: how stacks lie; see `ExpertNames`.
     """
 
     mlp: ClassVar[str] = "mlp."
     gate_up: ClassVar[tuple[str, str]] = ("gate_proj", "up_proj")
     down: ClassVar[str] = "down_proj"
+    router: ClassVar[str] = "gate"
+    has_biases: ClassVar[bool] = False
     stacked_mlp: ClassVar[str] = "mlp."
-    experts_have_turns: ClassVar[bool] = False
 
     def options(self, settings: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
         """Return the fields of the experts."""
@@ -63,7 +66,7 @@ class Sparse(Llama):
         )
 
     def weights(self, config: ModelConfig) -> WeightMap:
-        """Return all tensors that such a model has, by their place in it, those of each expert by themselves."""
+        """Return all tensors that such a model has, by their place in it; see `Family.weights`."""
         return self._sparse_weights(config, is_stacked=False)
 
     def weights_in(self, config: ModelConfig, tensors: Mapping[str, Stored]) -> WeightMap:
@@ -86,16 +89,14 @@ class Sparse(Llama):
 
     def expert_block(self, config: ModelConfig, weights: Weights, at: str) -> Experts:
         """Return the experts of the layer whose places begin with `at`."""
-        experts = experts_of(config)
+        experts, has_turns = experts_of(config), self.experts_have_turns
         return Experts(
-            gate_up=weights.experts(
-                f"{at}experts.gate_up", experts.count, is_gated=True, has_turns=self.experts_have_turns
-            ),
-            down=weights.experts(f"{at}experts.down", experts.count, is_gated=False, has_turns=self.experts_have_turns),
+            gate_up=weights.experts(f"{at}experts.gate_up", experts, is_gated=True, has_turns=has_turns),
+            down=weights.experts(f"{at}experts.down", experts, is_gated=False, has_turns=has_turns),
             count=experts.count,
             slots=experts.slots,
             width=experts.intermediate_size,
-            gate=config.activation,
+            gate=Gate(config.activation),
         )
 
     def expert_weights(self, config: ModelConfig, at: str, name: str, *, is_stacked: bool) -> WeightMap:
@@ -103,14 +104,14 @@ class Sparse(Llama):
         experts, hidden = experts_of(config), config.hidden_size
         width, shared = experts.intermediate_size, experts.shared_intermediate_size
         mlp = f"{name}{self.stacked_mlp if is_stacked else self.mlp}"
-        router: tuple[Part, ...] = (Part(f"{mlp}gate.weight", (experts.count, hidden)),)
+        router = {f"{mlp}{self.router}": experts.count}
         places: WeightMap = {}
         if shared:
-            router += (Part(f"{mlp}shared_expert_gate.weight", (1, hidden)),)
+            router[f"{mlp}shared_expert_gate"] = 1
             gate_up = {f"{mlp}shared_expert.{part}": shared for part in ("gate_proj", "up_proj")}
             places |= product(f"{at}gate_up", gate_up, hidden, split=0)
             places |= product(f"{at}down", {f"{mlp}shared_expert.down_proj": hidden}, shared, split=1)
-        places[f"{at}router"] = router
+        places |= product(f"{at}router", router, hidden, split=None, bias=self.has_biases)
         if is_stacked:
             gate_up_shape, halves = (experts.count, 2 * width, hidden), (Run(width), Run(width))
             places[f"{at}experts.gate_up"] = (Part(f"{mlp}experts.gate_up_proj", gate_up_shape, 1, halves),)
@@ -119,8 +120,8 @@ class Sparse(Llama):
         each = [f"{mlp}experts.{expert}." for expert in range(experts.count)]
         gate_up = {f"{expert}{part}": width for expert in each for part in self.gate_up}
         down = {f"{expert}{self.down}": hidden for expert in each}
-        places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0)
-        return places | product(f"{at}experts.down", down, width, split=1)
+        places |= product(f"{at}experts.gate_up", gate_up, hidden, split=0, bias=self.has_biases)
+        return places | product(f"{at}experts.down", down, width, split=1, bias=self.has_biases)
 
     def _sparse_weights(self, config: ModelConfig, *, is_stacked: bool) -> WeightMap:
         places = super().weights(config)

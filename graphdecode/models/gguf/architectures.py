@@ -11,12 +11,12 @@ from graphdecode.models.gguf import architecture_fields as more
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.metadata import Metadata
 from graphdecode.models.gguf.ropes import ROPE_TENSORS, rope_settings
-from graphdecode.models.gguf.tensor_view import StackedExperts, TensorView, View
+from graphdecode.models.gguf.tensor_view import TensorView
 from graphdecode.models.gguf.vocabulary import stop_token_ids
 
 EDGES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 ROTATED = ("attn_q", "attn_k")
-_ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
+ONE_ROW = ("ffn_gate_inp_shexp",)  # a vector in the file
 
 Settings = dict[str, Any]
 
@@ -29,7 +29,7 @@ class Architecture:
         name: as the names of classes in transformers begin, such as "Llama".
         layer: GGUF's names of a layer's tensors -> those of transformers; `{expert}` stands for each of a stack.
         neighbours: the two halves of a rotary pair are neighbours among the rows of q and k.
-        bare: those that end in nothing, or in "_bias", and of which experts are stacked as `StackedExperts` has them.
+        bare: those of them that end in nothing in transformers.
         norm_shift: what is added to the norms' stored gains.
         more: returns what a config.json has beside what all have.
     """
@@ -81,7 +81,7 @@ class Architecture:
             **self.more(metadata),
         }
 
-    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, View]]:
+    def views(self, fields: Mapping[str, Any], stored: Mapping[str, GgufTensor]) -> Iterator[tuple[str, TensorView]]:
         """Yield the tensors as transformers has them, with its names; one that it has no name for has its own."""
         metadata = Metadata(fields)
         for name, tensor in stored.items():
@@ -94,24 +94,18 @@ class Architecture:
                     yield name, TensorView(tensor, tensor.shape)
             elif part in self.layer:
                 whole = f"model.layers.{layer}.{self.layer[part]}"
-                yield from self._of_layer(metadata, stored, (layer, part, kind), whole)
+                yield from self._of_layer(metadata, tensor, (part, kind), whole)
             else:
                 yield name, TensorView(tensor, tensor.shape)
 
     def _of_layer(
-        self, metadata: Metadata, stored: Mapping[str, GgufTensor], place: tuple[str, str, str], name: str
-    ) -> Iterator[tuple[str, View]]:
-        layer, part, kind = place
-        tensor = stored[f"blk.{layer}.{part}.{kind}"]
-        if part in _ONE_ROW:
+        self, metadata: Metadata, tensor: GgufTensor, place: tuple[str, str], name: str
+    ) -> Iterator[tuple[str, TensorView]]:
+        part, kind = place
+        if part in ONE_ROW:
             yield f"{name}.{kind}", TensorView(tensor, (1, tensor.shape[-1]))
         elif part in self.bare:
-            if part == "ffn_gate_exps":
-                return  # goes with the other half
-            gate = stored.get(f"blk.{layer}.ffn_gate_exps.{kind}") if part == "ffn_up_exps" else None
-            parts = (tensor,) if gate is None else (gate, tensor)
-            whole = name if kind == "weight" else f"{name}_bias"
-            yield whole, TensorView(tensor, tensor.shape) if part == "attn_sinks" else StackedExperts(parts)
+            yield name, TensorView(tensor, tensor.shape)
         elif "{expert}" in name:
             rows = tensor.shape[1]
             for expert in range(tensor.shape[0]):
@@ -204,12 +198,10 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
 }
-_STACKED_EXPERTS = {
+_GPT_OSS = {
     "attn_sinks": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_gate_exps": "mlp.experts.gate_up_proj",
-    "ffn_up_exps": "mlp.experts.gate_up_proj",
-    "ffn_down_exps": "mlp.experts.down_proj",
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
 }
 _FUSED = {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 _FUSED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
@@ -231,10 +223,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": Architecture("SmolLM3", _DENSE, neighbours=True, more=more.smollm3),
     "gpt-oss": Architecture(
         "GptOss",
-        _ATTENTION
-        | {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-        | _STACKED_EXPERTS,
-        bare=("attn_sinks", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"),
+        _ATTENTION | _GPT_OSS | _EXPERTS | {"ffn_gate_inp": "mlp.router"},
+        bare=("attn_sinks",),
         more=more.gpt_oss,
     ),
     "granite": Architecture("Granite", _DENSE, neighbours=True, more=more.granite),

@@ -15,7 +15,7 @@ from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import Architecture, architecture_of
 from graphdecode.models.gguf.container import GgufFile, GgufTensor
 from graphdecode.models.gguf.files import SUFFIX, shards_of
-from graphdecode.models.gguf.tensor_view import StackedExperts, TensorView, View
+from graphdecode.models.gguf.tensor_view import TensorView
 from graphdecode.models.rope import UnsupportedRopeError
 from graphdecode.models.source import resolve_model_path
 from graphdecode.models.weight_map import CheckpointError
@@ -74,14 +74,10 @@ class Gguf:
         """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
         self._views[name].read(out, shard)
 
-    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
-        """Return a matrix, or that of one expert of a stack, uint8 [rows, bytes of a row]; None where it has none."""
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is none."""
         view = self._views[name]
-        if expert is not None:
-            return view.blocks_of(expert) if isinstance(view, StackedExperts) else None
-        if not isinstance(view, TensorView) or len(view.shape) != 2 or view.shift:
-            return None
-        return view.blocks
+        return None if len(view.shape) != 2 or view.shift else view.blocks
 
     @cached_property
     def _architecture(self) -> Architecture:
@@ -91,5 +87,5 @@ class Gguf:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
 
     @cached_property
-    def _views(self) -> Mapping[str, View]:
+    def _views(self) -> Mapping[str, TensorView]:
         return dict(self._architecture.views(self._metadata, self._stored))

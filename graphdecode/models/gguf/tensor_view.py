@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,21 +14,6 @@ from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.dequantize import dequantize
 
 _VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
-
-
-class View(Protocol):
-    """What transformers has under one name."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As transformers has it."""
-
-    @property
-    def block_type(self) -> str:
-        """What the values are stored as."""
-
-    def read(self, out: Tensor, shard: Shard | None) -> None:
-        """Write the values, or a part of them, into `out`, converted to its dtype, a few at a time."""
 
 
 @dataclass(frozen=True)
@@ -88,48 +72,3 @@ class TensorView:
         low, count = int(rows.min()), int(rows.max() - rows.min()) + 1
         found = dequantize(self.stored.read(low * row_length, count * row_length).reshape(count, -1), self.stored.block)
         return found if count == len(rows) and (np.diff(rows) == 1).all() else found[rows - low]
-
-
-@dataclass(frozen=True)
-class StackedExperts:
-    """The experts' weights or biases in one tensor, outputs last; those of two products alternate.
-
-    Attributes:
-        parts: of each product [experts, outputs, inputs], or biases [experts, outputs].
-    """
-
-    parts: tuple[GgufTensor, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[experts, inputs, outputs of all parts] or [experts, outputs of all parts]."""
-        experts, outputs, *inputs = self.parts[0].shape
-        return (experts, *inputs, outputs * len(self.parts))
-
-    @property
-    def block_type(self) -> str:
-        """What the values are stored as."""
-        return self.parts[0].block.name
-
-    def read(self, out: Tensor, shard: Shard | None) -> None:
-        """Write the values, or a part of them, into `out`, converted to its dtype, one expert at a time."""
-        kept, *within = (slice(None),) if shard is None else shard.slices(self.shape)
-        for place, expert in enumerate(range(self.shape[0])[kept]):
-            rows = torch.stack([self._expert(part, expert) for part in self.parts], dim=1).flatten(0, 1)
-            out[place].copy_((rows.T if len(self.shape) > 2 else rows[:, 0])[tuple(within)])
-
-    def blocks_of(self, expert: int) -> Tensor | None:
-        """Return one expert's rows as they are stored, uint8 [outputs, bytes of a row]; None: parts differ in type."""
-        if len({part.block.name for part in self.parts}) > 1 or len(self.parts[0].shape) < 3:
-            return None
-        rows = [torch.from_numpy(self._stored(part, expert)) for part in self.parts]
-        return torch.stack(rows, dim=1).flatten(0, 1)
-
-    def _expert(self, part: GgufTensor, expert: int) -> Tensor:
-        return dequantize(self._stored(part, expert), part.block).view(part.shape[1], -1)
-
-    def _stored(self, part: GgufTensor, expert: int) -> np.ndarray:
-        """Return an expert's rows, of biases one."""
-        count = math.prod(part.shape[1:])
-        stored = part.read(expert * count, count)
-        return stored.reshape(part.shape[1], -1) if len(part.shape) > 2 else stored[None]

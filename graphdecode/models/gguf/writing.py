@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from torch import Tensor
 
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
-from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ROTATED, Architecture, architecture_of
+from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ONE_ROW, ROTATED, Architecture, architecture_of
 from graphdecode.models.gguf.block_types import BLOCK_TYPES
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
 from graphdecode.models.quantised.on_load import QuantisedBlocks, plain_weight
+from graphdecode.models.weight_map import parts
 
 _TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 _FACTORS = "rope_freqs.weight"
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_CALLED = {"mixtral": "llama"}  # what a header calls it, where that is another's name
 
 
 class GgufModel:
@@ -34,24 +38,34 @@ class GgufModel:
     Args:
         source: of its tensors.
         config: of the model.
-        names: of its tensors.
+
+    Attributes:
+        fields: of the header.
 
     Raises:
         UnsupportedModelError: GGUF has no words for the architecture, or for something of the configuration.
     """
 
-    def __init__(self, source: QuantisedBlocks, config: ModelConfig, names: list[str]) -> None:
+    def __init__(self, source: QuantisedBlocks, config: ModelConfig) -> None:
         self._source = source
         self._config = config
-        self._tensors = {name: source.tensors[name] for name in names}
         found = {f"{kind.name}ForCausalLM": key for key, kind in ARCHITECTURES.items()}
         key = found.get(config.architecture)
         if key is None:
             raise UnsupportedModelError(f"{config.architecture} is not written as GGUF; {', '.join(found)} are")
         self._architecture: Architecture = ARCHITECTURES[key]
+        self._held: dict[str, list[str]] = {}  # GGUF's name -> that of the tensor, or those of the experts' in turn
+        for part in parts(source.weight_map):
+            self._held.setdefault(self._name(part.name), []).append(part.name)
         self._factors = llama3_factors(config.rope, config.head_dim) if config.rope.rope_type == "llama3" else None
+        key = _CALLED.get(key, key)
         self.fields: dict[str, Any] = {"general.architecture": key, **_fields_of(key, config)}
         self._check()
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors, in their order in the file."""
+        return [name for held in self._held.values() for name in held]
 
     def write(self, path: Path, vocabulary: Mapping[str, Any], names: Iterable[str]) -> None:
         """Write the file.
@@ -59,7 +73,7 @@ class GgufModel:
         Args:
             path: of the file.
             vocabulary: the fields of the tokenizer.
-            names: of all tensors, in their order; whoever counts them knows how far it is.
+            names: `self.names`; whoever counts them knows how far it is.
         """
         import gguf  # here, for it takes a while
 
@@ -70,20 +84,39 @@ class GgufModel:
                 writer.add_key_value(key, value, kind, of_entries)
         if self._factors is not None:
             writer.add_tensor_info(_FACTORS, self._factors.shape, np.dtype(np.float32), self._factors.nbytes)
-        for name, stored in self._tensors.items():
-            block = _TYPES[stored.dtype] if stored.dtype in _TYPES and len(stored.shape) > 1 else _TYPES["F32"]
-            shape = (*stored.shape[:-1], block.size(stored.shape[-1])) if block.values > 1 else stored.shape
-            dtype = np.dtype(np.uint8 if block.values > 1 else np.float32)
-            kind = gguf.GGMLQuantizationType[block.name] if block.values > 1 else None
-            writer.add_tensor_info(self._name(name), shape, dtype, int(np.prod(shape)) * dtype.itemsize, kind)
+        for name in self._held:
+            shape, dtype, block_type = self._layout(name)
+            kind = None if block_type is None else gguf.GGMLQuantizationType[block_type]
+            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if self._factors is not None:
             writer.write_tensor_data(self._factors)
-        for name in names:
-            writer.write_tensor_data(self._rows(name).numpy())
+        for name, held in groupby(names, self._name):
+            shape, dtype, _ = self._layout(name)
+            whole = np.empty((len(self._held[name]), int(np.prod(shape)) // len(self._held[name])), dtype)
+            for own, each in zip(whole, held, strict=True):
+                own[:] = self._rows(each).numpy().ravel()
+            writer.write_tensor_data(whole)
         writer.close()
+
+    def _stored(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return shape and type of a tensor by GGUF's name; experts are along the first dimension."""
+        first, *others = self._held[name]
+        stored = self._source.tensors[first]
+        part = name.split(".")[-2]
+        if part in ONE_ROW:
+            return stored.shape[1:], stored.dtype
+        return (1 + len(others), *stored.shape) if part.endswith("_exps") else stored.shape, stored.dtype
+
+    def _layout(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], str | None]:
+        """Return shape and dtype of a tensor as the file's bytes have it, and the type of its blocks or None."""
+        shape, kind = self._stored(name)
+        block = _TYPES[kind] if kind in _TYPES and len(shape) > 1 else _TYPES["F32"]
+        if block.values == 1:
+            return shape, np.dtype(np.float32), None
+        return (*shape[:-1], block.size(shape[-1])), np.dtype(np.uint8), block.name
 
     def _rows(self, name: str) -> Tensor:
         """Return a tensor as the file has it."""
@@ -109,10 +142,11 @@ class GgufModel:
         if place in edges:
             return f"{edges[place]}.{kind}"
         found = _LAYER.fullmatch(name)
-        parts = {theirs: ours for ours, theirs in self._architecture.layer.items()}
-        if found is None or found[2] not in parts:
+        called = {theirs: ours for ours, theirs in self._architecture.layer.items()}
+        own = None if found is None else called.get(_EXPERT.sub(".experts.{expert}.", found[2]))
+        if found is None or own is None:
             raise UnsupportedModelError(f"{name} has no name in GGUF")
-        return f"blk.{found[1]}.{parts[found[2]]}.{found[3]}"
+        return f"blk.{found[1]}.{own}.{found[3] or 'weight'}"
 
     def _check(self) -> None:
         """Read the header as a reader does, and compare.
@@ -120,10 +154,8 @@ class GgufModel:
         Raises:
             UnsupportedModelError: it does not say all that the configuration does.
         """
-        stored = {
-            self._name(name): GgufTensor(Path(), tensor.shape, _TYPES[tensor.dtype], 0)
-            for name, tensor in self._tensors.items()
-        }
+        found = {name: self._stored(name) for name in self._held}
+        stored = {name: GgufTensor(Path(), shape, _TYPES[kind], 0) for name, (shape, kind) in found.items()}
         config = config_of(architecture_of(self.fields).settings(self.fields, stored))
         config = replace(config, dtype=self._config.dtype, eos_token_ids=self._config.eos_token_ids)
         if self._factors is not None:  # which are a tensor, and no field
@@ -158,6 +190,16 @@ def _fields_of(key: str, config: ModelConfig) -> dict[str, Any]:
         "rope.dimension_count": round(config.head_dim * rope.rotary_factor),
         "vocab_size": config.vocab_size,
     }
+    if config.experts is not None:
+        of_architecture |= {
+            "expert_count": config.experts.count,
+            "expert_used_count": config.experts.slots,
+            "expert_feed_forward_length": config.experts.intermediate_size,
+        }
+        if config.experts.shared_intermediate_size:
+            of_architecture["expert_shared_feed_forward_length"] = config.experts.shared_intermediate_size
+    if key == "gpt-oss":
+        of_architecture["attention.sliding_window"] = max(config.windows) + 1
     if rope.rope_type in ("linear", "yarn"):
         of_architecture |= {"rope.scaling.type": rope.rope_type, "rope.scaling.factor": float(rope.factor)}
     if rope.rope_type == "yarn":

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from graphdecode.linear.groups import Groups
 from graphdecode.models.quantised.on_load import QuantisedGroups, plain_weight
-from graphdecode.models.quantised.rounding import GroupScheme
 
 _SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
 _METADATA = {"format": "pt"}  # without which transformers does not read a file
 _INDEX = "model.safetensors.index.json"
 
 
-def quantization_config(scheme: GroupScheme) -> dict[str, Any]:
-    """Return what a config.json says of weights that are rounded so: all linear layers but the output layer's."""
-    is_float = scheme.code == "e4m3"
+def quantization_config(source: QuantisedGroups) -> dict[str, Any]:
+    """Return what a config.json says of a source's weights: all linear layers but the output layer's and routers."""
+    scheme, is_float = source.scheme, source.scheme.code == "e4m3"
+    routers = [part.name for place, found in source.weight_map.items() if place.endswith(".router") for part in found]
     weights = {
         "num_bits": scheme.bits,
         "type": "float" if is_float else "int",
@@ -37,7 +37,7 @@ def quantization_config(scheme: GroupScheme) -> dict[str, Any]:
         "format": "float-quantized" if is_float else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(name.removesuffix(".weight") for name in routers)],
         "kv_cache_scheme": None,
     }
 

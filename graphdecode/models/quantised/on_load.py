@@ -14,11 +14,14 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.linear.groups import GROUP_TYPES, Groups
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.family import family_of
 from graphdecode.models.gguf.block_types import BLOCK_TYPE_NAMES, BLOCK_TYPES
 from graphdecode.models.gguf.dequantize import dequantize
 from graphdecode.models.gguf.quantize import quantised_blocks
+from graphdecode.models.quantised.experts_apart import ExpertsApart
 from graphdecode.models.quantised.rounding import GROUP_SCHEMES, GroupScheme, rounded
-from graphdecode.models.weight_map import Part, WeightMap
+from graphdecode.models.weight_map import Part, WeightMap, parts
 
 _BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 _BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's; where 256 does not divide the columns
@@ -44,12 +47,18 @@ class QuantisedGroups:
         name: one of GROUP_SCHEMES.
         group_size: columns that share a scale; None: see `GroupScheme.sized`.
 
+    Attributes:
+        weight_map: of the model.
+        parts: what is rounded, by name.
+        scheme: into what.
+
     Raises:
         ValueError: groups of such a size do not fit.
     """
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, name: str, group_size: int | None) -> None:
         self._source = source
+        self.weight_map = weight_map
         self.parts = {part.name: part for part in _products(weight_map)}
         self.scheme: GroupScheme = GROUP_SCHEMES[name].sized(group_size, (p.shape[1] for p in self.parts.values()))
 
@@ -91,12 +100,16 @@ class QuantisedBlocks:
         weight_map: of the model.
         name: "q8_0" or "q4_k".
 
+    Attributes:
+        weight_map: of the model.
+
     Raises:
         ValueError: a weight's columns are no whole blocks.
     """
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, name: str) -> None:
         self._source = source
+        self.weight_map = weight_map
         products, edges = _BLOCK_SCHEMES[name]
         of_edges = [part for place in ("embedding", "lm_head") for part in weight_map.get(place, ())]
         self._types = {part.name: _fitting(name, part, products) for part in _products(weight_map)}
@@ -120,32 +133,34 @@ class QuantisedBlocks:
         rows, *columns = (slice(None),) if shard is None else shard.slices(shape)
         out.copy_(dequantize(blocks[rows].numpy(), block)[(slice(None), *columns)])
 
-    def read_blocks(self, name: str, expert: int | None = None) -> Tensor | None:
+    def read_blocks(self, name: str) -> Tensor | None:
         """Return a matrix in blocks, uint8 [rows, bytes of a row]; None for other tensors."""
         kind = self._types.get(name)
         return None if kind is None else quantised_blocks(plain_weight(self._source, name), kind)
 
 
 def quantised_on_load(
-    source: TensorSource, weight_map: WeightMap, name: str, group_size: int | None
+    source: TensorSource, config: ModelConfig, name: str, group_size: int | None
 ) -> QuantisedGroups | QuantisedBlocks:
-    """Return a source that rounds the weights of another one.
+    """Return a source that rounds the weights of another one, those of each expert by themselves.
 
     Args:
         source: of plain weights.
-        weight_map: of the model.
+        config: of the model.
         name: one of FORMS_OF.
         group_size: columns that share a scale, where one can say so; None: what is usual.
 
     Raises:
-        ValueError: the weights are in few bits already, there are experts, or groups or blocks do not fit.
+        ValueError: the weights are in few bits already, or groups or blocks do not fit.
     """
-    parts = {part.name for found in weight_map.values() for part in found}
-    kinds = {source.tensors[name].dtype for name in parts if name in source.tensors} - PLAIN.keys()
+    family = family_of(config.architecture)
+    stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
+    names = {part.name for part in parts(stored)}
+    kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN.keys()
     if kinds & (GROUP_TYPES | BLOCK_TYPE_NAMES):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
-    if any(".experts." in place for place in weight_map):
-        raise ArgumentError(f"quantize={name!r} cannot be had for a model with experts")
+    if stored != weight_map:
+        source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_have_turns)
     if name in GROUP_SCHEMES:
         return QuantisedGroups(source, weight_map, name, group_size)
     if group_size is not None:
