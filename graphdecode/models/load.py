@@ -24,6 +24,7 @@ from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
+from graphdecode.models.huge_pages import join_pages
 from graphdecode.models.implementation import adopted
 from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
@@ -175,6 +176,8 @@ def load_model(
         by_transformers.check_files(source)
         module = by_transformers.load(options, progress=progress)
         _return_free_memory()
+        if device.type == "cpu":
+            join_pages(module.constants)
         return module
     config = source.config()
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
@@ -242,6 +245,8 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     _return_free_memory()
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
+    elif decoder.device.type == "cpu":
+        join_pages(decoder.constants)
     return decoder
 
 
