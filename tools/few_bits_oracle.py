@@ -1,4 +1,4 @@
-"""Compare all forms of few bits, and caches of 8 bits, with float64, for every set of instructions that the C is for.
+"""Compare all forms of few bits, caches of 8 bits and fp16 with float64, for every set of instructions of the C.
 
     python tools/few_bits_oracle.py whole --out FILE  every form, shape and number of rows, for each set, a process each
     python tools/few_bits_oracle.py one               some of it, for the set that CC leaves to the compiler
@@ -26,20 +26,24 @@ import torch
 import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "attention"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "kernels"))  # the last, for its test_quantised_experts
 import test_append_attention as append_cases
 import test_decode_attention as decode_cases
+import test_experts as expert_cases
 import test_extend_attention as extend_cases
+import test_quantised_experts as few_bit_experts
 import test_tiled_linear as tiled_cases
 from few_bits_weights import float8_weight, integer_weight, product, share_of_allowed, stored_weight
 from hostile_rows import quick_interpreter
 from interpreted_launches import strict
 from quantised_checkpoints import FORMS, write_pair
 
+from graphdecode.kernels.linear.native_linear import native_linear, to_panels
 from graphdecode.kernels.linear.quantised_linear import QuantisedPanels
 from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.kernels.moe.expert_linear import GATES
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.kernels.native.registration import versions
@@ -56,7 +60,7 @@ SETS = {  # what the compiler is told not to use
 }
 TRITON = "Triton's interpreter"
 EXTENSIONS = ("__AVX2__", "__AVX512F__", "__AVX512BF16__", "__AVX512VBMI__", "__AMX_TILE__")
-DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL_ROWS, SOME_ROWS = (*range(1, 34), 64, 70, 257, 1030), (1, 7, 33, 70)
 SHAPES = [(70, 512), (1, 256), (257, 1280), (33, 2304)]  # panels of 32 that are not full, one chunk of columns and some
 NARROW = [(70, 96), (31, 544)]  # of blocks of 32 columns: no multiple of 64
@@ -139,10 +143,27 @@ def embeddings(is_whole: bool) -> Shares:
                 out = torch.full((len(tokens), shape[1]), torch.nan, dtype=dtype)
                 quantised_embedding(out, tokens, held, torch.tensor([len(tokens)], dtype=torch.int32), shape[0])
                 expected = weight[tokens]
-                step = 2**-8 if dtype == torch.bfloat16 else 4 * 2**-24
+                step = 4 * 2**-24 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
                 allowed = step * expected.abs() + 2**-24 * float(weight.abs().max())
                 share = ((out.double() - expected).abs() / allowed).nan_to_num(nan=torch.inf).max()
                 found[name].append((str(dtype), float(share)))
+    return found
+
+
+def plain(is_whole: bool) -> Shares:
+    """Return the shares of products with weights that are not quantised, in the dtype of the activations."""
+    found: Shares = {}
+    for dtype in DTYPES:
+        found[str(dtype).removeprefix("torch.")] = shares = []
+        for shape in SHAPES + NARROW if is_whole else SHAPES[:1]:
+            draw = torch.Generator().manual_seed(2)
+            weight, bias = (torch.randn(size, generator=draw).to(dtype) for size in (shape, shape[0]))
+            panels = to_panels(weight)
+            for rows in ALL_ROWS if is_whole else SOME_ROWS:
+                x, given = torch.randn(rows, shape[1], generator=draw).to(dtype), bias if rows % 2 else None
+                out = torch.full((rows, shape[0]), torch.nan, dtype=dtype)
+                native_linear(out, x, panels, None, given)
+                shares.append((str(dtype), share_of_allowed(out, x, weight.double(), given)))
     return found
 
 
@@ -163,27 +184,46 @@ def largest(shares: list[tuple[str, float]]) -> dict[str, float]:
 
 
 def caches(is_whole: bool) -> Shares:
-    """Return whether attention over caches of 8 bits, and what appends to them, pass their tests' checks."""
+    """Return whether attention over caches of 8 bits or fp16, and what appends to them, pass their tests' checks."""
 
     def called(operation: str) -> Callable[..., None]:
         return lambda *given: versions(operation).native(*given)()
 
     found: Shares = {"append_attention": [], "decode_attention": [], "extend_attention": []}
-    step = 1 if is_whole else 5
-    of_8_bits = [
-        [(number, case) for number, case in enumerate(cases) if case["dtype"].endswith(("int8", "e4m3"))][::step]
+    step, kinds = 1 if is_whole else 5, ("int8", "e4m3", "fp16")
+    chosen = [
+        [(number, case) for number, case in enumerate(cases) if case["dtype"].endswith(kinds)][::step]
         for cases in (append_cases.NATIVE_CASES, decode_cases.NATIVE_CASES, extend_cases.NATIVE_CASES)
     ]
-    for number, case in of_8_bits[0]:
+    for number, case in chosen[0]:
         problem = append_cases.Problem(case, "cpu", number)
         found["append_attention"].append(passes(lambda p=problem: p.check(called("append_attention"))))
-    plain = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
-    for number, case in of_8_bits[1]:
-        given = (decode_cases.decode_attention_native, plain | case, "cpu", number)
+    common = {"layout": "NHD", "mode": "NONE", "fixed_split": 0, "dense": True}
+    for number, case in chosen[1]:
+        given = (decode_cases.decode_attention_native, common | case, "cpu", number)
         found["decode_attention"].append(passes(lambda g=given: decode_cases.check(*g)))
-    for number, case in of_8_bits[2]:
+    for number, case in chosen[2]:
         given = (called("extend_attention"), case, "cpu", number, False)
         found["extend_attention"].append(passes(lambda g=given: extend_cases.check(*g)))
+    return found
+
+
+def experts(is_whole: bool) -> Shares:
+    """Return whether products of experts, of few bits and plain ones, pass their tests' checks."""
+    found: Shares = {}
+    rows = (*range(1, 34), 300) if is_whole else (1, 33)
+    kinds = [*sorted(GGUF_BLOCKS), (4, False), (4, True), (8, False), "e4m3"]
+    for kind in kinds if is_whole else kinds[::4]:
+        for dtype in DTYPES:
+            for gate in ("none", "silu") if is_whole else ("silu",):
+                given = (kind, gate, dtype, rows, gate == "silu")
+                checked = passes(lambda given=given: few_bit_experts.check(*given))
+                found.setdefault(str(kind), []).append(checked)
+    for dtype in DTYPES:
+        for gate in GATES if is_whole else ("silu",):
+            given = ("native", gate, dtype, True, 23, 71, 40)
+            checked = passes(lambda given=given: expert_cases.check_product(*given))
+            found.setdefault(str(dtype).removeprefix("torch."), []).append(checked)
     return found
 
 
@@ -202,7 +242,15 @@ def tiles(is_whole: bool) -> Shares:
     return found
 
 
-PARTS = {"blocks": blocks, "integers": integers, "checkpoints": checkpoints, "embeddings": embeddings, "caches": caches}
+PARTS = {
+    "plain": plain,
+    "blocks": blocks,
+    "integers": integers,
+    "checkpoints": checkpoints,
+    "embeddings": embeddings,
+    "experts": experts,
+    "caches": caches,
+}
 
 
 def extensions() -> list[str]:

@@ -2,7 +2,6 @@
 
     python tools/quantised_models.py prepare FOLDER --llama-python PYTHON  SmolLM2 in bf16, and a copy in each form
     python tools/quantised_models.py measure FOLDER --out FILE   each in a process of its own, one after another
-    python tools/quantised_models.py tokens --out FILE           greedy answers in blocks, and of the undone weights
 
 Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
 long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
@@ -13,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 import subprocess
 import sys
@@ -25,10 +23,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
-from quantised_checkpoints import FORMS, packed_tensors
+from safetensors.torch import save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models import resolve_model_path
@@ -53,7 +48,6 @@ ROUNDED = {  # written by this package: what is asked for, and the columns of a 
     "q8_0.gguf": ("q8_0", None),
     "q4_k.gguf": ("q4_k", None),
 }
-CHECKPOINTS = ("gptq", "gptq asym", "gptq desc_act", "awq", "int4 group with zeros", "fp8 128x128", "fp8 tensor", "nf4")
 LLAMA_TYPES = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S", "MXFP4": "MXFP4_MOE"} | {
     name: name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
 }
@@ -65,21 +59,6 @@ params.allow_requantize = params.pure = True
 sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(params)))
 """
 AS_IT_COMES = "Q4_1 as it comes"
-ANSWER_TOKENS = 64
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a",
-    "A hash table is a data structure that",
-    "def fibonacci(n):\n",
-    "The three primary colours are",
-    "In the beginning",
-    "To make a good cup of tea,",
-    "The speed of light is about",
-    "Dear Sir or Madam,\n",
-    "1, 2, 3, 4, 5,",
-    "Water boils at",
-    "Shakespeare wrote",
-)
 CONFIG = BucketConfig(max_batch_size=8, batch_sizes=list(BATCH_SIZES), max_sequence_length=1024)
 app = typer.Typer(add_completion=False)
 
@@ -100,17 +79,6 @@ def expand(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_checkpoint(plain: Path, folder: Path, form: str) -> None:
-    """Write a checkpoint in one of the tests' forms."""
-    shutil.copytree(plain, folder)
-    tensors = load_file(plain / "model.safetensors")
-    stored, _ = packed_tensors(FORMS[form], tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in stored.items()}
-    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
-    settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": FORMS[form].settings}
-    (folder / "config.json").write_text(json.dumps(settings))
-
-
 @app.command()
 def prepare(
     folder: Path,
@@ -122,9 +90,6 @@ def prepare(
     for name, (quantize, group_size) in ROUNDED.items():
         if not (folder / name).exists():
             quantised_copy(folder / PLAIN, folder / name, quantize, group_size=group_size, progress=True)
-    for name in CHECKPOINTS:
-        if not (folder / name).exists():
-            write_checkpoint(folder / PLAIN, folder / name, name)
     for name, kind in LLAMA_TYPES.items() if llama_python is not None else ():
         if not (folder / f"{name}.gguf").exists():
             given = [str(llama_python), "-c", LLAMA, str(resolve_model_path("smollm2")), str(folder / f"{name}.gguf")]
@@ -207,35 +172,6 @@ def measure(
         if out is not None:
             out.write_text(json.dumps(result, indent=1) + "\n")
     _print(result)
-
-
-@app.command()
-def tokens(out: Annotated[Path, typer.Option(help="Where to write the figures.")]) -> None:
-    """Compare greedy answers of the file's blocks with those of its undone weights, in float32 and in bf16."""
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        answers = []
-        for quantize in ("gguf", None):
-            with LLM("smollm2", quantize=quantize, dtype=dtype, config=CONFIG) as llm:
-                params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, logprobs=2)
-                outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
-                answers.append([output.outputs[0] for output in outputs])
-        found[dtype] = [compared(prompt, *pair) for prompt, *pair in zip(PROMPTS, *answers, strict=True)]
-        same = sum(row["same_tokens"] == row["tokens"] for row in found[dtype])
-        print(f"{dtype}: {same} of {len(PROMPTS)} answers are the same to their end")
-    result = {"schema": 1, "environment": describe_environment("cpu"), "answers": found}
-    out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def compared(prompt: str, in_blocks: Any, undone: Any) -> dict[str, Any]:
-    """Return how many tokens two answers share, and how near the two best were where they part."""
-    pairs = zip(in_blocks.token_ids, undone.token_ids, strict=False)
-    same = next((place for place, (one, other) in enumerate(pairs) if one != other), len(undone.token_ids))
-    row = {"prompt": prompt, "tokens": len(undone.token_ids), "same_tokens": same}
-    if same < len(undone.token_ids):
-        best, second = sorted((entry.logprob for entry in undone.logprobs[same].values()), reverse=True)[:2]
-        row["margin_where_they_part"] = best - second
-    return row
 
 
 def _print(result: dict[str, Any]) -> None:

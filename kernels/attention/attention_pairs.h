@@ -10,6 +10,8 @@
 #define LOG2_OF_E 1.44269504f
 #define KEYS 128     /* that are in panels at once */
 #define MOST_DIM 512 /* of a head, for pairs */
+#define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
+#define LEAST_TOTAL 1e-30f /* of one that has seen something */
 
 /* Where the entries of a row's tokens stand. */
 struct paged {
@@ -62,17 +64,15 @@ static void read_scales(float *to, const uint16_t *scales, const struct paged *r
 
 #ifdef WITH_PAIRS
 
-/* 2^v for v <= 0 to about 4e-6 of it, which bf16 does not see; 0 below the smallest normal float. */
+/* 2^v to 1.1e-4 of it, a twentieth of what rounding to bf16 takes; at least 2^-126, for powers below it are slow. */
 static inline vec exp2_lanes(vec v) {
-    ivec tiny = v < -126.0f;
-    vec shifted = v + 12582912.0f; /* 1.5 * 2^23: what is left of the fraction is rounded off */
-    vec n = shifted - 12582912.0f, rest = v - n;
-    vec sum = splat(0.0096181291f);
-    sum = sum * rest + 0.0555041087f;
-    sum = sum * rest + 0.2402265070f;
-    sum = sum * rest + 0.6931471806f;
+    __m512 power = _mm512_max_ps((__m512)v, _mm512_set1_ps(-126.0f));
+    vec rest = (vec)_mm512_reduce_ps(power, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* power - floor(power) */
+    vec sum = splat(0.07826797f);
+    sum = sum * rest + 0.22630768f;
+    sum = sum * rest + 0.69542435f;
     sum = sum * rest + 1.0f;
-    return (vec)(~tiny & ((ivec)sum + ((ivec)shifted << 23)));
+    return (vec)_mm512_scalef_ps((__m512)sum, power); /* sum * 2^floor(power) */
 }
 
 /* to[j][i] = r[i][j] of 16 x 16 words. */
@@ -114,20 +114,20 @@ struct pair_queries {
 };
 
 /* Room for a block: of KEYS keys and values in panels, their scales where they have any, and of what becomes of
- * TOGETHER_IN_PAIRS queries. */
+ * TOGETHER_IN_PAIRS queries; of weights there are twice as many. */
 struct pair_room {
     uint16_t *keys, *values, *weights, *zeros;
     float *logits, *added, *key_scales, *value_scales;
 };
 
 static int64_t pair_room_floats(int64_t dim) {
-    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS / 2 + KEYS + PANEL) + dim / 2 + 2 * KEYS + 8 * LANES;
+    return KEYS * dim + TOGETHER_IN_PAIRS * (KEYS + KEYS + PANEL) + dim / 2 + 2 * KEYS + 8 * LANES;
 }
 
 static struct pair_room pair_room_at(float **at, int64_t dim, int has_scales) {
     struct pair_room room = {0};
     room.keys = (uint16_t *)carved(at, KEYS * dim / 2), room.values = (uint16_t *)carved(at, KEYS * dim / 2);
-    room.weights = (uint16_t *)carved(at, TOGETHER_IN_PAIRS * KEYS / 2);
+    room.weights = (uint16_t *)carved(at, TOGETHER_IN_PAIRS * KEYS);
     room.zeros = (uint16_t *)carved(at, dim / 2);
     room.logits = carved(at, TOGETHER_IN_PAIRS * KEYS), room.added = carved(at, TOGETHER_IN_PAIRS * PANEL);
     if (has_scales) {
@@ -213,7 +213,8 @@ static inline void in_order(float *sums) {
 INLINE float weights_of_panels(const int panels, uint16_t *weights, const float *logits, const struct pair_room *room,
                                int64_t begin, int64_t end, float scale, float cap, float *largest, float *total) {
     const ivec lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec v[KEYS / LANES], most = splat(-INFINITY), sum = splat(0.0f);
+    vec v[KEYS / LANES], sum = splat(0.0f);
+    __m512 most = _mm512_set1_ps(-INFINITY);
     for (int n = 0; n < panels * VECTORS; n++) {
         v[n] = load_f32(logits + n / VECTORS * TOGETHER_IN_PAIRS * PANEL + n % VECTORS * LANES);
         if (room->key_scales) v[n] *= load_f32(room->key_scales + n * LANES);
@@ -229,11 +230,8 @@ INLINE float weights_of_panels(const int panels, uint16_t *weights, const float 
             ivec key = lanes + n * LANES, seen = (key >= (int32_t)begin) & (key < (int32_t)end);
             v[n] = (vec)((seen & (ivec)v[n]) | (~seen & (ivec)splat(-INFINITY)));
         }
-    for (int n = 0; n < panels * VECTORS; n++) {
-        ivec more = v[n] > most;
-        most = (vec)((more & (ivec)v[n]) | (~more & (ivec)most));
-    }
-    float top = _mm512_reduce_max_ps((__m512)most), shrink = 1.0f;
+    for (int n = 0; n < panels * VECTORS; n++) most = _mm512_max_ps(most, (__m512)v[n]);
+    float top = _mm512_reduce_max_ps(most), shrink = 1.0f;
     if (top > *largest) {
         shrink = exp2f(*largest - top);
         *largest = top;
@@ -301,68 +299,5 @@ static void attend_panels(const struct pair_queries *queries, const struct pair_
     }
 }
 
-#ifdef WITH_TILES
-/* Logits of TILE_ROWS queries, which stand as a tile takes them, [feature / 2][query][2], with keys as they are in their
- * pages: few queries are not worth a panel of keys. */
-INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, const void *keys,
-                          const struct paged *row, const int64_t *places, struct coming *next, int64_t first,
-                          int64_t count, int64_t dim) {
-    float turned[2 * TILE_ROWS * LANES];
-    for (int64_t j = 0; j < count; j += 2 * TILE_ROWS) {
-        uint16_t copied[2][TILE_ROWS * MOST_DIM];
-        const uint16_t *at[2];
-        int64_t stride[2];
-        for (int64_t half = 0; half < 2; half++) {
-            int64_t from = j + half * TILE_ROWS;
-            ask_for(next, TILE_ROWS * dim * next->size);
-            if (from >= count) {
-                at[half] = at[0], stride[half] = stride[0];
-            } else if (!code && (first + from) % row->size + TILE_ROWS <= row->size) {
-                at[half] = (const uint16_t *)keys + places[from], stride[half] = row->entry;
-            } else {
-                for (int64_t k = 0; k < least_of(TILE_ROWS, count - from); k++)
-                    for (int64_t i = 0; i < dim; i += PANEL)
-                        _mm512_storeu_si512(copied[half] + k * dim + i, panel_of(code, keys, places[from + k] + i));
-                at[half] = copied[half], stride[half] = dim;
-            }
-        }
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t i = 0; i < dim; i += TILE_IN) {
-            _tile_loadd(6, q + i * TILE_ROWS, 64);
-            _tile_loadd(4, at[0] + i, 2 * stride[0]);
-            _tile_loadd(5, at[1] + i, 2 * stride[1]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        _tile_stored(0, turned, 4 * LANES);
-        _tile_stored(1, turned + TILE_ROWS * LANES, 4 * LANES);
-        for (int64_t half = 0; half < 2; half++) {
-            __m512i words[LANES];
-            for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(turned + (half * TILE_ROWS + k) * LANES);
-            write_turned(logits + j / PANEL * TOGETHER_IN_PAIRS * PANEL + half * LANES, PANEL, words);
-        }
-    }
-}
-
-static void key_logits(int64_t code, float *logits, const uint16_t *q, const void *keys, const struct paged *row,
-                       const int64_t *places, struct coming *next, int64_t first, int64_t count, int64_t dim) {
-    switch (code) {
-        case CODE_INT8: key_logits_of(CODE_INT8, logits, q, keys, row, places, next, first, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: key_logits_of(CODE_FLOAT8_E4M3FN, logits, q, keys, row, places, next, first, count, dim); break;
-        default: key_logits_of(0, logits, q, keys, row, places, next, first, count, dim);
-    }
-}
-
-/* Put up to TILE_ROWS queries as `key_logits` takes them; missing ones are zeros. */
-static void turn_queries(uint16_t *to, const uint16_t *q, int64_t count, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += TILE_IN) {
-        __m512i words[LANES];
-        for (int64_t r = 0; r < LANES; r++)
-            words[r] = r < count ? _mm512_loadu_si512(q + r * dim + i) : _mm512_setzero_si512();
-        write_turned(to + i * TILE_ROWS, LANES, words);
-    }
-}
-#endif
 #endif
 #endif

@@ -3,9 +3,9 @@
  * Keys are taken in blocks, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value is read
  * once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
  * their order: which heads and spans are done together, and by which thread, changes nothing in a head's result. Where
- * the processor multiplies tiles of bf16, it does (attention_pairs.h).
+ * the processor multiplies tiles of bf16, it does (attention_tiles.h).
  */
-#include "attention_pairs.h"
+#include "attention_tiles.h"
 #include "native.h"
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION

@@ -4,10 +4,11 @@
  * a vector holds one feature of many keys, and serves them all. Keys are taken BLOCK at a time with a running maximum
  * and sum, as in decode_attention.c, which comes before this file in the unit.
  *
- * Where the processor multiplies bf16, some hundred queries share keys that become panels (attention_pairs.h).
+ * Where the processor multiplies bf16, some hundred queries share keys that become panels (attention_pairs.h), or tiles
+ * (attention_tiles.h).
  */
 #include "native.h"
-#include "attention_pairs.h"
+#include "attention_tiles.h"
 
 #ifndef GRAPHDECODE_EXTEND_ATTENTION
 #define GRAPHDECODE_EXTEND_ATTENTION
@@ -15,7 +16,7 @@
 #define TOGETHER 4      /* queries whose sums stay in registers */
 #define QUERIES 32      /* about so many share a block of keys */
 #define PAIR_QUERIES 128 /* the same, in pairs */
-#define MOST_PAIR_QUERIES 384 /* where that leaves PAIR_TASKS */
+#define MOST_PAIR_QUERIES 1536 /* where that leaves PAIR_TASKS */
 #define PAIR_TASKS 8
 #define OUT_VECTORS 4   /* of a query's sums that are held at once */
 
@@ -163,30 +164,81 @@ static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
+/* Queries as they are multiplied: in rows, or in tiles in panels; behind the last they are zeros. */
+static void bring_queries(const struct pair_queries *queries, uint16_t *to, const uint16_t *q, int64_t heads) {
+    int64_t count = queries->count, dim = queries->dim, group = queries->group;
+    for (int64_t from = 0; from < count; from += PANEL) {
+#ifdef WITH_TILES
+        if (has_tiles) {
+            panel_of_queries(to + from * dim, q, from, least_of(count - from, PANEL), heads, group, dim);
+            continue;
+        }
+#endif
+        for (int64_t r = from; r < least_of(from + PANEL, count); r++)
+            memcpy(to + r * dim, q + (r / group * heads + r % group) * dim, dim * sizeof *to);
+    }
+}
+
+static void write_results(uint16_t *out, const struct pair_queries *queries, int64_t heads, float scale) {
+    int64_t dim = queries->dim, group = queries->group;
+    for (int64_t from = 0; from < queries->count; from += PANEL) {
+#ifdef WITH_TILES
+        if (has_tiles) {
+            write_turned_sums(out, queries, from, heads, scale);
+            continue;
+        }
+#endif
+        for (int64_t r = from; r < least_of(from + PANEL, queries->count); r++) {
+            float whole = queries->total[r] > 0.0f ? scale / queries->total[r] : 0.0f, *sums = queries->sums + r * dim;
+            uint16_t *to = out + (r / group * heads + r % group) * dim;
+            for (int64_t i = 0; i < dim; i += PANEL) in_order(sums + i);
+            for (int64_t i = 0; i < dim; i += LANES) store_bf16(to + i, load_f32(sums + i) * whole);
+        }
+    }
+}
+
+/* Bring the keys and values of one head together and let the queries attend to them. */
+static void attend_block(const extend_attention_args *a, const struct pair_queries *queries, const struct pair_room *room,
+                         const struct paged *entries, const int64_t *places, int64_t head, int64_t first, int64_t begin,
+                         int64_t count) {
+    int64_t dim = queries->dim, code = a->k_cache.code, offset = head * dim * (code ? 1 : sizeof(uint16_t));
+    const char *keys = (const char *)a->k_cache.data + offset, *values = (const char *)a->v_cache.data + offset;
+    struct coming nothing = {0}; /* to be asked for: many queries share a block */
+    if (room->key_scales) {
+        read_scales(room->key_scales, a->k_scales.data, entries, a->k_cache.size[2], head, first, begin, count);
+        read_scales(room->value_scales, a->v_scales.data, entries, a->k_cache.size[2], head, first, begin, count);
+    }
+#ifdef WITH_TILES
+    if (has_tiles) {
+        gather_turned(code, room, keys, values, places, begin, count, dim);
+        attend_turned(queries, room, first, count);
+        return;
+    }
+#endif
+    gather_keys(code, room, keys, places, begin, count, dim);
+    gather_values(code, room, values, places, &nothing, begin, count, dim);
+    attend_panels(queries, room, first, count);
+}
+
 /* As `extend_tokens`, in pairs. */
 static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
     int64_t heads = a->q.size[1], dim = a->q.size[2], kv_heads = a->k_cache.size[2], group = heads / kv_heads;
-    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(uint16_t);
-    struct coming nothing = {0}; /* to be asked for: many queries share a block */
-    int64_t queries = (end - begin) * group, padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+    int64_t queries = (end - begin) * group, padded = (queries + PANEL - 1) / PANEL * PANEL;
     int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
     float *at = scratch(padded * (dim / 2 + dim + 2) + pair_room_floats(dim) + 4 * LANES);
     uint16_t *q = (uint16_t *)carved(&at, padded * dim / 2);
-    float *sums = carved(&at, queries * dim), *largest = carved(&at, queries), *total = carved(&at, queries);
+    float *sums = carved(&at, padded * dim), *largest = carved(&at, padded), *total = carved(&at, padded);
     struct pair_room room = pair_room_at(&at, dim, a->k_scales.data != 0);
     struct pair_queries given = {q, sums, largest, total, queries, dim, position, group, a->window_left,
                                  (float)a->sm_scale, (float)a->soft_cap};
     struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
                             kv_heads * dim};
     int64_t places[KEYS], offset = ((cu_q[row] + begin) * heads + head * group) * dim;
-    uint16_t *out = (uint16_t *)a->out.data + offset;
-    const uint16_t *from = (const uint16_t *)a->q.data + offset;
-    memset(sums, 0, queries * dim * sizeof *sums);
-    memset(q + queries * dim, 0, (padded - queries) * dim * sizeof *q); /* a tile's rows are loaded whole */
-    for (int64_t r = 0; r < queries; r++) {
-        memcpy(q + r * dim, from + (r / group * heads + r % group) * dim, dim * sizeof *q);
-        largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] * LOG2_OF_E : -INFINITY;
+    bring_queries(&given, q, (const uint16_t *)a->q.data + offset, heads);
+    memset(sums, 0, padded * dim * sizeof *sums);
+    for (int64_t r = 0; r < padded; r++) {
+        largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] * LOG2_OF_E : LEAST_LOGIT;
         total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
@@ -194,21 +246,9 @@ static void extend_pairs(const extend_attention_args *a, int64_t row, int64_t be
     for (int64_t first = begins / KEYS * KEYS; first < last; first += KEYS) {
         int64_t count = least_of(last - first, KEYS);
         locate(places, &entries, first, count);
-        if (room.key_scales) {
-            read_scales(room.key_scales, a->k_scales.data, &entries, kv_heads, head, first, begins - first, count);
-            read_scales(room.value_scales, a->v_scales.data, &entries, kv_heads, head, first, begins - first, count);
-        }
-        gather_keys(code, &room, (const char *)a->k_cache.data + head * dim * size, places, begins - first, count, dim);
-        gather_values(code, &room, (const char *)a->v_cache.data + head * dim * size, places, &nothing, begins - first, count,
-                      dim);
-        attend_panels(&given, &room, first, count);
+        attend_block(a, &given, &room, &entries, places, head, first, begins - first, count);
     }
-    for (int64_t r = 0; r < queries; r++) {
-        float whole = total[r] > 0.0f ? (float)a->v_scale / total[r] : 0.0f;
-        uint16_t *to = out + (r / group * heads + r % group) * dim;
-        for (int64_t i = 0; i < dim; i += PANEL) in_order(sums + r * dim + i);
-        for (int64_t i = 0; i < dim; i += LANES) store_bf16(to + i, load_f32(sums + r * dim + i) * whole);
-    }
+    write_results((uint16_t *)a->out.data + offset, &given, heads, (float)a->v_scale);
 }
 #endif
 

@@ -10,6 +10,7 @@
 #define GRAPHDECODE_LINEAR
 #include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
+#define LARGE_RESULT 4194304 /* values */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #include "linear/split_tiles.h"
 
@@ -211,40 +212,66 @@ static void NAME(write_sums)(element *out, int64_t stride, const float *sums, co
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Write some rows' sums with a whole panel past the caches: a large result has left them before it is read, and to bring
+ * each line in first takes longer than its products. */
+static void stream_sums(uint16_t *out, int64_t stride, const float *sums, const uint16_t *bias, int64_t rows) {
+    vec low = splat(0.0f), high = low;
+    if (bias) low = load_bf16(bias), high = load_bf16(bias + LANES);
+    for (int64_t r = 0; r < rows; r++) {
+        vec first = load_f32(sums + r * PANEL) + low, second = load_f32(sums + r * PANEL + LANES) + high;
+        _mm512_stream_si512((__m512i *)(out + r * stride), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    }
+}
+
 /* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
- * of the first cache, a part of the panel stays there for all rows. */
+ * of the first cache, a part of the panel stays there for all rows, and the part behind it comes into the second one. */
 static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
-    int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in;
+    int64_t part = 2 * stride % ONE_PLACE ? TILED_IN : in, lines = part < in ? part * PANEL * sizeof *panel / 64 : 0;
     for (int64_t begin = 0; begin < in; begin += part)
         for (int64_t row = 0; row < rows; row += 2 * TILE_ROWS) {
             const uint16_t *at = x + row * stride + begin, *of_panel = panel + begin * PANEL;
             int64_t features = least_of(part, in - begin);
+            for (int64_t i = row * lines / rows; i < (row + 2 * TILE_ROWS) * lines / rows; i++)
+                __builtin_prefetch((const char *)(of_panel + part * PANEL) + i * 64, 0, 2);
             if (begin) tile_product(2, 1, sums + row * PANEL, at, stride, of_panel, features);
             else tile_product(2, 0, sums + row * PANEL, at, stride, of_panel, features);
         }
+}
+
+/* So many rows share the panels that go by; what is left of whole pairs of tiles comes last, by itself. */
+static int64_t rows_together(int64_t in) { return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS; }
+
+/* Parts of the rows, each with all panels: a thread's neighbouring items are panels for the same rows. */
+static int64_t tiled_items(int64_t rows, int64_t in, int64_t panels) {
+    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in);
+    return ((whole + together - 1) / together + (whole < rows)) * panels;
 }
 
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
     (void)scales;
     struct tile_shapes before = tiles_begun();
-    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), rest = rows - whole;
-    int64_t together = items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in), panels = a->panels.size[0];
+    int is_large = whole * out_features >= LARGE_RESULT && out_features % PANEL == 0 && (uintptr_t)out % 64 == 0;
     float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
-    set_tile_rows(TILE_ROWS, TILE_ROWS);
-    for (int64_t first = 0; first < whole; first += together)
-        for (int64_t panel = begin; panel < end; panel++) {
-            int64_t here = least_of(together, whole - first);
-            rows_of_panel(sums, x + first * stride, stride, weight + panel * in * PANEL, in, here);
-            write_sums_bf16(out + first * out_features, out_features, sums, bias, here, panel * PANEL, out_features);
+    for (int64_t item = begin, last; item < end; item = last) { /* to the last panel for the same rows */
+        int64_t first = least_of(item / panels * together, whole), here = least_of(together, whole - first);
+        int64_t rest = first < whole ? 0 : rows - whole;
+        last = least_of(end, (item / panels + 1) * panels);
+        if (rest) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
+        else set_tile_rows(TILE_ROWS, TILE_ROWS);
+        for (; item < last; item++) {
+            int64_t at = item % panels * PANEL;
+            const uint16_t *of_rows = x + first * stride, *of_panel = weight + at * in;
+            uint16_t *to = out + first * out_features;
+            if (rest > TILE_ROWS) tile_product(2, 0, sums, of_rows, stride, of_panel, in);
+            else if (rest) tile_product(1, 0, sums, of_rows, stride, of_panel, in);
+            else rows_of_panel(sums, of_rows, stride, of_panel, in, here);
+            if (!rest && is_large) stream_sums(to + at, out_features, sums, bias ? bias + at : 0, here);
+            else write_sums_bf16(to, out_features, sums, bias, rest ? rest : here, at, out_features);
         }
-    if (rest > 0) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
-    for (int64_t panel = begin; rest > 0 && panel < end; panel++) {
-        const uint16_t *at = x + whole * stride, *of_panel = weight + panel * in * PANEL;
-        if (rest > TILE_ROWS) tile_product(2, 0, sums, at, stride, of_panel, in);
-        else tile_product(1, 0, sums, at, stride, of_panel, in);
-        write_sums_bf16(out + whole * out_features, out_features, sums, bias, rest, panel * PANEL, out_features);
     }
+    if (is_large) _mm_sfence();
     tiles_ended(before);
 }
 #endif
@@ -319,7 +346,8 @@ KERNEL(native_linear) {
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     } else if (has_tiles && in % TILE_IN == 0) {
         job.x = a->x.data;
-        parallel(threads, tiled_panels, &job, a->panels.size[0], least);
+        least = items_of(SHARED_WORK, least_of(rows, rows_together(in)) * in * PANEL);
+        parallel(threads, tiled_panels, &job, tiled_items(rows, in, a->panels.size[0]), least);
 #elif defined(ELEMENT_F16) && defined(WITH_TILES)
     } else if (has_tiles) {
         struct split_job split = {.a = a, .padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN};

@@ -80,13 +80,11 @@ static void few_rows_of_panels(const void *given, int64_t begin, int64_t end) {
     const struct block_weight *weight = job->of.weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     _Alignas(64) float sums[FEW_ROWS * PANEL];
-    int64_t first = begin * weight->blocks, last = end * weight->blocks;
+    int64_t last = end * weight->blocks;
     struct tile_shapes before = tiles_begun();
-    set_tile_shapes(least_of(job->of.rows, TILE_ROWS), job->of.rows - TILE_ROWS, least_of(weight->span, TILE_IN));
-    for (int64_t block = first; block < first + UNDONE_AHEAD; block++) undo_ahead(ring, weight, block, last);
+    begin_few_rows(&job->of, ring, begin * weight->blocks, last);
     for (int64_t panel = begin; panel < end; panel++) {
-        if (job->of.rows > TILE_ROWS) few_rows_of_panel(2, sums, &job->of, job->x, job->stride, ring, panel, last);
-        else few_rows_of_panel(1, sums, &job->of, job->x, job->stride, ring, panel, last);
+        few_rows_of_panel(sums, &job->of, job->x, job->stride, ring, panel, last);
         write_panel_bf16(job->a, sums, 0, job->of.rows, panel);
     }
     tiles_ended(before);
@@ -121,19 +119,21 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
     int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
     _Alignas(64) quantised_input codes[CHUNK * PANEL];
     _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
-    for (int64_t first = 0, span = 0; first < features; first += CHUNK) {
+    for (int64_t first = 0; first < features; first += CHUNK) {
         int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / QUANTISED_BLOCK;
         for (int64_t each = 0; each < count / QUANTISED_BLOCK; each++)
             UNDONE(codes + each * BLOCK_SIZE, weight->panels + (block + each) * words, weight);
-        for (int64_t at = 0; at < count; at += weight->span, span++) {
-            vec scale[VECTORS], least[VECTORS];
-            read_numbers(scale, least, weight, panel, span);
+        int64_t span = first / weight->span, spans = (count + weight->span - 1) / weight->span;
+        read_numbers(scales, mins, weight, panel, span, spans);
+        for (int64_t place = 0; place < spans; place++) {
+            int64_t at = place * weight->span;
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
                 int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row);
                 PRODUCTS(found, x + row * stride + first + at, stride, codes + at * PANEL,
                          least_of(weight->span, count - at), here);
-                add_span(sums + row * PANEL, found, scale, least, of, row, here, span);
+                add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span + place);
             }
         }
     }
@@ -165,6 +165,7 @@ KERNEL(quantised_linear) {
         job.made = at, job.x = job.made;
         parallel(threads, rows_in_tiles, &job, (rows + TILE_ROWS - 1) / TILE_ROWS, items_of(SHARED_WORK, in * TILE_ROWS));
     }
+    if (has_tiles && rows <= FEW_ROWS) job.x = few_rows((uint16_t *)at, job.x, job.stride, &job.of);
     if (has_tiles) {
         parallel(threads, rows > FEW_ROWS ? many_rows_of_panels : few_rows_of_panels, &job, panels, least);
         return;

@@ -15,11 +15,11 @@ struct span_job {
     const float *totals; /* of each row's spans, if there are least values */
 };
 
-INLINE void read_numbers(vec *scale, vec *least, const struct block_weight *weight, int64_t panel, int64_t span) {
-    for (int v = 0; v < VECTORS; v++) {
-        scale[v] = number_of(&weight->scales, panel, span, v);
-        if (weight->mins.at) least[v] = number_of(&weight->mins, panel, span, v);
-    }
+/* The scales and least values of some spans. */
+static void read_numbers(vec (*scales)[VECTORS], vec (*mins)[VECTORS], const struct block_weight *weight, int64_t panel,
+                         int64_t span, int64_t count) {
+    numbers_of_spans(scales, &weight->scales, panel, span, count);
+    if (weight->mins.at) numbers_of_spans(mins, &weight->mins, panel, span, count);
 }
 
 /* Add some rows' sums of a span, scaled, and their totals times its least values. */
@@ -37,14 +37,12 @@ INLINE void add_span(float *out, const float *found, const vec *scale, const vec
 #ifdef WITH_TILES
 #define RING 8        /* blocks that are undone and not yet multiplied, and as many that are done with */
 #define UNDONE_AHEAD 4 /* blocks between what is undone and what is multiplied, so that both go on side by side */
-#define BYTES_AHEAD 8192
+#define SPREAD 8 /* rows at most that are spread, and places of their spans */
 
 static void undo_ahead(uint16_t *ring, const struct block_weight *weight, int64_t block, int64_t end) {
     int64_t words = weight->bits * BLOCK_SIZE / 16;
     if (block >= end) return;
-    const uint16_t *at = weight->panels + block * words;
-    for (int64_t i = 0; i < words; i += ROW_WORDS) __builtin_prefetch((const char *)(at + i) + BYTES_AHEAD, 0, 2);
-    pairs_undone(ring + block % RING * BLOCK_SIZE, at, weight);
+    pairs_undone(ring + block % RING * BLOCK_SIZE, weight->panels + block * words, weight);
 }
 
 /* The rows, which are one tile's or two's, with some input features of a block. */
@@ -76,10 +74,8 @@ INLINE void end_sums(const int tiles, float *sums) {
     _tile_stored(3, sums + TILE_ROWS * PANEL + HALF_PANEL, 4 * PANEL);
 }
 
-/* sums[row][column] of up to FEW_ROWS rows with one panel; the ring has its first blocks, and at the end those of the
- * panel behind it. */
-INLINE void few_rows_of_panel(const int tiles, float *sums, const struct span_job *job, const uint16_t *x, int64_t stride,
-                              uint16_t *ring, int64_t panel, int64_t end) {
+INLINE void whole_rows_of_panel(const int tiles, float *sums, const struct span_job *job, const uint16_t *x,
+                                int64_t stride, uint16_t *ring, int64_t panel, int64_t end) {
     const struct block_weight *weight = job->weight;
     _Alignas(64) float found[2][FEW_ROWS * PANEL];
     int64_t step = least_of(weight->span, QUANTISED_BLOCK), features = weight->blocks * QUANTISED_BLOCK, span = 0;
@@ -94,12 +90,100 @@ INLINE void few_rows_of_panel(const int tiles, float *sums, const struct span_jo
         tile_step(tiles, x + feature, stride, ring + block % RING * BLOCK_SIZE + feature % QUANTISED_BLOCK * PANEL);
         left -= step;
         if (left > 0) continue;
-        vec scale[VECTORS], least[VECTORS];
-        read_numbers(scale, least, weight, panel, span);
+        vec scale[1][VECTORS], least[1][VECTORS];
+        read_numbers(scale, least, weight, panel, span, 1);
         end_sums(tiles, found[span % 2]);
-        add_span(sums, found[span % 2], scale, least, job, 0, job->rows, span);
+        add_span(sums, found[span % 2], *scale, *least, job, 0, job->rows, span);
         span++;
     }
+}
+
+/* Sums leave tiles slowly. So up to SPREAD rows are multiplied with several spans before these do: a tile of rows has
+ * rows for each place of a span, which are zeros but in its own place, and each span's sums stand in rows of their own.
+ * A block of two spans has two rows for each, with half of the features in each. */
+struct spread {
+    int64_t parts, of_block, places, tile_rows; /* spans of a block, its rows, blocks' places, and rows of a tile */
+};
+
+static struct spread spread_of(const struct span_job *job) {
+    int64_t parts = job->weight->span < QUANTISED_BLOCK ? QUANTISED_BLOCK / job->weight->span : 1;
+    int64_t of_block = parts * job->rows, places = least_of(SPREAD, TILE_ROWS / of_block);
+    return (struct spread){parts, of_block, places, places * of_block};
+}
+
+/* Return up to FEW_ROWS rows as they are multiplied: where they are, or in `out` up to SPREAD, [blocks][tile_rows]
+ * [QUANTISED_BLOCK], with zeros behind each block's own. */
+static const uint16_t *few_rows(uint16_t *out, const uint16_t *x, int64_t stride, const struct span_job *job) {
+    if (job->rows > SPREAD) return x;
+    struct spread as = spread_of(job);
+    int64_t part = QUANTISED_BLOCK / as.parts;
+    memset(out, 0, job->weight->blocks * as.tile_rows * QUANTISED_BLOCK * sizeof *out);
+    for (int64_t block = 0; block < job->weight->blocks; block++)
+        for (int64_t row = 0; row < as.of_block; row++) {
+            int64_t at = row / job->rows * part;
+            memcpy(out + (block * as.tile_rows + row) * QUANTISED_BLOCK + at,
+                   x + row % job->rows * stride + block * QUANTISED_BLOCK + at, part * sizeof *out);
+        }
+    return out;
+}
+
+/* Add what was found for some spans, [spans][rows][PANEL]; `has_mins` is a constant where this is used. */
+INLINE void add_spans(const int has_mins, float *sums, const float *found, const struct span_job *job, int64_t panel,
+                      int64_t span, int64_t count) {
+    vec scales[TILE_ROWS][VECTORS], mins[TILE_ROWS][VECTORS];
+    int64_t rows = job->rows;
+    read_numbers(scales, mins, job->weight, panel, span, count);
+    for (int64_t row = 0; row < rows; row++) {
+        const float *totals = job->totals + row * job->spans + span;
+        vec sum[VECTORS];
+        for (int v = 0; v < VECTORS; v++) sum[v] = load_f32(sums + row * PANEL + v * LANES);
+        for (int64_t i = 0; i < count; i++)
+            for (int v = 0; v < VECTORS; v++) {
+                sum[v] += scales[i][v] * load_f32(found + (i * rows + row) * PANEL + v * LANES);
+                if (has_mins) sum[v] += mins[i][v] * totals[i];
+            }
+        for (int v = 0; v < VECTORS; v++) store_f32(sums + row * PANEL + v * LANES, sum[v]);
+    }
+}
+
+/* sums[row][column] of rows that are spread with one panel. */
+static void spread_rows_of_panel(float *sums, const struct span_job *job, const uint16_t *x, uint16_t *ring,
+                                 int64_t panel, int64_t end) {
+    const struct block_weight *weight = job->weight;
+    struct spread as = spread_of(job);
+    int64_t of_span = items_of(weight->span - 1, QUANTISED_BLOCK), first = panel * weight->blocks;
+    _Alignas(64) float found[TILE_ROWS * PANEL];
+    memset(sums, 0, job->rows * PANEL * sizeof *sums);
+    for (int64_t block = 0, span = 0; block < weight->blocks;) {
+        int64_t place = 0;
+        begin_sums(1);
+        for (; place < as.places && block < weight->blocks; place++)
+            for (int64_t last = least_of(block + of_span, weight->blocks); block < last; block++) {
+                undo_ahead(ring, weight, first + block + UNDONE_AHEAD, end);
+                tile_step(1, x + (block * as.tile_rows - place * as.of_block) * QUANTISED_BLOCK, QUANTISED_BLOCK,
+                          ring + (first + block) % RING * BLOCK_SIZE);
+            }
+        end_sums(1, found);
+        if (weight->mins.at) add_spans(1, sums, found, job, panel, span, place * as.parts);
+        else add_spans(0, sums, found, job, panel, span, place * as.parts);
+        span += place * as.parts;
+    }
+}
+
+/* Set the tiles for a product of few rows, and undo the first of some blocks. */
+static void begin_few_rows(const struct span_job *job, uint16_t *ring, int64_t first, int64_t end) {
+    if (job->rows <= SPREAD) set_tile_shapes(spread_of(job).tile_rows, 0, TILE_IN);
+    else set_tile_shapes(least_of(job->rows, TILE_ROWS), job->rows - TILE_ROWS, least_of(job->weight->span, TILE_IN));
+    for (int64_t block = first; block < first + UNDONE_AHEAD; block++) undo_ahead(ring, job->weight, block, end);
+}
+
+/* sums[row][column] of `few_rows` with one panel; the ring has its first blocks, and at the end those of the panel
+ * behind it. */
+static void few_rows_of_panel(float *sums, const struct span_job *job, const uint16_t *x, int64_t stride, uint16_t *ring,
+                              int64_t panel, int64_t end) {
+    if (job->rows <= SPREAD) spread_rows_of_panel(sums, job, x, ring, panel, end);
+    else if (job->rows > TILE_ROWS) whole_rows_of_panel(2, sums, job, x, stride, ring, panel, end);
+    else whole_rows_of_panel(1, sums, job, x, stride, ring, panel, end);
 }
 
 /* Some blocks of a panel, undone for many rows. */
@@ -118,8 +202,7 @@ static void undo_tile_chunk(struct tile_chunk *chunk, const struct span_job *job
     for (int64_t block = 0; block < chunk->count / QUANTISED_BLOCK; block++)
         pairs_undone(chunk->codes + block * BLOCK_SIZE,
                      weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK + block) * words, weight);
-    for (int64_t place = 0; place < chunk->spans; place++)
-        read_numbers(chunk->scales[place], chunk->mins[place], weight, panel, span + place);
+    read_numbers(chunk->scales, chunk->mins, weight, panel, span, chunk->spans);
 }
 
 /* One span's sums of a tile of rows, packed, with half of a panel; `tile` is a constant where this is used. */

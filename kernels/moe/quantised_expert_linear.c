@@ -25,7 +25,7 @@ struct NAME(few_bit_experts) {
 /* Rows of pairs, brought together in a thread's memory, with the sums of their spans. */
 struct NAME(pair_rows) {
     struct span_job of;
-    const quantised_input *x; /* [rows][in], or in tiles where there are more than FEW_ROWS */
+    const quantised_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
 };
 
 static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_experts) *job, int64_t expert,
@@ -54,7 +54,7 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
     if (has_tiles && count > FEW_ROWS) {
         pack_tiles((uint16_t *)at, rows, in, count, job->weight->blocks, 0, (count + TILE_ROWS - 1) / TILE_ROWS);
         found.x = (const uint16_t *)at;
-    }
+    } else if (has_tiles) found.x = few_rows((uint16_t *)at, rows, in, &found.of);
 #endif
     return found;
 }
@@ -72,10 +72,8 @@ static void NAME(multiply_few_bits)(const struct NAME(few_bit_experts) *job, int
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     struct tile_shapes before = tiles_begun();
     int is_few = count <= FEW_ROWS;
-    set_tile_shapes(is_few ? least_of(count, TILE_ROWS) : TILE_ROWS, is_few ? count - TILE_ROWS : TILE_ROWS,
-                    least_of(weight->span, TILE_IN));
-    for (int64_t ahead = 0; has_tiles && is_few && ahead < UNDONE_AHEAD; ahead++)
-        undo_ahead(ring, weight, begin * weight->blocks + ahead, end * weight->blocks);
+    if (has_tiles && is_few) begin_few_rows(&rows.of, ring, begin * weight->blocks, end * weight->blocks);
+    else set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(weight->span, TILE_IN));
 #endif
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t half = (panel - begin) % to.halves;
@@ -83,9 +81,7 @@ static void NAME(multiply_few_bits)(const struct NAME(few_bit_experts) *job, int
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
         if (has_tiles && !is_few)
             many_rows_of_panel(own, &rows.of, rows.x, 0, (count + TILE_ROWS - 1) / TILE_ROWS, panel);
-        else if (has_tiles && count > TILE_ROWS)
-            few_rows_of_panel(2, own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
-        else if (has_tiles) few_rows_of_panel(1, own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
+        else if (has_tiles) few_rows_of_panel(own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
         else
 #endif
             NAME(rows_of_panel)(own, &rows.of, rows.x, in, panel);

@@ -158,6 +158,22 @@ static inline uvec load_words(const void *at) {
     return words;
 }
 
+/* Bytes in words of 32 bits; GCC 12 takes them one by one where it is not told how. */
+static inline uvec load_bytes(const void *at) {
+#if LANES == 16
+    return (uvec)_mm512_cvtepu8_epi32(_mm_loadu_si128(at));
+#elif defined(__AVX2__)
+    return (uvec)_mm256_cvtepu8_epi32(_mm_loadl_epi64(at));
+#else
+    typedef uint8_t bytes __attribute__((vector_size(LANES)));
+    bytes narrow;
+    memcpy(&narrow, at, sizeof narrow);
+    return __builtin_convertvector(narrow, uvec);
+#endif
+}
+
+static inline vec load_i8(const void *at) { return __builtin_convertvector((ivec)(load_bytes(at) ^ 128) - 128, vec); }
+
 static inline vec load_bf16(const uint16_t *at) {
     hvec narrow;
     memcpy(&narrow, at, sizeof narrow);

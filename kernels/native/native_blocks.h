@@ -15,6 +15,7 @@
 #define MOST_GROUPS (CHUNK / LEAST_GROUP) /* of a chunk */
 #define TABLE 64
 #define ROW_WORDS 32 /* of 16 bits, with the codes of all output features of a panel */
+#define BYTES_AHEAD 4096 /* of codes, which are asked for row by row: many at once keep others waiting */
 
 /* The scales, or the least values, of all panels: for each panel and group one for each output feature. With factors
  * they are int8, to be multiplied with those, of which each serves some neighbouring groups. */
@@ -37,13 +38,6 @@ struct block_weight {
     uint16_t pairs[TABLE]; /* bf16 */
 };
 
-static inline vec load_i8(const int8_t *at) {
-    typedef int8_t bytes __attribute__((vector_size(LANES)));
-    bytes narrow;
-    memcpy(&narrow, at, sizeof narrow);
-    return __builtin_convertvector(narrow, vec);
-}
-
 static inline vec load_number(const void *at, int64_t place, int64_t dtype) {
     if (dtype == SCALE_DTYPE_FLOAT32) return load_f32((const float *)at + place);
     if (dtype == SCALE_DTYPE_BFLOAT16) return load_bf16((const uint16_t *)at + place);
@@ -58,6 +52,29 @@ INLINE vec number_of(const struct block_numbers *numbers, int64_t panel, int64_t
     int64_t factor = panel * numbers->factor_groups + (uint32_t)group / numbers->groups_of_factor;
     return load_i8((const int8_t *)numbers->at + place) *
            load_number(numbers->factors, factor * PANEL + vector * LANES, numbers->dtype);
+}
+
+/* The numbers of some spans of a panel, one behind another. */
+static void numbers_of_spans(vec (*out)[VECTORS], const struct block_numbers *numbers, int64_t panel, int64_t span,
+                             int64_t count) {
+    int64_t group = (uint32_t)span / numbers->spans_of_group, of_factor = numbers->groups_of_factor;
+    int64_t left = (group + 1) * numbers->spans_of_group - span; /* of the group; likewise the factor's groups */
+    int64_t factor = numbers->factors ? (uint32_t)group / numbers->groups_of_factor : 0;
+    int64_t groups_left = (factor + 1) * of_factor - group;
+    int64_t place = (panel * numbers->groups + group) * PANEL;
+    vec factors[VECTORS];
+    for (int64_t i = 0, is_new = 1; i < count; i++) {
+        for (int v = 0; numbers->factors && is_new && v < VECTORS; v++)
+            factors[v] = load_number(numbers->factors, (panel * numbers->factor_groups + factor) * PANEL + v * LANES,
+                                     numbers->dtype);
+        is_new = 0;
+        for (int v = 0; v < VECTORS; v++)
+            if (numbers->factors) out[i][v] = load_i8((const int8_t *)numbers->at + place + v * LANES) * factors[v];
+            else out[i][v] = load_number(numbers->at, place + v * LANES, numbers->dtype);
+        if (--left > 0) continue;
+        left = numbers->spans_of_group, place += PANEL;
+        if (--groups_left == 0) groups_left = of_factor, factor++, is_new = 1;
+    }
 }
 
 static inline int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
@@ -119,23 +136,35 @@ static void floats_undone(float *out, const uint16_t *at, const struct block_wei
 }
 
 #ifdef WITH_PAIRS
+INLINE void ask_ahead(const uint16_t *row) { __builtin_prefetch((const char *)row + BYTES_AHEAD, 0, 2); }
+
+/* The signed byte in the lowest bits of words, or in the next, as a float: the bits are those of a float whose mantissa
+ * counts 128 more, of which what is too much is taken off. */
+INLINE vec signed_byte(uvec words, const int is_second) {
+    const uint32_t mask = is_second ? 0xff00 : 0xff, flipped = is_second ? 0x47008000 : 0x4b000080;
+    return (vec)((words & mask) ^ flipped) - (is_second ? 0x1p15f + 128.0f : 0x1p23f + 128.0f);
+}
+
 /* The codes of a block of bytes as bf16, in pairs: [in / 2][PANEL][2]. */
 static void undo_byte_pairs(uint16_t *out, const uint16_t *at) {
-    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+#pragma GCC unroll 4
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
+        ask_ahead(at);
+        uvec even = load_words(at), odd = even >> 16;
+#pragma GCC unroll 2
         for (int half = 0; half < 2; half++) {
-            uvec both = load_words(at);
-            vec even = __builtin_convertvector((ivec)(both << (24 - 8 * half)) >> 24, vec);
-            vec odd = __builtin_convertvector((ivec)(both << (8 - 8 * half)) >> 24, vec);
-            uvec pairs = (uvec)even >> 16 | (uvec)odd;
+            uvec pairs = (uvec)signed_byte(even, half) >> 16 | (uvec)signed_byte(odd, half);
             memcpy(out + half * PANEL, &pairs, sizeof pairs);
         }
+    }
 }
 
 /* The same of float8; those without an exponent stand in the table. */
 static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *table) {
     const __m512i small = _mm512_loadu_si512(table), fraction = _mm512_set1_epi16(127), sign = _mm512_set1_epi16(128);
     const __m512i bias = _mm512_set1_epi16((127 - 7) << 7), exponent = _mm512_set1_epi16(120);
-    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL)
+    for (int i = 0; i < QUANTISED_BLOCK; i += 2, at += ROW_WORDS, out += 2 * PANEL) {
+        ask_ahead(at);
         for (int half = 0; half < 2; half++) {
             __m512i codes = _mm512_srli_epi16(_mm512_loadu_si512(at), 8 * half);
             __m512i found = _mm512_add_epi16(_mm512_slli_epi16(_mm512_and_si512(codes, fraction), 4), bias);
@@ -143,10 +172,13 @@ static void undo_e4m3_pairs(uint16_t *out, const uint16_t *at, const uint16_t *t
             found = _mm512_or_si512(found, _mm512_slli_epi16(_mm512_and_si512(codes, sign), 8));
             _mm512_storeu_si512(out + half * PANEL, found);
         }
+    }
 }
 
+/* By multiplications: shifts would wait for the unit that looks up, which is busier. */
 INLINE __m512i shifted(__m512i words, const int left) {
-    return left > 0 ? _mm512_slli_epi16(words, left) : left < 0 ? _mm512_srli_epi16(words, -left) : words;
+    if (left > 0) return _mm512_mullo_epi16(words, _mm512_set1_epi16((short)(1 << left)));
+    return left < 0 ? _mm512_mulhi_epu16(words, _mm512_set1_epi16((short)(1 << (16 + left)))) : words;
 }
 
 /* The same of fewer bits: the table's entries, which stand there over and over, for a place of higher bits is not
@@ -157,9 +189,12 @@ INLINE void undo_pairs(const int bits, uint16_t *out, const uint16_t *at, const 
     const __m512i mask = _mm512_set1_epi16((1 << low) - 1);
 #pragma GCC unroll 32
     for (int k = 0; k < QUANTISED_BLOCK; k++) {
-        __m512i codes = shifted(_mm512_loadu_si512(at + k * low / 16 * ROW_WORDS), -(k * low % 16));
+        const uint16_t *row = at + k * low / 16 * ROW_WORDS;
+        __m512i codes = shifted(_mm512_loadu_si512(row), -(k * low % 16));
+        if (k * low % 16 == 0) ask_ahead(row);
         if (high > 0) {
             const uint16_t *behind = at + (2 * low + k * high / 16) * ROW_WORDS;
+            if (k * high % 16 == 0) ask_ahead(behind);
             __m512i above = shifted(_mm512_loadu_si512(behind), low - k * high % 16);
             codes = _mm512_ternarylogic_epi32(mask, codes, above, 0xCA); /* the mask's bits of the first */
         }

@@ -13,19 +13,8 @@
 #define MOST_INT8 127
 #define MOST_E4M3 448.0f
 
-typedef int8_t int8_vec __attribute__((vector_size(LANES)));
-typedef uint8_t uint8_vec __attribute__((vector_size(LANES)));
-
-INLINE vec load_int8(const uint8_t *at) {
-    int8_vec codes;
-    memcpy(&codes, at, sizeof codes);
-    return __builtin_convertvector(__builtin_convertvector(codes, ivec), vec);
-}
-
 INLINE vec load_e4m3(const uint8_t *at) {
-    uint8_vec codes;
-    memcpy(&codes, at, sizeof codes);
-    uvec wide = __builtin_convertvector(codes, uvec), size = wide & 0x7f;
+    uvec wide = load_bytes(at), size = wide & 0x7f;
     uvec normal = (size << 20) + (120u << 23);                       /* a bias of 127 in place of 7 */
     uvec small = (uvec)(__builtin_convertvector((ivec)size, vec) * 0x1p-9f); /* below 2^-6, steps are of 2^-9 */
     uvec is_small = (uvec)(size < 8), is_nan = (uvec)(size == 0x7f);
@@ -34,7 +23,7 @@ INLINE vec load_e4m3(const uint8_t *at) {
 }
 
 INLINE vec load_codes(int64_t code, const uint8_t *at) {
-    return code == CODE_INT8 ? load_int8(at) : load_e4m3(at);
+    return code == CODE_INT8 ? load_i8(at) : load_e4m3(at);
 }
 
 #ifdef __AVX512BW__

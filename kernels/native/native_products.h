@@ -14,7 +14,7 @@
 #define ROWS (LANES == 16 ? 8 : 2) /* as many as leave all sums in registers */
 #define MOST_ROWS 8
 #define SHARED_WORK 65536 /* multiplications for which a chunk of its own is worth while */
-#define TILED_BYTES 524288 /* of rows that stay in the second cache while panels go by */
+#define TILED_BYTES 1048576 /* of rows that stay in the second cache while panels go by */
 #define TILED_IN 256 /* input features of a panel that stay in the first cache while rows go by */
 #define ONE_PLACE 4096 /* bytes: lines so far apart share a place in the first cache, which holds few of them */
 

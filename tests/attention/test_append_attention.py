@@ -26,6 +26,7 @@ DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16-e4m3": (torch.float16, torch.float8_e4m3fn),
     "bf16-e4m3": (torch.bfloat16, torch.float8_e4m3fn),
+    "fp16-int8": (torch.float16, torch.int8),
     "bf16-int8": (torch.bfloat16, torch.int8),
     "fp32-int8": (torch.float32, torch.int8),
     "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
@@ -50,7 +51,6 @@ CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
     {
         **CHOICES,
-        "dtype": ("fp32", "bf16", "bf16-e4m3", "bf16-int8", "fp32-int8", "fp32-e4m3"),
         "head_dim": (16, 64, 128),
         "lens": (*CHOICES["lens"], (500,)),
     }

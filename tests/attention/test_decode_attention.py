@@ -59,7 +59,7 @@ CHOICES = {
 KERNEL_CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
     {
-        "dtype": ("bf16", "fp32", "bf16-int8", "fp32-int8", "bf16-e4m3", "fp32-e4m3"),
+        "dtype": ("bf16", "fp32", "fp16", *(f"{q}-{kv}" for kv in ("int8", "e4m3") for q in ("bf16", "fp32", "fp16"))),
         "group": (1, 3, 8),
         "kv_heads": (1, 2),
         "head_dim": (16, 64, 80, 128),

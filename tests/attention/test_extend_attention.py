@@ -28,6 +28,7 @@ DTYPES = {
     "fp32-e4m3": (torch.float32, torch.float8_e4m3fn),
     "bf16-int8": (torch.bfloat16, torch.int8),
     "fp32-int8": (torch.float32, torch.int8),
+    "fp16-int8": (torch.float16, torch.int8),
 }
 CHOICES = {
     "dtype": ("fp16", "bf16", "fp32", "fp16-e4m3", "bf16-int8", "fp32-int8"),
@@ -47,7 +48,7 @@ CASES = pairwise(CHOICES)
 NATIVE_CASES = pairwise(
     {
         **CHOICES,
-        "dtype": ("bf16", "fp32", "bf16-e4m3", "fp32-e4m3", "bf16-int8", "fp32-int8"),
+        "dtype": tuple(DTYPES),
         "page_size": (1, 3, 16),
         "layout": ("NHD",),
         "packed": (True,),

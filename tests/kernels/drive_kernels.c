@@ -1,4 +1,4 @@
-/* Kernels and pool without Python, for the sanitizers: several threads run all kernels at the same time, in both types,
+/* Kernels and pool without Python, for the sanitizers: several threads run all kernels at the same time, in all types,
  * each with its own number of threads and its own memory, and compare every result with one computed alone. Lengths,
  * pages, ids and counts are partly such as cannot be. Built by tools/sanitize_kernels behind the unit, which is included
  * here as UNIT.
@@ -11,7 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define CALLERS 4
+#define CALLERS 6
 #define DIM 64
 #define HEADS 4
 #define KV_HEADS 2
@@ -28,38 +28,40 @@
 #define BIASES 4
 #define STOPS 3
 #define WORDS 2
-#define RING 4
+#define RING_STEPS 4
 #define EXTENDED 5 /* rows of an extension, of which two cannot be */
 #define TOKENS 8   /* in the embedding */
 
 struct memory {
-    /* in the kernels' element type, which for bf16 leaves the second half of each unused */
+    /* in the kernels' element type, which for those of two bytes leaves the second half of each unused */
     float x[BATCH * HIDDEN], residual[BATCH * HIDDEN], weight[HIDDEN * HIDDEN], out[BATCH * HIDDEN], embedded[BATCH * HIDDEN];
     float cache[2][PAGES * PAGE * KV_HEADS * DIM], q[BATCH * HEADS * DIM], attended[BATCH * HEADS * DIM];
     float qkv[BATCH * (HEADS + 2 * KV_HEADS) * DIM], logits[BATCH * VOCAB], gated[BATCH * WIDTH], bias[EXPERTS * 2 * WIDTH];
     float gate_up[EXPERTS * 2 * WIDTH * HIDDEN], down[EXPERTS * HIDDEN * WIDTH], inner[BATCH * SLOTS * WIDTH];
     float parts[BATCH * SLOTS * HIDDEN], scales[HIDDEN];
-    int bf16;
+    enum kind { F32, BF16, F16 } kind;
     /* in floats */
     float gains[HIDDEN], cos_sin[ROW_PAGES * PAGE * DIM], sinks[HEADS], expert_weights[BATCH * SLOTS], numbers[6][BATCH];
     float bias_values[BATCH * BIASES], sampled_logprob[BATCH], top_logprobs[BATCH * TOPS];
-    float ring_logprob[RING * BATCH], ring_top_logprobs[RING * BATCH * TOPS];
+    float ring_logprob[RING_STEPS * BATCH], ring_top_logprobs[RING_STEPS * BATCH * TOPS];
     int8_t panels[HIDDEN * HIDDEN];
-    int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1], running, ring_rank[RING * BATCH];
+    int32_t ids[BATCH * SLOTS], order[BATCH * SLOTS], offsets[EXPERTS + 1], running, ring_rank[RING_STEPS * BATCH];
     int32_t table[BATCH * ROW_PAGES], lens[BATCH], kv_lens[BATCH], live, flags[BATCH], top_k[BATCH], positions[BATCH];
     int32_t rows[BATCH], cu_q[EXTENDED + 1], cu_kv[EXTENDED + 1], bias_ids[BATCH * BIASES], stop_ids[BATCH * STOPS];
     int32_t min_position[BATCH], last_position[BATCH], num_logprobs[BATCH], token_mask[BATCH * ((VOCAB + 31) / 32)];
     int32_t bad_words[BATCH * WORDS * BAD_WORD_LENGTH], recent_tokens[BATCH * BAD_WORD_LENGTH], plan[BATCH];
     int32_t token_counts[BATCH * VOCAB], sampled_rank[BATCH], top_ids[BATCH * TOPS], finished[BATCH];
-    int32_t ring_top_ids[RING * BATCH * TOPS];
-    int64_t seed[BATCH], sampled[BATCH], tokens[BATCH], step_index, ring_tokens[RING * BATCH];
+    int32_t ring_top_ids[RING_STEPS * BATCH * TOPS];
+    int64_t seed[BATCH], sampled[BATCH], tokens[BATCH], step_index, ring_tokens[RING_STEPS * BATCH];
 };
 
-static struct memory given[2]; /* in either type */
+#define KINDS 3
+static struct memory given[KINDS];
 
 #define PLACE(field, at, ...) \
     a.field.data = at, memcpy(a.field.size, (int64_t[4]){__VA_ARGS__}, sizeof a.field.size)
-#define RUN(kernel) (m->bf16 ? kernel##_bf16 : kernel##_f32)(&a, threads)
+#define RUN(kernel) \
+    (m->kind == F32 ? kernel##_f32 : m->kind == BF16 ? kernel##_bf16 : kernel##_f16)(&a, threads)
 
 static void run_norms(struct memory *m, int threads) {
     {
@@ -200,10 +202,10 @@ static void run_sampler(struct memory *m, int threads) {
     advance_args a = {0};
     PLACE_REQUESTS;
     PLACE(tokens, m->tokens, BATCH), PLACE(pre_step_seqlens, m->lens, BATCH), PLACE(finished, m->finished, BATCH);
-    PLACE(step_index, &m->step_index, 1), PLACE(running, &m->running, 1), PLACE(ring_tokens, m->ring_tokens, RING, BATCH);
-    PLACE(ring_logprob, m->ring_logprob, RING, BATCH), PLACE(ring_rank, m->ring_rank, RING, BATCH);
-    PLACE(ring_top_logprobs, m->ring_top_logprobs, RING, BATCH, TOPS);
-    PLACE(ring_top_ids, m->ring_top_ids, RING, BATCH, TOPS), PLACE(sampled_logprob, m->sampled_logprob, BATCH);
+    PLACE(step_index, &m->step_index, 1), PLACE(running, &m->running, 1), PLACE(ring_tokens, m->ring_tokens, RING_STEPS, BATCH);
+    PLACE(ring_logprob, m->ring_logprob, RING_STEPS, BATCH), PLACE(ring_rank, m->ring_rank, RING_STEPS, BATCH);
+    PLACE(ring_top_logprobs, m->ring_top_logprobs, RING_STEPS, BATCH, TOPS);
+    PLACE(ring_top_ids, m->ring_top_ids, RING_STEPS, BATCH, TOPS), PLACE(sampled_logprob, m->sampled_logprob, BATCH);
     PLACE(sampled_rank, m->sampled_rank, BATCH), PLACE(top_logprobs, m->top_logprobs, BATCH, TOPS);
     PLACE(top_ids, m->top_ids, BATCH, TOPS);
     advance_f32(&a, threads);
@@ -228,12 +230,12 @@ static uint32_t drawn(void) {
     return state = state * 1664525 + 1013904223;
 }
 
-/* Draw floats; those of the kernels' element type are made bf16 in place, so that the first half holds them all. */
+/* Draw floats; those of the kernels' element type are rounded to it in place, so that the first half holds them all. */
 static void fill_floats(struct memory *m, float *values, size_t bytes, float least, float range, int as_elements) {
     for (size_t i = 0; i < bytes / sizeof(float); i++) {
         float value = least + range * (float)(drawn() >> 8) / (1 << 24);
-        uint16_t rounded = bf16_of_float(value);
-        if (as_elements && m->bf16) memcpy((char *)values + 2 * i, &rounded, 2);
+        uint16_t rounded = m->kind == BF16 ? bf16_of_float(value) : f16_of_float(value);
+        if (as_elements && m->kind != F32) memcpy((char *)values + 2 * i, &rounded, 2);
         else memcpy(values + i, &value, sizeof value);
     }
 }
@@ -277,7 +279,7 @@ static int64_t times;
 
 static void *call(void *place) {
     struct memory *mine = malloc(sizeof *mine), *alone = malloc(sizeof *alone);
-    const struct memory *begun = given + (intptr_t)place % 2;
+    const struct memory *begun = given + (intptr_t)place % KINDS;
     memcpy(alone, begun, sizeof *alone);
     run_everything(alone, 1);
     for (int64_t n = 0; n < times; n++) {
@@ -294,8 +296,7 @@ static void *call(void *place) {
 
 int main(int count, char **arguments) {
     times = count > 1 ? atoi(arguments[1]) : 50;
-    given[1].bf16 = 1;
-    for (int type = 0; type < 2; type++) fill(given + type);
+    for (int kind = F32; kind < KINDS; kind++) given[kind].kind = kind, fill(given + kind);
     pthread_t callers[CALLERS];
     for (intptr_t n = 0; n < CALLERS; n++) pthread_create(callers + n, 0, call, (void *)n);
     for (int n = 0; count > 2 && n < 20; n++) { /* children of a process whose other threads are at work */

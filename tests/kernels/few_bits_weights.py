@@ -63,7 +63,7 @@ def share_of_allowed(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     """Return the largest difference from float64, as a share of what sums in float32 and one rounding may cost."""
     expected = x.double() @ weight.T + (0 if bias is None else bias.double())
     sizes = x.double().abs() @ weight.abs().T  # of what is summed up: sums in float32 err by so much of it
-    rounding = 0 if out.dtype == torch.float32 else 2**-8
+    rounding = 0 if out.dtype == torch.float32 else torch.finfo(out.dtype).eps / 2
     allowed = 2e-6 * sizes + rounding * expected.abs() + 1e-6
     return float(((out.double() - expected).abs() / allowed).nan_to_num(nan=torch.inf).max())
 

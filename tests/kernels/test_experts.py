@@ -112,12 +112,21 @@ def packed(version, weight, gate):
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
     ("dtype", "with_bias", "rows", "depth", "width"),
-    [(torch.float32, True, 5, 70, 40), (torch.float32, False, 23, 64, 32), (torch.bfloat16, True, 5, 71, 40)]
-    + [(torch.bfloat16, True, 130, 64, 40)],  # in matrix tiles, where there are some
+    [
+        (torch.float32, True, 5, 70, 40),
+        (torch.float32, False, 23, 64, 32),
+        (torch.bfloat16, True, 5, 71, 40),
+        (torch.bfloat16, True, 130, 64, 40),  # in matrix tiles, where there are some
+        (torch.float16, True, 5, 71, 40),
+    ],
 )
 def test_an_experts_product_is_the_formula_for_its_pairs_and_nothing_else_is_written(
     version, gate, dtype, with_bias, rows, depth, width
 ):
+    check_product(version, gate, dtype, with_bias, rows, depth, width)
+
+
+def check_product(version, gate, dtype, with_bias, rows, depth, width):
     experts, slots = 6, 2
     halves = 1 if gate == "none" else 2
     weight = random(experts, width * halves, depth, seed=2, dtype=dtype) / 6
@@ -143,7 +152,9 @@ def test_an_experts_product_is_the_formula_for_its_pairs_and_nothing_else_is_wri
 
 
 @needs_compiler
-@pytest.mark.parametrize(("dtype", "depth"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.bfloat16, 64)])
+@pytest.mark.parametrize(
+    ("dtype", "depth"), [(torch.float32, 65), (torch.bfloat16, 65), (torch.bfloat16, 64), (torch.float16, 65)]
+)
 def test_a_rows_product_does_not_depend_on_other_rows_or_threads(dtype, depth):
     """Law 9, on a CPU."""
     experts, slots, rows, width = 4, 2, 90, 100
@@ -166,7 +177,7 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(dtype, depth):
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_gate", [False, True])
 def test_a_row_is_the_weighted_sum_of_its_parts(version, dtype, with_gate):
     rows, slots, hidden = 4, 3, 150

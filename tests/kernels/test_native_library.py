@@ -27,9 +27,12 @@ ANSWER = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
 print(native.why_not())
-outputs = LLM("demo").generate(["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16), False)
-print("|".join(output.outputs[0].text.strip() for output in outputs))
+prompts, params = ["417+385=", "rev oceanic="], SamplingParams(temperature=0.0, max_tokens=16)
+for dtype in ("float32", "float16"):
+    outputs = LLM("demo", dtype=dtype).generate(prompts, params, use_tqdm=False)
+    print("|".join(output.outputs[0].text.strip() for output in outputs))
 """
+ANSWERS = ["802|cinaeco"] * 2  # in either dtype
 QUICKLY = 'exec cc "$@" -O0'  # in a second, where it does not matter what is made; the last level counts
 FILE = "from graphdecode.kernels.native import library as native; print(native.why_not(), native._load().file)"
 
@@ -65,9 +68,9 @@ def script(path: Path, text: str) -> str:
     ],
 )
 def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_known(environment, reason, tmp_path):
-    (why, answers), said = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
+    (why, *answers), said = run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), **environment)
     assert reason in why
-    assert answers == "802|cinaeco"
+    assert answers == ANSWERS
     lines = [line for line in said.splitlines() if "no compiled kernels" in line]
     assert len(lines) == ("CC" in environment)  # once, and not where it was asked for
     assert all(reason in line and "GRAPHDECODE_NATIVE=0" in line for line in lines)
@@ -76,8 +79,8 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
 def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
     environment = {"GRAPHDECODE_CACHE_DIR": str(tmp_path), "CC": f"{os.environ.get('CC', 'cc')} -mno-avx512f"}
-    assert run(ANSWER, **environment)[0] == ["None", "802|cinaeco"]
-    # and all forms of few bits, and caches of 8 bits, are as near to float64
+    assert run(ANSWER, **environment)[0] == ["None", *ANSWERS]
+    # and all forms of few bits, caches of 8 bits, and fp16, are as near to float64
     (line,), _ = run(
         f"import runpy, sys; sys.argv = ['', 'one']; runpy.run_path({ORACLE!r}, run_name='__main__')", **environment
     )
@@ -86,13 +89,14 @@ def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same(tmp_path):
     shares = {
         (part, form): found["worst_share"] for part, forms in seen["parts"].items() for form, found in forms.items()
     }
-    assert len(shares) > 30
+    assert len(shares) > 40
+    assert all("float16" in shares["blocks", kind] for kind in ("Q4_0", "Q6_K"))
     assert all(share <= 1 for of_dtype in shares.values() for share in of_dtype.values()), shares
 
 
 @pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
 def test_clang_compiles_the_kernels_too(tmp_path):
-    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC="clang")[0] == ["None", "802|cinaeco"]
+    assert run(ANSWER, GRAPHDECODE_CACHE_DIR=str(tmp_path), CC="clang")[0] == ["None", *ANSWERS]
 
 
 @pytest.mark.skipif(shutil.which("aarch64-linux-gnu-gcc") is None, reason="needs a cross compiler for aarch64")

@@ -9,11 +9,12 @@ from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features of one chunk of the kernel and of some
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
 def test_no_weight_is_rounded_for_any_number_of_rows(block_type, shape, dtype):
@@ -37,7 +38,7 @@ def test_torch_computes_the_same_without_a_compiler(block_type):
 
 
 @compiled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_type", ["Q8_0", "Q4_1", "Q6_K", "Q4_K"])
 def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtype):
     stored, _ = stored_weight(block_type, (1030, 768))
@@ -52,7 +53,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
         assert torch.equal(product(x, held, 1030), expected)
     finally:
         torch.set_num_threads(threads)
-    for rows in (1, 2, 7, 16, 17, 33, 70):
+    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 70):
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"
 
 
@@ -64,7 +65,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
 def test_integers_may_have_groups_of_any_size_and_zero_points(bits, groups, scale_dtype, zero_points):
     held, weight = integer_weight(bits, groups, scale_dtype, zero_points)
     assert torch.equal(undone(held)[:70].double(), weight) or scale_dtype == torch.float32
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
         for rows in (1, 9, 37):
             check(product(x[:rows], held, 70), x[:rows], weight)
@@ -77,7 +78,7 @@ def test_float8_keeps_each_of_its_values(groups):
     torch.testing.assert_close(undone(held)[:70].double(), weight, rtol=1e-7, atol=0)
     eye = torch.eye(384)
     assert torch.equal(product(eye, held, 70).T, undone(held)[:70])
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in DTYPES:
         x = torch.randn(37, 384, generator=torch.Generator().manual_seed(4)).to(dtype)
         for rows in (1, 9, 37):
             check(product(x[:rows], held, 70), x[:rows], weight)

@@ -91,3 +91,14 @@ def test_bf16_logits_are_as_close_to_fp32_as_those_of_transformers(
     theirs = torch.stack(expected_logits(checkpoint(name), torch.bfloat16))
     ours = torch.stack(decoded_logits(checkpoint(name), device, 256, "bfloat16"))
     assert (ours - exact).square().mean() < 1.5 * (theirs - exact).square().mean()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fp16_logits_are_nearer_to_those_of_fp32_than_bf16_could_be(
+    checkpoint: Callable[[str], Path], device: str, name: str
+) -> None:
+    """Four of five steps: where two experts are nearly as good as each other, another one gives other logits."""
+    exact = torch.stack(expected_logits(checkpoint(name)))
+    ours = torch.stack(decoded_logits(checkpoint(name), device, 256, "float16"))
+    errors = (ours - exact).square().mean(-1).sqrt() / exact.std(-1)
+    assert errors.flatten().quantile(0.8) < 12 * 2**-11  # roundings to fp16; in bf16 it is 14 to 157 of these

@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf_checkpoints import ARCHITECTURES, quantised_file
 
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphdecode.distributed import Leader, RankError
 from graphdecode.engine.loading import load_engine, start_ranks_of
+from graphdecode.linear.quantised_experts import BlockExperts
+from graphdecode.models import load_model
 
 LIMIT_SECONDS = 5.0
 
@@ -79,6 +83,28 @@ def same_on_one_and_on_two(
 def test_two_ranks_give_the_tokens_of_one(checkpoint: Callable[[str], Path], ranks: Leader, name: str) -> None:
     requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
     same_on_one_and_on_two(checkpoint(name), ranks, requests)
+
+
+@pytest.mark.parametrize(("name", "gate_up", "down"), [("mixtral", "Q4_0", "Q8_0"), ("gpt-oss", "MXFP4", "MXFP4")])
+def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Leader, name: str, gate_up: str, down: str
+) -> None:
+    architecture, kind, changes = ARCHITECTURES[name]
+    monkeypatch.setitem(ARCHITECTURES, name, (architecture, kind, changes | {"intermediate_size": 128}))
+    types = {"gate_exps.weight": gate_up, "up_exps.weight": gate_up, "down_exps.weight": down}
+    file = quantised_file(tmp_path / "model.gguf", name, types)
+    requests = [sampled(0, 1, temperature=0.0), sampled(1, 20), sampled(2, 6, temperature=0.0)]
+    engine = same_on_one_and_on_two(file, ranks, requests, quantize="gguf")
+    whole = load_model(file, device="cpu", dtype="float32", quantize="gguf")
+    for own, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
+        for place in ("gate_up", "down"):
+            half, all_of_it = getattr(own.mlp.part.experts, place), getattr(layer.mlp.experts, place)
+            assert isinstance(half, BlockExperts)
+            sizes = [
+                sum(part.nbytes for part in form.weight._replace(table=None) if isinstance(part, torch.Tensor))
+                for form in (half, all_of_it)
+            ]
+            assert 2 * sizes[0] == sizes[1]
 
 
 def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(

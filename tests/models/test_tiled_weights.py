@@ -18,7 +18,10 @@ from test_quantised_experts import experts_in, logits
 from graphdecode import GraphManager
 from graphdecode.graphs import check
 from graphdecode.kernels.linear.int8_linear import quantise_int8
-from graphdecode.kernels.linear.weight_tiles import dequantised
+from graphdecode.kernels.linear.small_linear import partial_sums
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
+from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantised
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import Groups, packed
@@ -192,6 +195,51 @@ def test_a_step_with_tiles_can_be_captured_and_its_replay_is_eager(tmp_path: Pat
     assert torch.equal(driven.buffers.logits, eager)
     assert eager.isfinite().all()
     graphs.close()
+
+
+def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_kernel(
+    tmp_path: Path, forms_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt and steps behind it, every product by the kernel that a GPU runs; it is in fp16, what is undone not."""
+    path = quantised_file(tmp_path / "small.gguf", "llama", SMALL)
+    texts, steps, launches = [[5, 6, 7], [65]], 2, 0
+    plain = DrivenDecoder(load_model(path, device="cpu", dtype="float32"), 2, max_length=32)
+    kept = DrivenDecoder(load_model(path, device="cpu", dtype="float16", quantize="gguf"), 2, max_length=32)
+
+    def by_the_kernel(
+        out: torch.Tensor,
+        x: torch.Tensor,
+        tiles: WeightTiles,
+        bias: torch.Tensor | None,
+        counters: torch.Tensor | None,
+        config: SmallLinearConfig,
+        *,
+        gain: torch.Tensor | None = None,
+        eps: float = 0.0,
+        epilogue: str = "store",
+        scale: float = 1.0,
+    ) -> None:
+        nonlocal launches
+        launches += 1
+        partial, layout = partial_sums(config, x, tiles.words.shape[1], counters), tiles.layout
+        tiled_linear_triton(
+            out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,
+            scale, layout.code, layout.second_kind, layout.group, layout.step, config.block_m, config.block_n,
+            config.splits, config.num_warps, config.num_stages, False,
+        )  # fmt: skip
+
+    monkeypatch.setattr("graphdecode.linear.tiles.tiled_linear", by_the_kernel)
+    for driven in (plain, kept):
+        driven.prefill(texts, [0, 0])
+    tokens = [70, 71]
+    for step in range(steps):
+        positions = [len(text) + step for text in texts]
+        expected, found = plain.decode(tokens, positions), kept.decode(tokens, positions).float()
+        errors = (found - expected).square().mean(-1).sqrt() / expected.std(-1)
+        assert errors.max() < 12 * 2**-11
+        tokens = expected.argmax(-1).tolist()
+        assert found.argmax(-1).tolist() == tokens
+    assert launches > 11 * steps  # QKV is of two types, so five a layer, and the head's
 
 
 def test_a_layer_of_int8_weights_is_five_launches_on_a_gpu_and_reads_half_the_bytes() -> None:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +28,7 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer, quantised_copy
 from graphdecode.text.quantised_copy import quantised_copy as copy
 
+ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 SMALL = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.15, "eos_token_id": 256}
@@ -238,3 +245,25 @@ def test_the_model_itself_is_not_written_over(model: Path) -> None:
     for out in (model, model.parent):
         with pytest.raises(ArgumentError, match="holds the model itself"):
             copy(model, out, "int4", overwrite=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal, and sends a signal")
+def test_ctrl_c_at_the_shell_takes_the_bar_away_and_leaves_nothing(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
+    terminal, its_end = os.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    command = [sys.executable, "-m", "graphdecode", "quantize", str(model), str(tmp_path / "copy")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=its_end, env=environment) as process:
+        os.close(its_end)
+        seen = ""
+        while not re.search(r"quantising: +\d+%\|.*\| [1-9]\d*/93 ", seen):
+            seen += os.read(terminal, 65536).decode(errors="replace")
+        assert len(list(tmp_path.iterdir())) == 2  # the model, and what is being written
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+        seen += os.read(terminal, 65536).decode(errors="replace")
+        os.close(terminal)
+    assert (process.returncode, out) == (130, b"")
+    assert "Traceback" not in seen
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
