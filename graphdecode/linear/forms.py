@@ -97,7 +97,7 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
         options: of the forms.
 
     Raises:
-        ValueError: weights are to be rounded.
+        ValueError: a form is asked for that experts do not have.
     """
     if options.quantize not in (None, BlockExperts.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} cannot be had for a model with experts")

@@ -168,8 +168,12 @@ class LinearTuner:
         known = self.choices[key]
         missing = [rows for rows in sizes if rows not in known]
         if missing:
-            own_s, plain_s = ([timed(rows) for rows in missing] for timed in (make() for make in timings))
-            for rows, own, plain in zip(missing, own_s, plain_s, strict=True):
+
+            def measured(make: Callable[[], Timing]) -> list[float]:
+                timed = make()
+                return [timed(rows) for rows in missing]
+
+            for rows, own, plain in zip(missing, *map(measured, timings), strict=True):
                 known[rows] = LinearChoice.among(path, None, {path: own, name: plain}, read_bytes(rows))
             self._keep(key, known)
         return {rows: known[rows] for rows in sizes}

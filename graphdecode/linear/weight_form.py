@@ -109,12 +109,12 @@ class FormOptions:
         dtype: of the activations.
         tuner: measures, and remembers for the next layer of this shape.
         batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
-        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): batch_sizes.
         quantize: None, or what the forms that lose precision are asked for by.
         batch_invariant: on a GPU, take one product for any number of rows, so that a row's bits do not depend on the
             others; slower than the plain product for many rows.
         row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
             [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
+        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): batch_sizes.
 
     Raises:
         ValueError: `batch_sizes` is empty or not positive.
@@ -124,10 +124,10 @@ class FormOptions:
     dtype: torch.dtype
     tuner: LinearTuner
     batch_sizes: tuple[int, ...] = (1, 8)
-    report_sizes: tuple[int, ...] = ()
     quantize: str | None = None
     batch_invariant: bool = False
     row_maxima: Callable[[Tensor], Tensor] | None = None
+    report_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or min(self.batch_sizes) < 1:

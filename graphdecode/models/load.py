@@ -157,7 +157,7 @@ def load_model(
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        options = FormOptions(device, chosen, tuner, sizes, tuple(report_sizes), quantize, batch_invariant)
+        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant, report_sizes=tuple(report_sizes))
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
         if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])

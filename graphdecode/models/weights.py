@@ -75,7 +75,7 @@ class Weights:
             has_turns: how stacks lie; see `ExpertNames`.
 
         Raises:
-            ValueError: weights are to be rounded.
+            ValueError: a form is asked for that experts do not have.
         """
         names = ExpertNames(self._names(place), experts.count, is_gated, experts.slots, has_turns)
         bias = self.tensor(f"{place}.bias").view(experts.count, -1) if f"{place}.bias" in self._map else None
