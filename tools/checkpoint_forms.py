@@ -1,6 +1,7 @@
 """SmolLM2 in fp16, in its file's blocks, and in Hugging Face's forms of few bits, beside what each stands for.
 
     python tools/checkpoint_forms.py compare FOLDER --out FILE --transformers PYTHON --vllm PYTHON
+    python tools/checkpoint_forms.py unpack FOLDER --out FILE --vllm PYTHON  GPTQ's and AWQ's weights as vLLM has them
     python tools/checkpoint_forms.py one MODEL DTYPE          a line of JSON: perplexities, and greedy answers
 
 FOLDER keeps the plain checkpoint in bf16 and one in each form. What a form stands for is written as a plain checkpoint
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "models"))
 from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import load_tokenizer
 from quantised_models import AS_IT_COMES, CONFIG, PLAIN, ROOT, TEXT_TOKENS, TEXTS, expand, perplexity
@@ -220,7 +222,6 @@ def compare(
     only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: what FILE has not.")] = None,
 ) -> None:
     """Compare each form with what it stands for, and write FILE after each."""
-    torch.manual_seed(0)
     result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"schema": 1}
     rows: list[dict[str, Any]] = result.get("beside_undone", [])
     if not (folder / PLAIN).exists():
@@ -236,6 +237,32 @@ def compare(
         result |= {"beside_undone": rows, "environment": describe_environment("cpu")}
         out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{form}: {row['same_answers']} of {len(PROMPTS)} answers the same; {row['perplexity']}", flush=True)
+
+
+@app.command()
+def unpack(
+    folder: Path,
+    out: Annotated[Path, typer.Option(help="Whose rows to complete.")],
+    vllm: Annotated[Path, typer.Option(help="An interpreter with vLLM for CPUs.")],
+) -> None:
+    """Add how far the weights of `compare`'s checkpoints are from what vLLM's functions unpack."""
+    result = json.loads(out.read_text())
+    for row in result["beside_undone"]:
+        if not row["form"].startswith(("gptq", "awq")):
+            continue
+        model, largest = folder / row["form"], 0.0
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / MODEL_FILE
+            subprocess.run([vllm, TOOLS / "unpack_by_vllm.py", model, file], check=True)
+            weights = load_file(file)
+        source = Checkpoint(model)
+        for name, theirs in weights.items():
+            ours = torch.full_like(theirs, torch.nan)
+            source.read(name, ours)
+            largest = max(largest, float((ours - theirs).abs().max()))
+        row |= {"unpacked_weights": len(weights), "largest_difference": largest}
+        print(f"{row['form']}: {len(weights)} weights, the largest difference is {largest}", flush=True)
+    out.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
 long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
-llama.cpp, GPTQ and the like by what the tests write them with (nearest values: nothing is calibrated).
+llama.cpp. Forms of Hugging Face's checkpoints, and greedy answers: `tools/checkpoint_forms.py`.
 """
 
 from __future__ import annotations
