@@ -11,7 +11,6 @@
 #define KEYS 128     /* that are in panels at once */
 #define MOST_DIM 512 /* of a head, for pairs */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
-#define LEAST_TOTAL 1e-30f /* of one that has seen something */
 
 /* Where the entries of a row's tokens stand. */
 struct paged {
@@ -64,16 +63,16 @@ static void read_scales(float *to, const uint16_t *scales, const struct paged *r
 
 #ifdef WITH_PAIRS
 
-/* 2^v to 4e-6 of it, which bf16 does not see; at least 2^-126, for powers below it are slow. */
+/* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow. */
 static inline vec exp2_lanes(vec v) {
-    __m512 power = _mm512_max_ps((__m512)v, _mm512_set1_ps(-126.0f));
-    vec rest = (vec)_mm512_reduce_ps(power, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* power - floor(power) */
+    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    vec rest = (vec)_mm512_reduce_ps((__m512)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* v - floor(v) */
     vec sum = splat(0.01355575f);
     sum = sum * rest + 0.05203237f;
     sum = sum * rest + 0.24137976f;
     sum = sum * rest + 0.69303212f;
     sum = sum * rest + 1.0f;
-    return (vec)_mm512_scalef_ps((__m512)sum, power); /* sum * 2^floor(power) */
+    return (vec)_mm512_maskz_scalef_ps(is_normal, (__m512)sum, (__m512)v); /* sum * 2^floor(v) */
 }
 
 /* to[j][i] = r[i][j] of 16 x 16 words. */

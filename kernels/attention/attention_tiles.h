@@ -266,7 +266,7 @@ static void write_turned_sums(uint16_t *out, const struct pair_queries *queries,
     float rows[LANES * PANEL];
     for (int64_t half = 0; half < PANEL && from + half < queries->count; half += LANES) {
         vec total = load_f32(queries->total + from + half);
-        __mmask16 seen = _mm512_cmp_ps_mask((__m512)total, _mm512_set1_ps(LEAST_TOTAL), _CMP_GT_OQ);
+        __mmask16 seen = _mm512_cmp_ps_mask((__m512)total, _mm512_setzero_ps(), _CMP_GT_OQ);
         vec whole = (vec)_mm512_maskz_div_ps(seen, _mm512_set1_ps(scale), (__m512)total);
         for (int64_t i = 0; i < dim; i += PANEL) {
             for (int64_t part = 0; part < PANEL; part += LANES) {

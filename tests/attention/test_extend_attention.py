@@ -128,6 +128,28 @@ def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, th
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.parametrize("window_left", [-1, 70])
+def test_a_prompts_logits_may_grow_from_key_to_key(window_left):
+    """What was summed is scaled anew within blocks of keys and between them, for one query or many."""
+    tokens, group, dim = 401, 3, 64
+    rows = PagedRows.random([tokens], page_size=16, kv_heads=2, head_dim=dim, dtype=torch.bfloat16, seed=5)
+    growth = torch.linspace(0, 60, tokens)[:, None, None].bfloat16()
+    toward = torch.sign(torch.randn(2, dim, generator=torch.Generator().manual_seed(1)))
+    rows.keys[0][:] = (rows.keys[0] / 4 + growth * toward / dim).bfloat16()
+    for token in range(tokens):
+        rows.k_cache[rows.table[0, token // 16].item(), token % 16] = rows.keys[0][token].bfloat16()
+    q = torch.randn(tokens, 2 * group, dim, generator=torch.Generator().manual_seed(2))
+    q = (q / 4 + torch.tensor([1.0, -1.0, 0.2] * 2)[:, None] * toward.repeat_interleave(group, 0)).bfloat16()
+    cu_q, out = torch.tensor([0, tokens], dtype=torch.int32), torch.empty_like(q)
+    native_extend_attention(
+        out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, 1.0, window_left, 0.0, None, 1.0, None, None
+    )()
+    expected, _ = attend(q, rows.keys[0], rows.values[0], Options(1.0, 1.0, window_left))
+    close = tolerance(torch.bfloat16, torch.bfloat16)
+    torch.testing.assert_close(out.double(), expected, atol=close, rtol=close)
+
+
 @pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch])
 def test_more_queries_than_tokens_get_zero_where_they_see_nothing(version, device):
     device = device if version is extend_attention_triton else "cpu"

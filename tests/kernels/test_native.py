@@ -108,6 +108,25 @@ def test_the_product_is_the_formula_for_any_number_of_rows(
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance * in_features**0.5)
 
 
+@pytest.mark.parametrize(
+    ("rows", "in_features", "out_features"),
+    [(601, 2048, 96), (1100, 1056, 70), (1043, 32, 4128)],  # parts of rows share panels; a large result is streamed
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_prompts_rows_are_what_they_are_alone(rows, in_features, out_features, with_bias, generator):
+    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).bfloat16()
+    bias = torch.randn(out_features, generator=generator).bfloat16() if with_bias else None
+    x, panels = torch.randn(rows, in_features, generator=generator).bfloat16(), to_panels(weight)
+    whole = torch.full((rows, out_features), torch.nan, dtype=torch.bfloat16)
+    native_linear(whole, x, panels, None, bias)
+    expected = x.float() @ weight.float().T + (0.0 if bias is None else bias.float())
+    torch.testing.assert_close(whole.float(), expected, rtol=TOLERANCE[torch.bfloat16], atol=2**-7)
+    for part in (slice(0, 5), slice(280, 330), slice(rows - 17, rows)):
+        alone = torch.empty_like(whole[part])
+        native_linear(alone, x[part], panels, None, bias)
+        assert torch.equal(alone, whole[part]), part
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["plain", "int8"])
 @pytest.mark.parametrize("in_features", [300, 320, 2048])
