@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20
@@ -19,13 +20,13 @@ def join_pages(tensors: Iterable[Tensor]) -> None:
     """Let memory that tensors fill have huge pages where the system has them; values and addresses stay.
 
     Args:
-        tensors: on a CPU. Where they stand apart and are small, nothing is done.
+        tensors: on a CPU. Where they stand apart and are small, or a library packed them, nothing is done.
     """
     if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
         return
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    storages = (tensor.untyped_storage() for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
     for begin, end in filled_pages({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}):
         advise(begin, end - begin, _COLLAPSE)  # what cannot be had stays as it is
 
