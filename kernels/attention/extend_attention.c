@@ -292,7 +292,8 @@ static void NAME(extend_tasks)(const void *job, int64_t begin, int64_t end) {
             here = (NAME(tokens_of)(a, row) + together - 1) / together * kv_heads;
             if (task < before + here) break;
         }
-        int64_t first = (task - before) / kv_heads * together, last = least_of(first + together, NAME(tokens_of)(a, row));
+        int64_t part = here / kv_heads - 1 - (task - before) / kv_heads; /* the last see the most: they come first */
+        int64_t first = part * together, last = least_of(first + together, NAME(tokens_of)(a, row));
         NAME(extend)(a, row, first, last, (task - before) % kv_heads);
     }
     tiles_ended(shapes);

@@ -10,7 +10,7 @@
 #define GRAPHDECODE_LINEAR
 #include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
-#define LARGE_RESULT 4194304 /* values */
+#define LARGE_RESULT 524288 /* values: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #include "linear/split_tiles.h"
 
