@@ -12,6 +12,7 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 524288 /* values: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
+#define TILES_AHEAD 4096 /* the same where two tiles of rows are multiplied */
 #include "linear/split_tiles.h"
 
 struct product {
@@ -223,6 +224,13 @@ static void stream_sums(uint16_t *out, int64_t stride, const float *sums, const 
     }
 }
 
+/* Rows of two tiles, or fewer, times one panel, which is read once. */
+static void two_tiles_of_rows(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
+                                   int64_t rows) {
+    if (rows > TILE_ROWS) tile_product_of(2, 0, TILES_AHEAD, sums, x, stride, panel, in);
+    else tile_product(1, 0, sums, x, stride, panel, in);
+}
+
 /* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
  * of the first cache, a part of the panel stays there for all rows, and the part behind it comes into the second one. */
 static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
@@ -238,15 +246,10 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
         }
 }
 
-/* So many rows share the panels that go by; what is left of whole pairs of tiles comes last, by itself. */
+/* So many rows share the panels that go by. */
 static int64_t rows_together(int64_t in) { return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS; }
 
-/* Parts of the rows, each with all panels: a thread's neighbouring items are panels for the same rows. */
-static int64_t tiled_items(int64_t rows, int64_t in, int64_t panels) {
-    int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in);
-    return ((whole + together - 1) / together + (whole < rows)) * panels;
-}
-
+/* Items are parts of the rows, each with all panels: a thread's neighbouring ones are panels for the same rows. */
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
     (void)scales;
@@ -254,21 +257,20 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in), panels = a->panels.size[0];
     int is_large = whole * out_features >= LARGE_RESULT && out_features % PANEL == 0 && (uintptr_t)out % 64 == 0;
     float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
-    for (int64_t item = begin, last; item < end; item = last) { /* to the last panel for the same rows */
-        int64_t first = least_of(item / panels * together, whole), here = least_of(together, whole - first);
-        int64_t rest = first < whole ? 0 : rows - whole;
-        last = least_of(end, (item / panels + 1) * panels);
-        if (rest) set_tile_rows(least_of(rest, TILE_ROWS), rest - TILE_ROWS);
-        else set_tile_rows(TILE_ROWS, TILE_ROWS);
-        for (; item < last; item++) {
-            int64_t at = item % panels * PANEL;
-            const uint16_t *of_rows = x + first * stride, *of_panel = weight + at * in;
-            uint16_t *to = out + first * out_features;
-            if (rest > TILE_ROWS) tile_product(2, 0, sums, of_rows, stride, of_panel, in);
-            else if (rest) tile_product(1, 0, sums, of_rows, stride, of_panel, in);
-            else rows_of_panel(sums, of_rows, stride, of_panel, in, here);
-            if (!rest && is_large) stream_sums(to + at, out_features, sums, bias ? bias + at : 0, here);
-            else write_sums_bf16(to, out_features, sums, bias, rest ? rest : here, at, out_features);
+    int64_t shaped = 0; /* rows that the tiles' shapes are for */
+    for (int64_t item = begin; item < end; item++) {
+        int64_t first = item / panels * together, at = item % panels * PANEL, last = least_of(first + together, rows);
+        const uint16_t *of_panel = weight + at * in;
+        for (int64_t here; first < last; first += here) { /* whole pairs of tiles, and then what is left */
+            here = first < whole ? least_of(last, whole) - first : last - first;
+            int64_t shape = least_of(here, 2 * TILE_ROWS);
+            if (shape != shaped) set_tile_rows(least_of(shape, TILE_ROWS), shape - TILE_ROWS);
+            shaped = shape;
+            if (here > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, here);
+            else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, here);
+            if (is_large && first < whole)
+                stream_sums(out + first * out_features + at, out_features, sums, bias ? bias + at : 0, here);
+            else write_sums_bf16(out + first * out_features, out_features, sums, bias, here, at, out_features);
         }
     }
     if (is_large) _mm_sfence();
@@ -347,7 +349,7 @@ KERNEL(native_linear) {
     } else if (has_tiles && in % TILE_IN == 0) {
         job.x = a->x.data;
         least = items_of(SHARED_WORK, least_of(rows, rows_together(in)) * in * PANEL);
-        parallel(threads, tiled_panels, &job, tiled_items(rows, in, a->panels.size[0]), least);
+        parallel(threads, tiled_panels, &job, (rows + rows_together(in) - 1) / rows_together(in) * a->panels.size[0], least);
 #elif defined(ELEMENT_F16) && defined(WITH_TILES)
     } else if (has_tiles) {
         struct split_job split = {.a = a, .padded = (in + TILE_IN - 1) / TILE_IN * TILE_IN};

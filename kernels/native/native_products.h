@@ -39,9 +39,10 @@ INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int6
 
 #ifdef WITH_TILES
 /* As many rows as two tiles hold, or one, times one panel, or some input features of both; `sums` go on where these are
- * not the first ones. `tiles` and `goes_on` are constants where this is used. */
-INLINE void tile_product(const int tiles, const int goes_on, float *sums, const uint16_t *x, int64_t stride,
-                         const uint16_t *panel, int64_t in) {
+ * not the first ones; `ahead` bytes of the panel are asked for before their use, if any. `tiles`, `goes_on` and `ahead`
+ * are constants where this is used. */
+INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead, float *sums, const uint16_t *x,
+                            int64_t stride, const uint16_t *panel, int64_t in) {
     if (goes_on) {
         _tile_loadd(0, sums, 4 * PANEL);
         _tile_loadd(1, sums + PANEL / 2, 4 * PANEL);
@@ -57,6 +58,8 @@ INLINE void tile_product(const int tiles, const int goes_on, float *sums, const 
         _tile_zero(3);
     }
     for (int64_t i = 0; i < in; i += TILE_IN) {
+        for (int64_t byte = 0; ahead && byte < 2 * TILE_IN * PANEL; byte += 64)
+            __builtin_prefetch((const char *)(panel + i * PANEL) + ahead + byte);
         _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
         _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
         _tile_loadd(4, x + i, 2 * stride);
@@ -74,6 +77,12 @@ INLINE void tile_product(const int tiles, const int goes_on, float *sums, const 
         _tile_stored(2, sums + TILE_ROWS * PANEL, 4 * PANEL);
         _tile_stored(3, sums + TILE_ROWS * PANEL + PANEL / 2, 4 * PANEL);
     }
+}
+
+/* The same of a panel that is near. */
+INLINE void tile_product(const int tiles, const int goes_on, float *sums, const uint16_t *x, int64_t stride,
+                         const uint16_t *panel, int64_t in) {
+    tile_product_of(tiles, goes_on, 0, sums, x, stride, panel, in);
 }
 #endif
 
