@@ -246,9 +246,6 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
         }
 }
 
-/* So many rows share the panels that go by. */
-static int64_t rows_together(int64_t in) { return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS; }
-
 /* Items are parts of the rows, each with all panels: a thread's neighbouring ones are panels for the same rows. */
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)

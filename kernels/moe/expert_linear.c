@@ -127,8 +127,7 @@ static void tiled_pairs(const expert_linear_args *a, int64_t expert, const int32
         for (int64_t half = 0; half < to.halves; half++, own += in * PANEL)
             for (int64_t row = 0; row < count; row += 2 * TILE_ROWS) {
                 float *at = sums + half * room + row * PANEL;
-                if (count - row > TILE_ROWS) tile_product(2, 0, at, x + row * stride, stride, own, in);
-                else tile_product(1, 0, at, x + row * stride, stride, own, in);
+                tiles_product(at, x + row * stride, stride, own, in, count - row);
             }
         write_pairs_bf16(&to, sums, sums + room, pairs, count, expert, panel);
     }
@@ -142,7 +141,7 @@ static void NAME(expert_tasks)(const void *job, int64_t begin, int64_t end) {
     int64_t panels = (a->out.size[1] + PANEL - 1) / PANEL, before = 0, together = PAIRS_TOGETHER;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     int in_tiles = has_tiles && a->x.size[1] % TILE_IN == 0;
-    if (in_tiles) together = items_of(TILED_BYTES, a->x.size[1] * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+    if (in_tiles) together = rows_together(a->x.size[1]);
 #endif
     for (int64_t expert = 0; before < end; expert++) { /* whose tasks they are: experts without a pair have none */
         if (offsets[expert] == offsets[expert + 1]) continue;

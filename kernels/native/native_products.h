@@ -84,6 +84,17 @@ INLINE void tile_product(const int tiles, const int goes_on, float *sums, const 
                          const uint16_t *panel, int64_t in) {
     tile_product_of(tiles, goes_on, 0, sums, x, stride, panel, in);
 }
+
+/* Up to two tiles of rows times a panel that is near. */
+INLINE void tiles_product(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in, int64_t rows) {
+    if (rows > TILE_ROWS) tile_product(2, 0, sums, x, stride, panel, in);
+    else tile_product(1, 0, sums, x, stride, panel, in);
+}
+
+/* So many rows share the panels that go by. */
+static inline int64_t rows_together(int64_t in) {
+    return items_of(TILED_BYTES, in * 2 * 2 * TILE_ROWS) * 2 * TILE_ROWS;
+}
 #endif
 
 #ifdef WITH_PAIRS
@@ -103,9 +114,10 @@ INLINE void few_pair_products(const int count, float *out, const uint16_t *x, in
 static void pair_products(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
                           int64_t rows) {
 #ifdef WITH_TILES
-    if (has_tiles && rows > TILE_ROWS) tile_product(2, 0, sums, x, stride, panel, in);
-    else if (has_tiles) tile_product(1, 0, sums, x, stride, panel, in);
-    if (has_tiles) return;
+    if (has_tiles) {
+        tiles_product(sums, x, stride, panel, in, rows);
+        return;
+    }
 #endif
     int64_t row = 0;
     for (; row + 8 <= rows; row += 8) few_pair_products(8, sums + row * PANEL, x + row * stride, stride, panel, in);
