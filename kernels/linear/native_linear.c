@@ -12,7 +12,7 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 524288 /* values: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
-#define TILES_AHEAD 4096 /* the same, of products of two tiles of rows */
+#define TILES_AHEAD 3072 /* the same, of tiles: neither their bytes nor twice these, which is slower */
 #include "linear/split_tiles.h"
 
 struct product {
@@ -228,7 +228,7 @@ static void stream_sums(uint16_t *out, int64_t stride, const float *sums, const 
 static void two_tiles_of_rows(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
                               int64_t rows) {
     if (rows > TILE_ROWS) tile_product_of(2, 0, TILES_AHEAD, sums, x, stride, panel, in);
-    else tile_product(1, 0, sums, x, stride, panel, in);
+    else tile_product_of(1, 0, TILES_AHEAD, sums, x, stride, panel, in);
 }
 
 /* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
