@@ -10,6 +10,7 @@
 #define LOG2_OF_E 1.44269504f
 #define KEYS 128     /* that are in panels at once */
 #define MOST_DIM 512 /* of a head, for pairs */
+#define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
 
 /* Where the entries of a row's tokens stand. */
@@ -33,39 +34,48 @@ static void locate(int64_t *places, const struct paged *row, int64_t first, int6
     }
 }
 
-/* What is asked for of the block that is next: keys of some heads, then their values, in the order in which they stand,
- * which the processor takes for a stream and runs ahead of. It is asked for a few lines at a time, between what is done
- * with the block that is here: a core waits where it has asked for more lines than it can. */
+/* What is asked for of the block that is next: keys and values of some heads, which stand side by side, in STREAMS parts
+ * of the tokens. A processor that sees lines of a page go by fetches those behind them by itself, and does so for several
+ * pages at once. It is asked for a few lines at a time, between what is done with the block that is here: a core waits
+ * where it has asked for more lines than it can. */
 struct coming {
-    const char *caches[2]; /* the first head's keys and values */
+    const char *keys, *values; /* of the first head */
     const int64_t *places;
     int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
-    int64_t cache, token;       /* asked for so far, but for what is left of the bytes at `at` */
-    const char *at;
-    int64_t left;
+    int64_t token, due;         /* of each part, that is next; lines */
+    int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
 };
 
-/* Go on to the next bytes that stand side by side. */
-static int64_t go_on(struct coming *next) {
-    if (next->token >= next->count) next->token = 0, next->cache++;
-    if (next->cache > 1 || next->count <= 0) return 0;
-    next->at = next->caches[next->cache] + next->places[next->token] * next->size;
-    do {
-        next->left += next->bytes, next->token++;
-    } while (next->token < next->count &&
-             (next->places[next->token] - next->places[next->token - 1]) * next->size == next->bytes);
-    return next->left;
+/* Go on to the next token of each part. */
+static void go_on(struct coming *next, int64_t tokens) {
+    for (int64_t part = 0; part < STREAMS; part++)
+        next->at[part] = next->places[least_of(next->token + part * tokens, next->count - 1)] * next->size;
+    next->token++, next->byte = 0, next->left = next->bytes;
 }
 
-INLINE void ask_for(struct coming *next, int64_t bytes) {
-    while (bytes > 0 && (next->left > 0 || go_on(next))) {
-        int64_t here = least_of(bytes, next->left);
-        for (int64_t byte = 0; byte < here; byte += 64) __builtin_prefetch(next->at + byte, 0, 2);
-        next->at += here, next->left -= here, bytes -= here;
+INLINE void ask_for(struct coming *next, int64_t lines) {
+    int64_t tokens = (next->count + STREAMS - 1) / STREAMS;
+    for (next->due += lines; next->due > 0; next->due -= 2 * STREAMS) {
+        if (next->left <= 0) {
+            if (next->token >= tokens) return;
+            go_on(next, tokens);
+        }
+        const char *keys = next->keys + next->byte, *values = next->values + next->byte;
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < STREAMS; part++) {
+            __builtin_prefetch(keys + next->at[part], 0, 2);
+            __builtin_prefetch(values + next->at[part], 0, 2);
+        }
+        next->byte += 64, next->left -= 64;
     }
 }
 
-static inline void ask_for_rest(struct coming *next) { ask_for(next, 2 * next->count * next->bytes); }
+/* How many lines a block of `count` keys, and their values, of `bytes` each have, as they are asked for. */
+static inline int64_t lines_of(int64_t count, int64_t bytes) {
+    return (count + STREAMS - 1) / STREAMS * STREAMS * 2 * ((bytes + 63) / 64);
+}
+
+static inline void ask_for_rest(struct coming *next) { ask_for(next, lines_of(next->count, next->bytes)); }
 
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */

@@ -113,7 +113,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
     for (int64_t j = 0; j < count; j++) {
-        if (next) ask_for(next, dim * next->size);
+        if (next) ask_for(next, dim * next->size / 64);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             vec value = load(values[j] + offset + v * LANES);
@@ -130,7 +130,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found,
                        struct coming *next, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES / heads) {
-        if (next) ask_for(next, LANES / heads * dim * next->size);
+        if (next) ask_for(next, LANES / heads * dim * next->size / 64);
         NAME(add_dots)(heads, logits + j, q, found + j, dim);
     }
 }
@@ -209,7 +209,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     for (; count > 0; count = coming, first += BLOCK) {
         coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
         locate(next, &p->entries, first + BLOCK, coming);
-        struct coming ahead = {{all_keys, all_values}, next, coming, heads * dim * size, size};
+        struct coming ahead = {all_keys, all_values, next, coming, heads * dim * size, size};
         int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
         for (int64_t h = 0; h < heads; h++) {
             const char *of_head = all_keys + h * dim * size;
@@ -258,7 +258,7 @@ static float NAME(shrunk)(const decode_attention_args *a, float logit) {
 /* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
 static struct coming coming_of(const struct NAME(part) *p, const int64_t *places, int64_t count) {
     int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : sizeof(uint16_t), at = p->head * dim * size;
-    return (struct coming){{(const char *)p->a->k_cache.data + at, (const char *)p->a->v_cache.data + at}, places, count,
+    return (struct coming){(const char *)p->a->k_cache.data + at, (const char *)p->a->v_cache.data + at, places, count,
                            (p->last - p->head) * dim * size, size};
 }
 
@@ -273,12 +273,12 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
     few->scale = (float)a->sm_scale, few->cap = (float)a->soft_cap, few->largest = p->largest, few->total = p->total;
     locate(places, &p->entries, first, count);
     struct coming ahead = coming_of(p, places, count);
-    const char *keys = ahead.caches[0], *values = ahead.caches[1];
+    const char *keys = ahead.keys, *values = ahead.values;
     if (!is_asked_for) ask_for_rest(&ahead);
     carve_few_queries(few, &at, a->k_scales.data != 0);
-    for (int64_t r = 0; r < few->heads * queries; r++)
-        put_query(few, r / queries, r % queries,
-                  (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + r / queries, r % queries));
+    for (int64_t h = 0; h < few->heads; h++)
+        for (int64_t r = 0; r < queries; r++)
+            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, r));
     set_few_shapes(few);
     for (; first < p->end; count = coming, first += KEYS) {
         const struct NAME(part) *then = first + KEYS < p->end || !after ? p : after;
@@ -287,7 +287,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         locate(next, &then->entries, begin, coming);
         ahead = coming_of(then, next, coming);
         struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
-        few->share = share_of(few, count, 2 * coming * ahead.bytes);
+        few->share = share_of(few, count, lines_of(coming, ahead.bytes));
         block_of_logits(few, &block, keys, &ahead);
         for (int64_t h = 0; h < few->heads; h++) {
             if (few->key_scales) {
@@ -300,7 +300,8 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         int64_t *done = places;
         places = next, next = done;
     }
-    for (int64_t r = 0; r < few->heads * queries; r++) write_sums(p->sums + r * dim, few, r / queries, r % queries);
+    for (int64_t h = 0; h < few->heads; h++)
+        for (int64_t r = 0; r < queries; r++) write_sums(p->sums + (h * queries + r) * dim, few, h, r);
 }
 #endif
 

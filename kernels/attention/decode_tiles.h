@@ -35,7 +35,7 @@ struct few_queries {
     uint32_t *weights;             /* [key / TILE_ROWS][2 * together][LANES] */
     uint16_t *copied;              /* entries that cannot be taken as they stand */
     float *key_scales, *value_scales;
-    int64_t share;                 /* bytes of the next block that are asked for with a product of tiles */
+    int64_t share;                 /* lines of the next block that are asked for with a product of tiles */
 };
 
 /* A block of a row's keys, of which nobody sees those before `unseen`. */
@@ -86,11 +86,11 @@ static void put_query(const struct few_queries *few, int64_t head, int64_t r, co
     for (int64_t i = 0; i < few->dim / 2; i++) memcpy(to + i * TILE_ROWS, q + 2 * i, sizeof *to);
 }
 
-/* How many bytes are asked for with each product of tiles, if it is `bytes` while a block of `count` keys is attended to. */
-static int64_t share_of(const struct few_queries *few, int64_t count, int64_t bytes) {
+/* How many lines are asked for with each product of tiles, if it is `lines` while a block of `count` keys is attended to. */
+static int64_t share_of(const struct few_queries *few, int64_t count, int64_t lines) {
     int64_t products = few->heads * (few->tiles + parts_of(few->count)) * few->dim / TILE_IN;
     int64_t work = (count + TILE_ROWS - 1) / TILE_ROWS * (products + TURN_WORK * query_tiles(few));
-    return (bytes / (work + WEIGHT_WORK * few->heads * few->count) + 63) / 64 * 64;
+    return lines / (work + WEIGHT_WORK * few->heads * few->count) + 1;
 }
 
 static float *logits_of(const struct few_queries *few, int64_t head, int64_t r) {
