@@ -48,6 +48,7 @@ class Blocks(WeightForm):
     quantize = "gguf"
     parts: tuple[QuantisedPanels, ...]
     sizes: tuple[int, ...]  # output features of the parts
+    batch_invariant: bool
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -76,7 +77,8 @@ class Blocks(WeightForm):
             parts.append(gguf_panels(torch.cat(rows) if len(rows) > 1 else rows[0], block_type))
             sizes.append(sum(map(len, rows)))
         shape = fused_shape(source, names.weights, shard)
-        return cls(shape, read_bias(source, names, shard, options), tuple(parts), tuple(sizes))
+        bias = read_bias(source, names, shard, options)
+        return cls(shape, bias, tuple(parts), tuple(sizes), options.batch_invariant)
 
     @property
     def row_table(self) -> RowTable | None:
@@ -87,7 +89,7 @@ class Blocks(WeightForm):
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
         for part, bias, columns in zip(self.parts, biases, out.split(self.sizes, dim=1), strict=True):
-            quantised_linear(columns, x, part, bias)
+            quantised_linear(columns, x, part, bias, batch_invariant=self.batch_invariant)
 
 
 def stored_blocks(source: TensorSource, names: LinearNames, shard: Shard | None) -> list[tuple[str, Tensor]] | None:

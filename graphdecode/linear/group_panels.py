@@ -41,6 +41,7 @@ class GroupPanels(WeightForm):
     is_of_source = True
     weight: QuantisedPanels
     order: Tensor | None  # int32 [in_features], the input feature of each column; None: as they stand
+    batch_invariant: bool
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -65,13 +66,14 @@ class GroupPanels(WeightForm):
         if groups is None or held is None:
             return Panels.load(source, names, shard, options)
         order = None if groups.order is None else groups.order.clone()
-        return cls(fused_shape(source, names.weights, shard), read_bias(source, names, shard, options), held, order)
+        shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
+        return cls(shape, bias, held, order, options.batch_invariant)
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         if self.order is not None:
             x = torch.index_select(x, 1, self.order)
-        quantised_linear(out, x, self.weight, self.bias)
+        quantised_linear(out, x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
 
 def has_groups(source: TensorSource, names: LinearNames) -> bool:

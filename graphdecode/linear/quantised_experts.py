@@ -32,14 +32,15 @@ class QuantisedExperts(ExpertForm):
 
     weight: QuantisedPanels
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
+    batch_invariant: bool
 
     def apply(
         self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:
         """Write the product of each listed pair into `out`."""
-        quantised_expert_linear(
-            out, x, self.weight, self.columns, self.bias, order, offsets, slots=slots, **gate._asdict()
-        )
+        invariant, chosen = self.batch_invariant, gate._asdict()
+        held = (self.weight, self.columns, self.bias)
+        quantised_expert_linear(out, x, *held, order, offsets, slots=slots, **chosen, batch_invariant=invariant)
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class BlockExperts(QuantisedExperts):
             return None
         blocks = (blocks_of_expert(source, names, expert) for expert in range(names.experts))
         weight = _in_panels(blocks, names.experts, lambda stored: gguf_panels(stored[1], stored[0]))
-        return None if weight is None else cls(shape_of(source, names), bias, weight, None)
+        return None if weight is None else cls(shape_of(source, names), bias, weight, None, options.batch_invariant)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ class GroupExperts(QuantisedExperts):
         columns = [order.int() for order in orders if order is not None]
         if weight is None or 0 < len(columns) < names.experts:
             return None
-        return cls(shape_of(source, names), bias, weight, torch.stack(columns) if columns else None)
+        order = torch.stack(columns) if columns else None
+        return cls(shape_of(source, names), bias, weight, order, options.batch_invariant)
 
 
 def blocks_of_expert(source: BlockSource, names: ExpertNames, expert: int) -> tuple[tuple[str, Tensor], ...] | None:

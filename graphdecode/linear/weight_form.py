@@ -110,8 +110,8 @@ class FormOptions:
         tuner: measures, and remembers for the next layer of this shape.
         batch_sizes: the rows of the decode steps that matter; a form is right for any number of rows.
         quantize: None, or what the forms that lose precision are asked for by.
-        batch_invariant: on a GPU, take one product for any number of rows, so that a row's bits do not depend on the
-            others; slower than the plain product for many rows.
+        batch_invariant: take one product for any number of rows, so that a row's bits do not depend on the others: on
+            a GPU slower than the plain one for many rows, on a CPU than that of one or two rows with few bits.
         row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
             [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
         report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): batch_sizes.

@@ -2,9 +2,11 @@
  *
  * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
  * them before the next. What is undone are integers, which bf16 holds exactly: a span's sums are then scaled in float,
- * so that no weight is rounded. Each row's sums have one order, whatever the number of rows. Writing is that of
+ * so that no weight is rounded. Each row's sums have one order, whatever the number of rows; a row or two of 16 bits are
+ * multiplied as integers where their bits may differ (digit_products.h). Writing is that of
  * native_linear.c, which comes before this file in the unit.
  */
+#include "linear/digit_products.h"
 #include "linear/quantised_tiles.h"
 #include "native_blocks.h"
 
@@ -49,6 +51,9 @@ struct NAME(quantised_job) {
     const quantised_input *x; /* in tiles where there are many rows */
     int64_t stride;
     void *made; /* what threads write before the product: totals, or rows in tiles */
+#ifdef WITH_DIGITS
+    struct digit_rows digits;
+#endif
 };
 
 /* The sum of a row's values in each span; those of the last may be fewer. */
@@ -148,6 +153,33 @@ static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) 
     }
 }
 
+#ifdef WITH_DIGITS
+/* Whether rows are multiplied in digits: a float has more of them. */
+static inline int NAME(has_digits)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
+    return sizeof(element) == 2 && !batch_invariant && rows <= DIGIT_ROWS && has_digits(weight);
+}
+
+/* Write a row in digits. */
+static void NAME(row_in_digits)(const struct digit_rows *to, int64_t row, const element *x,
+                                const struct block_weight *weight) {
+    float wide[CHUNK];
+    for (int64_t span = 0, first = 0; span < to->spans; span++, first += weight->span) {
+        int64_t count = least_of(weight->span, to->in - first);
+        for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load(x + first + i));
+        write_digits(to, row, span, first, wide, count, zero_of_codes(weight));
+    }
+}
+
+static void NAME(digit_panels)(const void *given, int64_t begin, int64_t end) {
+    const struct NAME(quantised_job) *job = given;
+    float sums[DIGIT_ROWS * PANEL];
+    for (int64_t panel = begin; panel < end; panel++) {
+        digit_rows_of_panel(sums, &job->of, &job->digits, panel);
+        NAME(write_panel)(job->a, sums, 0, job->of.rows, panel);
+    }
+}
+#endif
+
 KERNEL(quantised_linear) {
     int64_t rows = a->x.size[0], in = a->x.size[1], panels = a->panels.size[0];
     int64_t least = items_of(SHARED_WORK, rows * in * PANEL);
@@ -160,6 +192,15 @@ KERNEL(quantised_linear) {
     float *at = scratch(whole * (job.of.spans + in) + 2 * LANES);
     job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
     if (weight.mins.at) parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
+#ifdef WITH_DIGITS
+    if (NAME(has_digits)(&weight, rows, a->batch_invariant)) {
+        job.digits = digit_rows_at(at, rows, in, job.of.spans);
+        for (int64_t row = 0; row < rows; row++)
+            NAME(row_in_digits)(&job.digits, row, (const element *)a->x.data + row * a->x.stride[0], &weight);
+        parallel(threads, NAME(digit_panels), &job, panels, least);
+        return;
+    }
+#endif
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && rows > FEW_ROWS) {
         job.made = at, job.x = job.made;

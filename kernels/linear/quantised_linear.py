@@ -12,7 +12,9 @@ input feature in the even words, of the next one in the odd; then the same of th
 then two further input features. Numbers: `[panels, groups, 32]`.
 
 Activations are not quantised, and weights are not rounded: a group's products are summed up as integers times
-activations, in float32, and scaled. A row's result depends neither on other rows nor on the number of threads.
+activations, in float32, and scaled. One or two rows of 16 bits are multiplied as integers where the processor can
+(AVX-512's VNNI and VBMI), with 22 bits and a sign of an activation beside the largest of its group. A row's result
+depends neither on other rows nor on the number of threads, but for this choice by the number of rows.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -182,12 +184,19 @@ def are_blocks_of(weight: QuantisedPanels, in_features: int) -> bool:
     return in_features == features and (groups == 1 or features // groups % LEAST_GROUP == 0)
 
 
-def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, bias: Tensor | None) -> bool:
+def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, *_: object, **_others: object) -> bool:
     return are_blocks_of(weight, x.shape[1]) and x.stride(1) == 1 and out.stride(1) == 1
 
 
 @operator(is_compiled=_is_served, constants={"QUANTISED_BLOCK": BLOCK})
-def quantised_linear(out: Written[Tensor], x: Tensor, weight: QuantisedPanels, bias: Tensor | None = None) -> None:
+def quantised_linear(
+    out: Written[Tensor],
+    x: Tensor,
+    weight: QuantisedPanels,
+    bias: Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
+) -> None:
     """Write `x @ weight.T + bias` into `out`, the weight in panels of blocks. CPU alone.
 
     Args:
@@ -195,6 +204,7 @@ def quantised_linear(out: Written[Tensor], x: Tensor, weight: QuantisedPanels, b
         x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         weight: as `quantised_panels` returned it.
         bias: [out_features] or None.
+        batch_invariant: multiply few rows as many are, so that a row's bits do not depend on their number.
     """
     product = x.float() @ undone(weight)[: out.shape[1]].T
     out.copy_(product if bias is None else product + bias.float())

@@ -1,9 +1,10 @@
 /* The products of experts with their rows, over weights in blocks of few bits; see quantised_expert_linear.py.
  *
  * A task is one panel of an expert that has pairs, or with a gate two of them, which stand side by side. Sums are those
- * of quantised_linear.c, so that a row has the same bits with few others and with many; what is done with them is in
- * expert_linear.c. Both come before this file in the unit.
+ * of quantised_linear.c, so that a row has the same bits with few others and with many where it must; what is done with
+ * them is in expert_linear.c. Both come before this file in the unit.
  */
+#include "linear/digit_products.h"
 #include "linear/quantised_tiles.h"
 #include "native_blocks.h"
 
@@ -26,6 +27,10 @@ struct NAME(few_bit_experts) {
 struct NAME(pair_rows) {
     struct span_job of;
     const quantised_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
+    int in_digits;
+#ifdef WITH_DIGITS
+    struct digit_rows digits;
+#endif
 };
 
 static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_experts) *job, int64_t expert,
@@ -38,6 +43,11 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
     float *totals = carved(&at, whole * spans);
     quantised_input *rows = (quantised_input *)carved(&at, count * in);
     element *ordered = (element *)carved(&at, in);
+    struct NAME(pair_rows) found = {{job->weight, count, spans, totals}, rows, 0};
+#ifdef WITH_DIGITS
+    found.in_digits = NAME(has_digits)(job->weight, count, a->batch_invariant);
+    if (found.in_digits) found.digits = digit_rows_at(at, count, in, spans);
+#endif
     for (int64_t r = 0; r < count; r++) {
         const element *row = (const element *)a->x.data + pairs[r] / a->slots * a->x.stride[0];
         if (columns) {
@@ -45,11 +55,17 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
             row = ordered;
         }
         if (job->weight->mins.at) NAME(row_totals)(totals + r * spans, row, span, in);
+#ifdef WITH_DIGITS
+        if (found.in_digits) {
+            NAME(row_in_digits)(&found.digits, r, row, job->weight);
+            continue;
+        }
+#endif
         if (sizeof(quantised_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
         else
             for (int64_t i = 0; i < in; i += LANES) store_f32((float *)rows + r * in + i, load(row + i));
     }
-    struct NAME(pair_rows) found = {{job->weight, count, spans, totals}, rows};
+    if (found.in_digits) return found;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && count > FEW_ROWS) {
         pack_tiles((uint16_t *)at, rows, in, count, job->weight->blocks, 0, (count + TILE_ROWS - 1) / TILE_ROWS);
@@ -71,17 +87,20 @@ static void NAME(multiply_few_bits)(const struct NAME(few_bit_experts) *job, int
     const struct block_weight *weight = job->weight;
     _Alignas(64) uint16_t ring[RING * BLOCK_SIZE];
     struct tile_shapes before = tiles_begun();
-    int is_few = count <= FEW_ROWS;
-    if (has_tiles && is_few) begin_few_rows(&rows.of, ring, begin * weight->blocks, end * weight->blocks);
-    else set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(weight->span, TILE_IN));
+    int is_few = has_tiles && !rows.in_digits && count <= FEW_ROWS, is_many = has_tiles && count > FEW_ROWS;
+    if (is_few) begin_few_rows(&rows.of, ring, begin * weight->blocks, end * weight->blocks);
+    if (is_many) set_tile_shapes(TILE_ROWS, TILE_ROWS, least_of(weight->span, TILE_IN));
 #endif
     for (int64_t panel = begin; panel < end; panel++) {
         int64_t half = (panel - begin) % to.halves;
         float *own = sums + half * size;
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-        if (has_tiles && !is_few)
-            many_rows_of_panel(own, &rows.of, rows.x, 0, (count + TILE_ROWS - 1) / TILE_ROWS, panel);
-        else if (has_tiles) few_rows_of_panel(own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
+        if (is_many) many_rows_of_panel(own, &rows.of, rows.x, 0, (count + TILE_ROWS - 1) / TILE_ROWS, panel);
+        else if (is_few) few_rows_of_panel(own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
+        else
+#endif
+#ifdef WITH_DIGITS
+            if (rows.in_digits) digit_rows_of_panel(own, &rows.of, &rows.digits, panel);
         else
 #endif
             NAME(rows_of_panel)(own, &rows.of, rows.x, in, panel);

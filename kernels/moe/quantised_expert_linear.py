@@ -91,6 +91,7 @@ def quantised_expert_linear(
     gate: Annotated[str, GATES] = "none",
     alpha: float = 1.0,
     limit: float = 0.0,
+    batch_invariant: bool = False,
 ) -> None:
     """Write each listed pair's product with the weights of its expert into `out`. CPU alone.
 
@@ -106,6 +107,7 @@ def quantised_expert_linear(
         gate: one of `GATES`; "none": the plain product.
         alpha: of `swiglu_clamped`.
         limit: of `swiglu_clamped`.
+        batch_invariant: as `quantised_linear` has it.
 
     Raises:
         ValueError: the gate is not known.

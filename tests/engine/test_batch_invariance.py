@@ -125,12 +125,15 @@ def test_a_request_has_the_same_bits_alone_and_in_any_company(folder_of: Any, mo
 
 
 @pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="int8 weights work on a CPU alone")
-def test_int8_weights_give_the_same_bits_in_any_company(folder_of: Any) -> None:
-    folder, given = folder_of("llama"), requests()
-    with make(folder, "bfloat16", "int8") as llm:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of products on a CPU")
+@pytest.mark.parametrize(
+    ("model", "quantize"), [("llama", "int8"), ("llama", "int4"), ("llama", "q8_0"), ("gpt-oss", "q8_0")]
+)
+def test_weights_of_few_bits_give_the_same_bits_in_any_company(folder_of: Any, model: str, quantize: str) -> None:
+    folder, given = folder_of(model), requests()
+    with make(folder, "bfloat16", quantize) as llm:
         expected = [answers(llm, [request])[0] for request in given]
-    with make(folder, "bfloat16", "int8", 7, max_batch_size=5, batch_sizes=[3], steps_per_launch=2) as llm:
+    with make(folder, "bfloat16", quantize, 7, max_batch_size=5, batch_sizes=[3], steps_per_launch=2) as llm:
         assert answers(llm, given) == expected
 
 

@@ -52,10 +52,12 @@ def float8_weight(groups: int) -> tuple[QuantisedPanels, Tensor]:
     return quantised_panels(floats, 8, None, Numbers(scales)), weight
 
 
-def product(x: Tensor, held: QuantisedPanels, out_features: int, bias: Tensor | None = None) -> Tensor:
+def product(
+    x: Tensor, held: QuantisedPanels, out_features: int, bias: Tensor | None = None, *, batch_invariant: bool = False
+) -> Tensor:
     """Return a product, written over what is no number."""
     out = torch.full((len(x), out_features), torch.nan, dtype=x.dtype)
-    quantised_linear(out, x, held, bias)
+    quantised_linear(out, x, held, bias, batch_invariant=batch_invariant)
     return out
 
 

@@ -142,7 +142,9 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
             torch.set_num_threads(share)
             _, _, order, offsets = routed("native", logits[:count], SLOTS, count)
             out = torch.empty(count * SLOTS, WIDTH, dtype=dtype)
-            quantised_expert_linear(out, x[:count], held, None, None, order, offsets, slots=SLOTS, gate="silu")
+            quantised_expert_linear(
+                out, x[:count], held, None, None, order, offsets, slots=SLOTS, gate="silu", batch_invariant=True
+            )
             results.append(out)
     finally:
         torch.set_num_threads(threads)
@@ -161,4 +163,6 @@ def test_the_operator_passes_opcheck():
     held, _ = experts_of("Q4_K", is_gated=True)
     _, _, order, offsets = routed("torch", random(3, EXPERTS), SLOTS, 3)
     given = (torch.zeros(3 * SLOTS, WIDTH), random(3, DEPTH), *held, None, None, order, offsets)
-    torch.library.opcheck(torch.ops.graphdecode.quantised_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0))
+    torch.library.opcheck(
+        torch.ops.graphdecode.quantised_expert_linear.default, (*given, SLOTS, "silu", 1.0, 0.0, False)
+    )

@@ -48,13 +48,35 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        expected = product(x, held, 1030)
+        expected, alone = product(x, held, 1030), product(x[:1], held, 1030)
         torch.set_num_threads(3)
         assert torch.equal(product(x, held, 1030), expected)
+        assert torch.equal(product(x[:1], held, 1030), alone)
     finally:
         torch.set_num_threads(threads)
-    for rows in (1, 2, 3, 4, 7, 8, 16, 17, 33, 70):
+    assert torch.equal(product(x[:2], held, 1030)[:1], alone)
+    for rows in (3, 4, 7, 8, 16, 17, 33, 70):
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"
+    for rows in (1, 2):
+        assert torch.equal(product(x[:rows], held, 1030, batch_invariant=True), expected[:rows]), f"{rows} rows"
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_may_have_values_of_any_size(dtype):
+    stored, weight = stored_weight("Q4_K", (70, 768))
+    held = gguf_panels(stored, "Q4_K")
+    powers = torch.randint(-14, 15, (2, 768), generator=torch.Generator().manual_seed(8))
+    x = torch.randn(2, 768, generator=torch.Generator().manual_seed(9)) * 2.0 ** (powers - 10)
+    x[1, :256] = 0
+    rows = x.to(dtype)
+    check(product(rows, held, 70), rows, weight)
+    assert (product(torch.zeros(1, 768, dtype=dtype), held, 70) == 0).all()
+    for value in (torch.inf, -torch.inf, torch.nan):
+        rows[0, 300] = value
+        out = product(rows, held, 70)
+        assert not out[0].isfinite().any()
+        check(out[1:], rows[1:], weight)
 
 
 @compiled

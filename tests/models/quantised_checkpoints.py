@@ -204,6 +204,7 @@ FORMS = {
     "gptq": gptq(4, 32, is_symmetric=True),
     "gptq asym": gptq(4, 32, is_symmetric=False),
     "gptq desc_act": gptq(4, 32, is_symmetric=False, desc_act=True),
+    "gptq with tails": gptq(4, 48, is_symmetric=False, desc_act=True),
     "gptq v2 int8": gptq(8, 16, is_symmetric=False, version="gptq_v2"),
     "awq": awq(32),
     "fp8 128x128": float8((128, 128)),
