@@ -10,6 +10,7 @@
 #define LOG2_OF_E 1.44269504f
 #define KEYS 128     /* that are in panels at once */
 #define MOST_DIM 512 /* of a head, for pairs */
+#define STREAMS 4    /* of keys, and as many of values, that are asked for at once */
 #define LEAST_LOGIT -1e30f /* of a query that has seen nothing */
 
 /* Where the entries of a row's tokens stand. */
@@ -26,28 +27,55 @@ static int64_t page_of(const struct paged *row, int64_t at) {
 /* Find where the entries of `count` tokens from `first` on begin. */
 static void locate(int64_t *places, const struct paged *row, int64_t first, int64_t count) {
     int64_t at = first / row->size, offset = first % row->size;
-    for (int64_t j = 0; j < count; j++) {
-        places[j] = (page_of(row, at) * row->size + offset) * row->entry;
-        if (++offset == row->size) offset = 0, at++;
+    for (int64_t j = 0; j < count; at++, offset = 0) {
+        int64_t begin = (page_of(row, at) * row->size + offset) * row->entry, here = least_of(row->size - offset, count - j);
+        for (int64_t k = 0; k < here; k++) places[j + k] = begin + k * row->entry;
+        j += here;
     }
 }
 
-/* What is asked for of the block that is next: entries of some heads, in the order in which they stand, which the
- * processor takes for a stream and runs ahead of. It is asked for a few lines at a time, between what is done with the
- * block that is here: a core waits where it has asked for more lines than it can. */
+/* What is asked for of the block that is next: keys and values of some heads, which stand side by side, in STREAMS parts
+ * of the tokens. A processor that sees lines of a page go by fetches those behind them by itself, and does so for several
+ * pages at once. It is asked for a few lines at a time, between what is done with the block that is here: a core waits
+ * where it has asked for more lines than it can. */
 struct coming {
-    const char *heads; /* the first one's entries */
+    const char *keys, *values; /* of the first head */
     const int64_t *places;
-    int64_t count, bytes, size; /* tokens; of all heads' entries of one, and of a value */
-    int64_t token, byte;        /* asked for so far */
+    int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
+    int64_t token, due;         /* of each part, that is next; lines */
+    int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
 };
 
-INLINE void ask_for(struct coming *next, int64_t bytes) {
-    for (; bytes > 0 && next->token < next->count; bytes -= 64) {
-        __builtin_prefetch(next->heads + next->places[next->token] * next->size + next->byte, 0, 2);
-        if ((next->byte += 64) >= next->bytes) next->byte = 0, next->token++;
+/* Go on to the next token of each part. */
+static void go_on(struct coming *next, int64_t tokens) {
+    for (int64_t part = 0; part < STREAMS; part++)
+        next->at[part] = next->places[least_of(next->token + part * tokens, next->count - 1)] * next->size;
+    next->token++, next->byte = 0, next->left = next->bytes;
+}
+
+INLINE void ask_for(struct coming *next, int64_t lines) {
+    int64_t tokens = (next->count + STREAMS - 1) / STREAMS;
+    for (next->due += lines; next->due > 0; next->due -= 2 * STREAMS) {
+        if (next->left <= 0) {
+            if (next->token >= tokens) return;
+            go_on(next, tokens);
+        }
+        const char *keys = next->keys + next->byte, *values = next->values + next->byte;
+#pragma GCC unroll 4
+        for (int64_t part = 0; part < STREAMS; part++) {
+            __builtin_prefetch(keys + next->at[part], 0, 2);
+            __builtin_prefetch(values + next->at[part], 0, 2);
+        }
+        next->byte += 64, next->left -= 64;
     }
 }
+
+/* How many lines a block of `count` keys, and their values, of `bytes` each have, as they are asked for. */
+static inline int64_t lines_of(int64_t count, int64_t bytes) {
+    return (count + STREAMS - 1) / STREAMS * STREAMS * 2 * ((bytes + 63) / 64);
+}
+
+static inline void ask_for_rest(struct coming *next) { ask_for(next, lines_of(next->count, next->bytes)); }
 
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */
@@ -173,14 +201,12 @@ static void gather_keys(int64_t code, const struct pair_room *room, const void *
 /* The same of their values, [key / 2][feature][2]; of PANEL features stand first those that are in the lower halves of
  * 8 neighbours, so that two instructions make pairs: see `in_order`. */
 INLINE void gather_values_of(const int64_t code, const struct pair_room *room, const void *values,
-                             const int64_t *places, struct coming *next, int64_t begin, int64_t count,
-                             int64_t dim) {
+                             const int64_t *places, int64_t begin, int64_t count, int64_t dim) {
     int64_t whole = (count + PANEL - 1) / PANEL * PANEL;
     for (int64_t j = 0; j < whole; j += 2) {
         const void *even = j >= begin && j < count ? values : room->zeros;
         const void *odd = j + 1 >= begin && j + 1 < count ? values : room->zeros;
         int64_t even_at = even == values ? places[j] : 0, odd_at = odd == values ? places[j + 1] : 0;
-        ask_for(next, 2 * dim * next->size);
         for (int64_t i = 0; i < dim; i += PANEL) {
             __m512i low = panel_of(code, even, even_at + i), high = panel_of(code, odd, odd_at + i);
             uint16_t *to = room->values + i * KEYS + j * PANEL;
@@ -191,11 +217,11 @@ INLINE void gather_values_of(const int64_t code, const struct pair_room *room, c
 }
 
 static void gather_values(int64_t code, const struct pair_room *room, const void *values, const int64_t *places,
-                          struct coming *next, int64_t begin, int64_t count, int64_t dim) {
+                          int64_t begin, int64_t count, int64_t dim) {
     switch (code) {
-        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, next, begin, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, next, begin, count, dim); break;
-        default: gather_values_of(0, room, values, places, next, begin, count, dim);
+        case CODE_INT8: gather_values_of(CODE_INT8, room, values, places, begin, count, dim); break;
+        case CODE_FLOAT8_E4M3FN: gather_values_of(CODE_FLOAT8_E4M3FN, room, values, places, begin, count, dim); break;
+        default: gather_values_of(0, room, values, places, begin, count, dim);
     }
 }
 

@@ -12,68 +12,6 @@
 #ifdef WITH_TILES
 #define SLACK 8.0f /* by how much, as a power of 2, a weight may be above 1 before sums are scaled anew */
 
-/* Logits of TILE_ROWS queries, which stand as a tile takes them, [feature / 2][query][2], with keys as they are in their
- * pages: few queries are not worth a panel of keys. */
-INLINE void key_logits_of(const int64_t code, float *logits, const uint16_t *q, const void *keys,
-                          const struct paged *row, const int64_t *places, struct coming *next, int64_t first,
-                          int64_t count, int64_t dim) {
-    float turned[2 * TILE_ROWS * LANES];
-    for (int64_t j = 0; j < count; j += 2 * TILE_ROWS) {
-        uint16_t copied[2][TILE_ROWS * MOST_DIM];
-        const uint16_t *at[2];
-        int64_t stride[2];
-        for (int64_t half = 0; half < 2; half++) {
-            int64_t from = j + half * TILE_ROWS;
-            ask_for(next, TILE_ROWS * dim * next->size);
-            if (from >= count) {
-                at[half] = at[0], stride[half] = stride[0];
-            } else if (!code && (first + from) % row->size + TILE_ROWS <= row->size) {
-                at[half] = (const uint16_t *)keys + places[from], stride[half] = row->entry;
-            } else {
-                for (int64_t k = 0; k < least_of(TILE_ROWS, count - from); k++)
-                    for (int64_t i = 0; i < dim; i += PANEL)
-                        _mm512_storeu_si512(copied[half] + k * dim + i, panel_of(code, keys, places[from + k] + i));
-                at[half] = copied[half], stride[half] = dim;
-            }
-        }
-        _tile_zero(0);
-        _tile_zero(1);
-        for (int64_t i = 0; i < dim; i += TILE_IN) {
-            _tile_loadd(6, q + i * TILE_ROWS, 64);
-            _tile_loadd(4, at[0] + i, 2 * stride[0]);
-            _tile_loadd(5, at[1] + i, 2 * stride[1]);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 5, 6);
-        }
-        _tile_stored(0, turned, 4 * LANES);
-        _tile_stored(1, turned + TILE_ROWS * LANES, 4 * LANES);
-        for (int64_t half = 0; half < 2; half++) {
-            __m512i words[LANES];
-            for (int64_t k = 0; k < LANES; k++) words[k] = _mm512_loadu_si512(turned + (half * TILE_ROWS + k) * LANES);
-            write_turned(logits + j / PANEL * TOGETHER_IN_PAIRS * PANEL + half * LANES, PANEL, words);
-        }
-    }
-}
-
-static void key_logits(int64_t code, float *logits, const uint16_t *q, const void *keys, const struct paged *row,
-                       const int64_t *places, struct coming *next, int64_t first, int64_t count, int64_t dim) {
-    switch (code) {
-        case CODE_INT8: key_logits_of(CODE_INT8, logits, q, keys, row, places, next, first, count, dim); break;
-        case CODE_FLOAT8_E4M3FN: key_logits_of(CODE_FLOAT8_E4M3FN, logits, q, keys, row, places, next, first, count, dim); break;
-        default: key_logits_of(0, logits, q, keys, row, places, next, first, count, dim);
-    }
-}
-
-/* Put up to TILE_ROWS queries as `key_logits` takes them; missing ones are zeros. */
-static void turn_queries(uint16_t *to, const uint16_t *q, int64_t count, int64_t dim) {
-    for (int64_t i = 0; i < dim; i += TILE_IN) {
-        __m512i words[LANES];
-        for (int64_t r = 0; r < LANES; r++)
-            words[r] = r < count ? _mm512_loadu_si512(q + r * dim + i) : _mm512_setzero_si512();
-        write_turned(to + i * TILE_ROWS, LANES, words);
-    }
-}
-
 /* Put `count` queries, PANEL at most, as tiles take a panel of them, [feature / 2][query][2]; missing ones are zeros. Rows
  * of `heads` heads hold `group` of them each. */
 static void panel_of_queries(uint16_t *to, const uint16_t *q, int64_t from, int64_t count, int64_t heads, int64_t group,

@@ -3,45 +3,16 @@
  * Keys are taken in blocks, with a running maximum and sum (Milakov and Gimelshein, 2018), so each key and value is read
  * once. A long row is shared out among threads in spans of SPAN keys, which begin at multiples of it and are merged in
  * their order: which heads and spans are done together, and by which thread, changes nothing in a head's result. Where
- * the processor multiplies tiles of bf16, it does (attention_tiles.h).
+ * the processor multiplies tiles of bf16, it does (decode_tiles.h).
  */
-#include "attention_tiles.h"
+#include "decode_tiles.h"
+#include "fold_lanes.h"
 #include "native.h"
 
 #ifndef GRAPHDECODE_DECODE_ATTENTION
 #define GRAPHDECODE_DECODE_ATTENTION
 #define BLOCK 32 /* keys; both they and their values as floats stay in the first cache */
 #define SPAN 512 /* keys; a multiple of BLOCK and KEYS */
-
-/* Lanes of two vectors: of each, from `from` on, the next `width` of every 2 * width. */
-#define LANE(n, width, from) \
-    ((n) / (LANES / 2) * LANES + (n) % (LANES / 2) / (width) * 2 * (width) + (n) % (width) + (from))
-#define LANES_4(n, ...) LANE(n, __VA_ARGS__), LANE(n + 1, __VA_ARGS__), LANE(n + 2, __VA_ARGS__), LANE(n + 3, __VA_ARGS__)
-#if LANES == 16
-#define ALL_LANES(...) \
-    LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__), LANES_4(8, __VA_ARGS__), LANES_4(12, __VA_ARGS__)
-#elif LANES == 8
-#define ALL_LANES(...) LANES_4(0, __VA_ARGS__), LANES_4(4, __VA_ARGS__)
-#else
-#define ALL_LANES(...) LANES_4(0, __VA_ARGS__)
-#endif
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ivec){__VA_ARGS__})
-#endif
-#define FOLD(width) (SHUFFLE(a, b, ALL_LANES(width, 0)) + SHUFFLE(a, b, ALL_LANES(width, width)))
-
-/* Add lanes of two vectors to the ones `width` beside them; `width` is a constant where this is used. */
-INLINE vec fold_pair(const int width, vec a, vec b) {
-#if LANES >= 16
-    if (width == 8) return FOLD(8);
-#endif
-#if LANES >= 8
-    if (width == 4) return FOLD(4);
-#endif
-    return width == 2 ? FOLD(2) : FOLD(1);
-}
 
 /* The rows' keys as they are shared out: each row's heads in parts, each part's keys in spans. */
 struct sharing {
@@ -142,7 +113,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
     for (int64_t j = 0; j < count; j++) {
-        if (next) ask_for(next, dim * next->size);
+        if (next) ask_for(next, dim * next->size / 64);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             vec value = load(values[j] + offset + v * LANES);
@@ -159,7 +130,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found,
                        struct coming *next, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES / heads) {
-        if (next) ask_for(next, LANES / heads * dim * next->size);
+        if (next) ask_for(next, LANES / heads * dim * next->size / 64);
         NAME(add_dots)(heads, logits + j, q, found + j, dim);
     }
 }
@@ -208,6 +179,7 @@ struct NAME(part) {
     struct paged entries;
     struct seen seen;
     int64_t row, head, last, queries; /* key heads, and the queries of one */
+    int64_t span, first, end;         /* keys, which may be none */
     float *sums, *largest, *total;
 };
 
@@ -217,7 +189,7 @@ static int64_t NAME(place_of)(const struct NAME(part) *p, int64_t head, int64_t 
 }
 
 /* Both over the keys from `first` to `end`, as blocks of one element type take them. */
-static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t end, float *at) {
+static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
     const decode_attention_args *a = p->a;
     int64_t dim = a->k_cache.size[3], group = a->q.size[1] / a->k_cache.size[2], queries = p->queries;
     const element *found[BLOCK];
@@ -232,18 +204,17 @@ static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t
         }
     const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
     const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
-    int64_t count = least_of(end - first, BLOCK), coming;
+    int64_t first = p->first, end = p->end, count = least_of(end - first, BLOCK), coming;
     locate(places, &p->entries, first, count);
     for (; count > 0; count = coming, first += BLOCK) {
         coming = first + BLOCK < end ? least_of(end - first - BLOCK, BLOCK) : 0;
         locate(next, &p->entries, first + BLOCK, coming);
-        struct coming of_keys = {all_keys, next, coming, heads * dim * size, size};
-        struct coming of_values = {all_values, next, coming, heads * dim * size, size};
+        struct coming ahead = {all_keys, all_values, next, coming, heads * dim * size, size};
         int64_t unseen = p->seen.begin > first ? p->seen.begin - first : 0; /* by any query: it is not looked at */
         for (int64_t h = 0; h < heads; h++) {
             const char *of_head = all_keys + h * dim * size;
             NAME(find_entries)(found, (element *)widened, code, of_head, places, unseen, count, dim);
-            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, &of_keys, queries, count, dim);
+            NAME(group_dots)(logits + h * queries * BLOCK, scaled + h * queries * dim, found, &ahead, queries, count, dim);
             if (!a->k_scales.data) continue;
             read_scales(scales, a->k_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
             scale_block(logits + h * queries * BLOCK, scales, queries);
@@ -263,66 +234,12 @@ static void NAME(attend_span)(const struct NAME(part) *p, int64_t first, int64_t
                 read_scales(scales, a->v_scales.data, &p->entries, a->k_cache.size[2], p->head + h, first, unseen, count);
                 scale_block(logits + h * queries * BLOCK, scales, queries);
             }
-            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, &of_values, queries, count, dim);
+            NAME(group_weigh)(p->sums + h * queries * dim, logits + h * queries * BLOCK, found, &ahead, queries, count, dim);
         }
         int64_t *done = places;
         places = next, next = done;
     }
 }
-
-#if defined(ELEMENT_BF16) && defined(WITH_TILES)
-static void attend_span_in_tiles(const struct NAME(part) *p, int64_t first, int64_t end, float *at) {
-    const decode_attention_args *a = p->a;
-    int64_t dim = a->k_cache.size[3], queries = p->queries, heads = p->last - p->head;
-    int64_t padded = (queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
-    uint16_t *q = (uint16_t *)carved(&at, heads * padded * dim / 2), *own = (uint16_t *)carved(&at, TILE_ROWS * dim / 2);
-    struct pair_room room = pair_room_at(&at, dim, a->k_scales.data != 0);
-    int64_t code = a->k_cache.code, size = code ? 1 : sizeof(uint16_t), kv_heads = a->k_cache.size[2];
-    int64_t memory[2][KEYS], *places = memory[0], *next = memory[1];
-    for (int64_t h = 0; h < heads; h++)
-        for (int64_t from = 0; from < queries; from += TILE_ROWS) {
-            int64_t count = least_of(queries - from, TILE_ROWS);
-            for (int64_t r = 0; r < count; r++)
-                memcpy(own + r * dim, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, from + r), 2 * dim);
-            turn_queries(q + (h * padded + from) * dim, own, count, dim);
-        }
-    struct tile_shapes shapes = tiles_begun();
-    set_tile_rows(TILE_ROWS, TILE_ROWS);
-    struct coming nothing = {0};
-    const char *all_keys = (const char *)a->k_cache.data + p->head * dim * size;
-    const char *all_values = (const char *)a->v_cache.data + p->head * dim * size;
-    int64_t count = least_of(end - first, KEYS), coming;
-    locate(places, &p->entries, first, count);
-    for (; count > 0; count = coming, first += KEYS) {
-        coming = first + KEYS < end ? least_of(end - first - KEYS, KEYS) : 0;
-        locate(next, &p->entries, first + KEYS, coming);
-        struct coming of_keys = {all_keys, next, coming, heads * dim * size, size};
-        struct coming of_values = {all_values, next, coming, heads * dim * size, size};
-        for (int64_t h = 0; h < heads; h++) {
-            const char *keys = all_keys + h * dim * size, *values = all_values + h * dim * size;
-            int64_t unseen = p->seen.begin - first;
-            struct pair_queries given = {0, p->sums + h * queries * dim, p->largest + h * queries, p->total + h * queries,
-                                         queries, dim, p->seen.position, a->q.size[1] / a->k_cache.size[2],
-                                         a->window_left, (float)a->sm_scale, (float)a->soft_cap};
-            if (room.key_scales) {
-                read_scales(room.key_scales, a->k_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
-                read_scales(room.value_scales, a->v_scales.data, &p->entries, kv_heads, p->head + h, first, unseen, count);
-            }
-            gather_values(code, &room, values, places, &of_values, unseen, count, dim);
-            for (int64_t from = 0; from < queries; from += TOGETHER_IN_PAIRS) {
-                for (int64_t r = from; r < least_of(queries, from + TOGETHER_IN_PAIRS); r += TILE_ROWS)
-                    key_logits(code, room.logits + (r - from) * PANEL, q + (h * padded + r) * dim, keys, &p->entries, places,
-                               r ? &nothing : &of_keys, first, count, dim);
-                weigh_values(&given, &room, from, first, count);
-            }
-        }
-        int64_t *done = places;
-        places = next, next = done;
-    }
-    for (int64_t i = 0; i < heads * queries * dim; i += PANEL) in_order(p->sums + i);
-    tiles_ended(shapes);
-}
-#endif
 
 /* Whether blocks are taken in tiles: then largest logits are times log2(e). */
 static int NAME(decodes_in_tiles)(const decode_attention_args *a) {
@@ -337,70 +254,136 @@ static float NAME(shrunk)(const decode_attention_args *a, float logit) {
     return NAME(decodes_in_tiles)(a) ? exp2f(logit) : expf(logit);
 }
 
+#if defined(ELEMENT_BF16) && defined(WITH_TILES)
+/* Where a part's keys and values begin in the cache, and what is to be asked for of a block of them. */
+static struct coming coming_of(const struct NAME(part) *p, const int64_t *places, int64_t count) {
+    int64_t dim = p->a->k_cache.size[3], size = p->a->k_cache.code ? 1 : sizeof(uint16_t), at = p->head * dim * size;
+    return (struct coming){(const char *)p->a->k_cache.data + at, (const char *)p->a->v_cache.data + at, places, count,
+                           (p->last - p->head) * dim * size, size};
+}
+
+/* Both over a part's span in tiles; meanwhile the first block of the part that comes after it, if any, is asked for. What
+ * no part before has asked for is asked for first. */
+static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries *few, const struct NAME(part) *after,
+                                 int is_asked_for, float *at) {
+    const decode_attention_args *a = p->a;
+    int64_t dim = few->dim, queries = p->queries, kv_heads = a->k_cache.size[2], memory[2][KEYS];
+    int64_t *places = memory[0], *next = memory[1], first = p->first, count = least_of(p->end - first, KEYS), coming;
+    few->position = p->seen.position, few->group = a->q.size[1] / kv_heads, few->window = a->window_left;
+    few->scale = (float)a->sm_scale, few->cap = (float)a->soft_cap, few->largest = p->largest, few->total = p->total;
+    locate(places, &p->entries, first, count);
+    struct coming ahead = coming_of(p, places, count);
+    const char *keys = ahead.keys, *values = ahead.values;
+    if (!is_asked_for) ask_for_rest(&ahead);
+    carve_few_queries(few, &at, a->k_scales.data != 0);
+    for (int64_t h = 0; h < few->heads; h++)
+        for (int64_t r = 0; r < queries; r++)
+            put_query(few, h, r, (const uint16_t *)a->q.data + NAME(place_of)(p, p->head + h, r));
+    set_few_shapes(few);
+    for (; first < p->end; count = coming, first += KEYS) {
+        const struct NAME(part) *then = first + KEYS < p->end || !after ? p : after;
+        int64_t begin = then == p ? first + KEYS : then->first;
+        coming = least_of(then->end - begin, KEYS);
+        locate(next, &then->entries, begin, coming);
+        ahead = coming_of(then, next, coming);
+        struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
+        few->share = share_of(few, count, lines_of(coming, ahead.bytes));
+        block_of_logits(few, &block, keys, &ahead);
+        for (int64_t h = 0; h < few->heads; h++) {
+            if (few->key_scales) {
+                read_scales(few->key_scales, a->k_scales.data, &p->entries, kv_heads, p->head + h, first, block.unseen, count);
+                read_scales(few->value_scales, a->v_scales.data, &p->entries, kv_heads, p->head + h, first, block.unseen, count);
+            }
+            attend_to_values(few, &block, values + h * dim * (block.code ? 1 : sizeof(uint16_t)), &ahead, h);
+        }
+        ask_for_rest(&ahead);
+        int64_t *done = places;
+        places = next, next = done;
+    }
+    for (int64_t h = 0; h < few->heads; h++)
+        for (int64_t r = 0; r < queries; r++) write_sums(p->sums + (h * queries + r) * dim, few, h, r);
+}
+#endif
+
 /* Where a span's results of one row wait to be merged: sums, largest logits and totals of all heads' queries. */
 static float *NAME(partial_of)(const struct sharing *job, int64_t row, int64_t span) {
     const decode_attention_args *a = job->args;
     return job->partial + (row * job->spans + span) * a->q_len * a->q.size[1] * (a->q.size[2] + 2);
 }
 
-/* One row's attention over key heads `head` to `last`, whose entries stand side by side, and one span: a block of them is
- * read as one stream. */
-static void NAME(attend_heads)(const struct sharing *job, int64_t row, int64_t head, int64_t last, int64_t span) {
+/* A part of the work: some key heads of a row, whose entries stand side by side, so that a block is read as one stream,
+ * and one span of what its queries see. */
+static struct NAME(part) NAME(part_of)(const struct sharing *job, int64_t task) {
     const decode_attention_args *a = job->args;
-    int64_t kv_heads = a->k_cache.size[2], dim = a->k_cache.size[3], queries = a->q_len * (a->q.size[1] / kv_heads);
-    int64_t count = (last - head) * queries, length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
+    int64_t kv_heads = a->k_cache.size[2], row = task / job->parts / job->spans, at = task / job->spans % job->parts;
+    int64_t span = task % job->spans, block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
+    int64_t length = least_of(a->kv_lens.data[row], a->table.size[1] * a->k_cache.size[1]);
     struct NAME(part) part = {a, {a->table.data + row * a->table.size[1], a->k_cache.size[0], a->k_cache.size[1],
-                                  kv_heads * dim}, seen_of(length, a->q_len, a->window_left), row, head, last, queries};
-    int64_t first_span = part.seen.begin / SPAN, spans = (length + SPAN - 1) / SPAN;
-    int is_split = spans - first_span > 1;
-    if (length <= 0) {
-        for (int64_t r = 0; span == 0 && r < count; r++)
-            memset((element *)a->out.data + NAME(place_of)(&part, head + r / queries, r % queries), 0, dim * sizeof(element));
-        return;
-    }
-    if (span < first_span || span >= spans) return;
+                                  kv_heads * a->k_cache.size[3]}, seen_of(length, a->q_len, a->window_left), row,
+                              at * kv_heads / job->parts, (at + 1) * kv_heads / job->parts,
+                              a->q_len * (a->q.size[1] / kv_heads), span};
+    part.first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
+    part.end = least_of((span + 1) * SPAN, length);
+    return part;
+}
+
+static void NAME(attend_heads)(const struct sharing *job, struct NAME(part) part, const struct NAME(part) *after,
+                               int is_asked_for) {
+    const decode_attention_args *a = job->args;
+    int64_t dim = a->k_cache.size[3], queries = part.queries, count = (part.last - part.head) * queries;
+    int64_t first_span = part.seen.begin / SPAN, is_split = (part.seen.end + SPAN - 1) / SPAN - first_span > 1;
     int64_t room = count * (dim + BLOCK) + (a->k_cache.code ? BLOCK * dim : 0);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-    int64_t padded = (last - head) * ((queries + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS);
-    if (NAME(decodes_in_tiles)(a)) room = (padded + TILE_ROWS) * dim / 2 + pair_room_floats(dim);
+    struct few_queries few = {0};
+    if (NAME(decodes_in_tiles)(a)) room = few_queries_floats(&few, part.last - part.head, queries, dim);
 #endif
     float *at = scratch(room + count * (dim + 2) + 8 * LANES), scale = NAME(decodes_in_tiles)(a) ? LOG2_OF_E : 1.0f;
     part.sums = carved(&at, count * dim), part.largest = carved(&at, count), part.total = carved(&at, count);
     memset(part.sums, 0, count * dim * sizeof(float));
     for (int64_t r = 0; r < count; r++) {
-        int has_sink = a->sinks.data && span == first_span;
-        int64_t of_head = (head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
+        int has_sink = a->sinks.data && part.span == first_span;
+        int64_t of_head = (part.head + r / queries) * (queries / a->q_len) + r % queries % (queries / a->q_len);
         part.largest[r] = has_sink ? a->sinks.data[of_head] * scale : -INFINITY;
         part.total[r] = has_sink ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
     }
-    int64_t block = NAME(decodes_in_tiles)(a) ? KEYS : BLOCK;
-    int64_t first = part.seen.begin > span * SPAN ? part.seen.begin / block * block : span * SPAN;
-    int64_t end = least_of((span + 1) * SPAN, length);
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-    if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, first, end, at);
+    if (NAME(decodes_in_tiles)(a)) attend_span_in_tiles(&part, &few, after, is_asked_for, at);
     else
 #endif
-    NAME(attend_span)(&part, first, end, at);
-    float *partial = is_split ? NAME(partial_of)(job, row, span) + head * queries * (dim + 2) : 0;
+    NAME(attend_span)(&part, at);
+    float *partial = is_split ? NAME(partial_of)(job, part.row, part.span) + part.head * queries * (dim + 2) : 0;
     for (int64_t r = 0; r < count; r++) {
         float *sums = part.sums + r * dim, whole = part.total[r] > 0.0f ? (float)a->v_scale / part.total[r] : 0.0f;
-        element *out = (element *)a->out.data + NAME(place_of)(&part, head + r / queries, r % queries);
+        element *out = (element *)a->out.data + NAME(place_of)(&part, part.head + r / queries, r % queries);
         if (is_split) {
             memcpy(partial + r * (dim + 2), sums, dim * sizeof(float));
             partial[r * (dim + 2) + dim] = part.largest[r], partial[r * (dim + 2) + dim + 1] = part.total[r];
         } else {
-            for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i] * whole);
+            for (int64_t i = 0; i < dim; i += LANES) store(out + i, load_f32(sums + i) * whole);
         }
     }
 }
 
+/* No attention: of a row without tokens. */
+static void NAME(write_zeros)(const struct NAME(part) *part) {
+    for (int64_t head = part->head; head < part->last; head++)
+        for (int64_t r = 0; r < part->queries; r++)
+            memset((element *)part->a->out.data + NAME(place_of)(part, head, r), 0, part->a->q.size[2] * sizeof(element));
+}
+
 static void NAME(attend_parts)(const void *given, int64_t begin, int64_t end) {
     const struct sharing *job = given;
-    int64_t kv_heads = ((const decode_attention_args *)job->args)->k_cache.size[2];
+    struct tile_shapes shapes = tiles_begun();
+    int is_asked_for = 0;
     for (int64_t task = begin; task < end; task++) {
-        int64_t row = task / job->parts / job->spans, part = task / job->spans % job->parts;
-        NAME(attend_heads)(job, row, part * kv_heads / job->parts, (part + 1) * kv_heads / job->parts, task % job->spans);
+        struct NAME(part) part = NAME(part_of)(job, task), after = {0};
+        if (part.seen.end <= 0 && part.span == 0) NAME(write_zeros)(&part);
+        if (part.first >= part.end) continue;
+        for (int64_t then = task + 1; then < end && after.first >= after.end; then++) after = NAME(part_of)(job, then);
+        NAME(attend_heads)(job, part, after.first < after.end ? &after : 0, is_asked_for);
+        is_asked_for = 1;
     }
+    tiles_ended(shapes);
 }
 
 /* Merge the spans of some queries, each of one head, in the order of the spans. */
@@ -427,7 +410,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
             total = total * shrinks[0] + from[dim + 1] * shrinks[1], top = higher;
         }
         float whole = total > 0.0f ? (float)a->v_scale / total : 0.0f;
-        for (int64_t i = 0; i < dim; i++) out[i] = narrow(sums[i] * whole);
+        for (int64_t i = 0; i < dim; i += LANES) store(out + i, load_f32(sums + i) * whole);
     }
 }
 

@@ -203,7 +203,6 @@ static void attend_block(const extend_attention_args *a, const struct pair_queri
                          int64_t count) {
     int64_t dim = queries->dim, code = a->k_cache.code, offset = head * dim * (code ? 1 : sizeof(uint16_t));
     const char *keys = (const char *)a->k_cache.data + offset, *values = (const char *)a->v_cache.data + offset;
-    struct coming nothing = {0}; /* to be asked for: many queries share a block */
     if (room->key_scales) {
         read_scales(room->key_scales, a->k_scales.data, entries, a->k_cache.size[2], head, first, begin, count);
         read_scales(room->value_scales, a->v_scales.data, entries, a->k_cache.size[2], head, first, begin, count);
@@ -216,7 +215,7 @@ static void attend_block(const extend_attention_args *a, const struct pair_queri
     }
 #endif
     gather_keys(code, room, keys, places, begin, count, dim);
-    gather_values(code, room, values, places, &nothing, begin, count, dim);
+    gather_values(code, room, values, places, begin, count, dim);
     attend_panels(queries, room, first, count);
 }
 
