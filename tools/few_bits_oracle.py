@@ -55,6 +55,7 @@ from graphdecode.profiling.environment import describe_environment
 SETS = {  # what the compiler is told not to use
     "AVX-512 and AMX": "",
     "AVX-512 with bf16": "-mno-amx-tile",
+    "AVX-512 with VNNI": "-mno-amx-tile -mno-avx512bf16",
     "AVX-512": "-mno-amx-tile -mno-avx512bf16 -mno-avx512vbmi",
     "AVX2": "-mno-amx-tile -mno-avx512f",
 }

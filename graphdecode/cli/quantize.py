@@ -13,7 +13,7 @@ from graphdecode.cli.options import STDERR
 def quantize(
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a repository id, of plain weights.")],
     out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
-    quantize: Annotated[
+    to: Annotated[
         str, typer.Option(help="int4, int8 or fp8, written as safetensors; q8_0 or q4_k, written as GGUF.")
     ] = "int4",
     group_size: Annotated[
@@ -21,7 +21,7 @@ def quantize(
         typer.Option(help="Weights of a row that share a scale, with int4 and int8; left out: what is usual."),
     ] = None,
     file_format: Annotated[
-        str | None, typer.Option("--format", help="safetensors or gguf; left out: the one that --quantize is for.")
+        str | None, typer.Option("--format", help="safetensors or gguf; left out: the one that --to is for.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
 ) -> None:
@@ -32,9 +32,9 @@ def quantize(
     from graphdecode.text.quantised_copy import quantised_copy
 
     made = quantised_copy(
-        model, out, quantize, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
+        model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
     )
     files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
     size = sum(file.stat().st_size for file in files)
-    STDERR.print(f"{size / 2**20:.1f} MiB, {quantize}", highlight=False)
+    STDERR.print(f"{size / 2**20:.1f} MiB, {to}", highlight=False)
     typer.echo(made)

@@ -127,9 +127,11 @@ class EngineLoop:
 
         Those that a launch can take along wait for it; the others are computed at once.
         """
+        self._since, self._prefilled = time.perf_counter(), 0
+        if not self.scheduler.has_prompts:
+            return
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-        self._since = time.perf_counter()
         self._to_prefill = [chunk.inputs(self.scheduler.cache) for chunk in chunks]
         is_wanted = any(chunk.sequence.unscored or chunk.sequence.is_full for chunk in chunks)
         if is_wanted or not self.runner.takes_along(1, self._prefilled):

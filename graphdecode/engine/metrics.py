@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,6 +35,20 @@ class RequestMetrics:
     def time_to_first_token(self) -> float | None:
         """Seconds from arrival to the first token."""
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+class DraftCounts(NamedTuple):
+    """What became of drafts.
+
+    Attributes:
+        drafted: drafts that were verified.
+        accepted: of them, those that were what was sampled.
+        accepted_by_position: of the first, the second, ... draft of a run, how many were.
+    """
+
+    drafted: int
+    accepted: int
+    accepted_by_position: tuple[int, ...]
 
 
 @dataclass
@@ -83,6 +98,12 @@ class EngineStats:
             places[place] += 1
 
     @property
+    def speculation(self) -> DraftCounts:
+        """What became of drafts: the counts that have vLLM's names above, together."""
+        by_position = tuple(self.spec_decode_num_accepted_tokens_per_pos)
+        return DraftCounts(self.spec_decode_num_draft_tokens, self.spec_decode_num_accepted_tokens, by_position)
+
+    @property
     def padding_share(self) -> float:
         """The share of computed rows that were padding."""
         computed = sum(bucket * steps for bucket, steps in self.bucket_steps.items())
@@ -103,11 +124,11 @@ class EngineStats:
 
     def drafted(self) -> list[str]:
         """Return what became of drafts, in words; nothing where there were none."""
-        if not self.spec_decode_num_draft_tokens:
+        drafted, accepted, _ = self.speculation
+        if not drafted:
             return []
-        accepted, drafts = self.spec_decode_num_accepted_tokens, self.spec_decode_num_draft_tokens
         mean = 1 + accepted / self.spec_decode_num_drafts
-        return [f"{accepted} of {drafts} drafts accepted, {mean:.2f} tokens a verification"]
+        return [f"{accepted} of {drafted} drafts accepted, {mean:.2f} tokens a verification"]
 
     def step_times(self) -> list[str]:
         """Return the median and the 99th percentile of the last steps' times, in words; nothing where none ran."""

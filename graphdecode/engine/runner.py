@@ -33,6 +33,7 @@ from graphdecode.models import Model
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_HOST = torch.device("cpu")  # compared with a device, whose type torch would write as a text at each step
 
 
 class Launch(NamedTuple):
@@ -66,7 +67,7 @@ def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Conca
     @wraps(entry)
     def guarded(self: Runner, *arguments: P.args, **options: P.kwargs) -> T:
         device = self.model.device
-        if device.type != "cuda":  # asked here, for a context that does nothing costs each step some microseconds
+        if device == _HOST:  # asked here, for a context that does nothing costs each step some microseconds
             return entry(self, *arguments, **options)
         with on_device(device):
             return entry(self, *arguments, **options)
@@ -272,7 +273,7 @@ class Runner:
             raise
         self.steps_launched += num_steps * queries
         done = None
-        if self.model.device.type == "cuda":
+        if self.model.device != _HOST:
             done = torch.cuda.Event()
             done.record()
         return Launch(num_rows, range(first, self.steps_launched), bucket, started, done, queries)
@@ -292,7 +293,7 @@ class Runner:
     @_on_its_device
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
-        if self.model.device.type == "cuda":
+        if self.model.device != _HOST:
             torch.cuda.synchronize(self.model.device)
         self.graphs.close()
         if self._mixed is not None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphdecode.kernels import linear, native
+from graphdecode.kernels import native
 from graphdecode.kernels.native.cache_folder import cache_folder
 
 _FILE = "choices.json"
@@ -28,13 +28,14 @@ def processor_name(device: torch.device) -> str:
 
 
 def software() -> str:
-    """Return what a measurement is good for: versions of torch and Triton, and a hash of the linear paths' sources."""
+    """Return what a measurement is good for: versions of torch and Triton, and a hash of the sources of products."""
     try:
         triton_version = metadata.version("triton")
     except metadata.PackageNotFoundError:
         triton_version = "none"
     source = hashlib.sha256()
-    for folder in (Path(__file__).parent, Path(linear.__file__).parent, Path(native.__file__).parent):
+    kernels = Path(native.__file__).parents[1]
+    for folder in (Path(__file__).parent, *(kernels / name for name in ("linear", "moe", "native"))):
         for file in sorted(folder.glob("*.[pch]*")):
             source.update(file.read_bytes())
     return f"torch {torch.__version__}, triton {triton_version}, source {source.hexdigest()[:12]}"

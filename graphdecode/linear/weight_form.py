@@ -249,8 +249,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def kind_of(path: str, form: Any) -> str:
-    """Return a form's path, and the shapes, dtypes and words that its fields have."""
-    return " ".join((path, *(part for entry in fields(form) for part in _words_of(getattr(form, entry.name)))))
+    """Return a form's path, the shapes, dtypes and words that its fields have, and the names of those that are true."""
+    held = {entry.name: getattr(form, entry.name) for entry in fields(form)}
+    of_fields = [word for name, value in held.items() for word in ((name,) if value is True else _words_of(value))]
+    return " ".join((path, *of_fields))
 
 
 def _words_of(value: Any) -> Iterator[str]:

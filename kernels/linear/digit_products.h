@@ -1,9 +1,9 @@
 /* Products of a row or two with blocks of few bits as integers, as fast as blocks come from memory.
  *
  * A span of a row is taken as whole multiples of a power of 2, its unit, in three digits of a byte, which the processor
- * multiplies with codes, bytes too, and sums up without rounding. A multiple has 22 bits and a sign: what of bf16 is
- * within 2^-14 of the span's largest is exact, and no value is off by more than 2^-23 of that, which is what sums of floats
- * lose too. So a row's sums are those of quantised_tiles.h but for their last bits.
+ * multiplies with codes, bytes too, and sums up without rounding. A multiple has 22 bits and a sign: a value of bf16 that
+ * is at least 2^-14 of the span's largest is exact, and none is off by more than 2^-22 of that. Where many of a span are
+ * smaller, beside an outlier, the row is not taken so. So its sums are those of quantised_tiles.h but for their last bits.
  */
 #ifndef GRAPHDECODE_DIGIT_PRODUCTS_H
 #define GRAPHDECODE_DIGIT_PRODUCTS_H
@@ -16,6 +16,7 @@
 #define MULTIPLE_BITS 22
 #define LEAST_EXPONENT 27 /* of a span's largest, as floats have it: what is below 2^-100 counts as nothing beside it */
 #define DIGIT_ROWS 2 /* more are faster in tiles */
+#define MOST_POORLY 8 /* of a span at most one in so many values has fewer bits than it came with */
 #define PART 16      /* input features whose digits stand together: half of a block, and the least span */
 #define PART_STEPS 4 /* of 4 features, as many as are multiplied at a time */
 
@@ -49,9 +50,10 @@ static inline float power_of_two(int exponent) {
     return power;
 }
 
-/* Write a span of a row, given as floats; `count` is a multiple of PART. */
-static void write_digits(const struct digit_rows *to, int64_t row, int64_t span, int64_t first, const float *x,
-                         int64_t count, int zero) {
+/* Write a span of a row, given as floats, and return whether digits keep it well; `count` is a multiple of PART. What is
+ * fewer than `well_kept` units has not all of its bits. */
+static int write_digits(const struct digit_rows *to, int64_t row, int64_t span, int64_t first, const float *x,
+                        int64_t count, int zero, int well_kept) {
     const __m128i turned = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     __m512i largest = _mm512_setzero_si512(), sums[DIGITS] = {largest, largest, largest};
     for (int64_t i = 0; i < count; i += PART)
@@ -60,8 +62,12 @@ static void write_digits(const struct digit_rows *to, int64_t row, int64_t span,
     int exponent = (int)((bits > least ? bits : least) >> 23) - 126; /* all are below 2^exponent */
     __m512 multiples_of = _mm512_set1_ps(power_of_two(MULTIPLE_BITS - exponent));
     int8_t *at = to->digits + row * DIGITS * to->in + first * DIGITS;
+    int64_t poorly = 0;
     for (int64_t i = 0; i < count; i += PART, at += DIGITS * PART) {
-        __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), multiples_of));
+        __m512 values = _mm512_loadu_ps(x + i);
+        __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(values, multiples_of));
+        __mmask16 is_small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(left), _mm512_set1_epi32(well_kept));
+        poorly += __builtin_popcount(_mm512_mask_cmp_ps_mask(is_small, values, _mm512_setzero_ps(), _CMP_NEQ_UQ));
         for (int digit = 0; digit < DIGITS; digit++) {
             __m512i lowest = _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24);
             sums[digit] = _mm512_add_epi32(sums[digit], lowest);
@@ -69,9 +75,10 @@ static void write_digits(const struct digit_rows *to, int64_t row, int64_t span,
             left = _mm512_srai_epi32(_mm512_sub_epi32(left, lowest), 8);
         }
     }
-    to->units[row * to->spans + span] = bits < 0x7f800000 ? power_of_two(exponent - MULTIPLE_BITS) : NAN;
+    to->units[row * to->spans + span] = power_of_two(exponent - MULTIPLE_BITS);
     for (int digit = 0; digit < DIGITS; digit++)
         to->zeros[(row * to->spans + span) * DIGITS + digit] = -zero * _mm512_reduce_add_epi32(sums[digit]);
+    return bits < 0x7f800000 && poorly * MOST_POORLY <= count;
 }
 
 /* For each of 4 bytes of a word: from which bit on its code's bits are taken, so that they begin at bit `to` of the byte.

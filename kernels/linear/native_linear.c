@@ -12,7 +12,7 @@
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
 #define LARGE_RESULT 524288 /* values: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
-#define TILES_AHEAD 4096 /* the same, of products of two tiles of rows */
+#define TILES_AHEAD 3072 /* the same, of tiles: neither their bytes nor twice these, which is slower */
 #include "linear/split_tiles.h"
 
 struct product {
@@ -213,14 +213,16 @@ static void NAME(write_sums)(element *out, int64_t stride, const float *sums, co
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
-/* Write some rows' sums with a whole panel past the caches: a large result has left them before it is read, and to bring
- * each line in first takes longer than its products. */
-static void stream_sums(uint16_t *out, int64_t stride, const float *sums, const uint16_t *bias, int64_t rows) {
+/* Write some rows' sums with a whole panel, a line at a time. A large result goes past the caches: it has left them before
+ * it is read, and to bring each line in first takes longer than its products. */
+static void write_lines(uint16_t *out, int64_t stride, const float *sums, const uint16_t *bias, int64_t rows, int is_large) {
     vec low = splat(0.0f), high = low;
     if (bias) low = load_bf16(bias), high = load_bf16(bias + LANES);
     for (int64_t r = 0; r < rows; r++) {
         vec first = load_f32(sums + r * PANEL) + low, second = load_f32(sums + r * PANEL + LANES) + high;
-        _mm512_stream_si512((__m512i *)(out + r * stride), (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+        __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+        if (is_large) _mm512_stream_si512((__m512i *)(out + r * stride), line);
+        else _mm512_storeu_si512(out + r * stride, line);
     }
 }
 
@@ -228,7 +230,7 @@ static void stream_sums(uint16_t *out, int64_t stride, const float *sums, const 
 static void two_tiles_of_rows(float *sums, const uint16_t *x, int64_t stride, const uint16_t *panel, int64_t in,
                               int64_t rows) {
     if (rows > TILE_ROWS) tile_product_of(2, 0, TILES_AHEAD, sums, x, stride, panel, in);
-    else tile_product(1, 0, sums, x, stride, panel, in);
+    else tile_product_of(1, 0, TILES_AHEAD, sums, x, stride, panel, in);
 }
 
 /* Some rows, a multiple of two tiles', times one panel. Where the lines of neighbouring rows do not drive one another out
@@ -252,7 +254,8 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     (void)scales;
     struct tile_shapes before = tiles_begun();
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in), panels = a->panels.size[0];
-    int is_large = whole * out_features >= LARGE_RESULT && out_features % PANEL == 0 && (uintptr_t)out % 64 == 0;
+    int is_even = out_features % PANEL == 0, is_large = is_even && (uintptr_t)out % 64 == 0;
+    is_large &= whole * out_features >= LARGE_RESULT;
     float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
     int64_t shaped = 0; /* rows that the tiles' shapes are for */
     for (int64_t item = begin; item < end; item++) {
@@ -265,8 +268,9 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
             shaped = shape;
             if (here > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, here);
             else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, here);
-            if (is_large && first < whole)
-                stream_sums(out + first * out_features + at, out_features, sums, bias ? bias + at : 0, here);
+            if (is_even)
+                write_lines(out + first * out_features + at, out_features, sums, bias ? bias + at : 0, here,
+                            is_large && first < whole);
             else write_sums_bf16(out + first * out_features, out_features, sums, bias, here, at, out_features);
         }
     }

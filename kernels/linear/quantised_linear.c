@@ -32,6 +32,12 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
 }
 #endif
 
+#undef WELL_KEPT /* what has all bits of an element: a multiple of a span's unit from so many on */
+#ifdef ELEMENT_BF16
+#define WELL_KEPT (1 << 7)
+#else
+#define WELL_KEPT (1 << 10)
+#endif
 #undef quantised_input
 #undef UNDONE
 #undef PRODUCTS
@@ -159,15 +165,17 @@ static inline int NAME(has_digits)(const struct block_weight *weight, int64_t ro
     return sizeof(element) == 2 && !batch_invariant && rows <= DIGIT_ROWS && has_digits(weight);
 }
 
-/* Write a row in digits. */
-static void NAME(row_in_digits)(const struct digit_rows *to, int64_t row, const element *x,
-                                const struct block_weight *weight) {
+/* Write a row in digits, and return whether they keep it well. */
+static int NAME(row_in_digits)(const struct digit_rows *to, int64_t row, const element *x,
+                               const struct block_weight *weight) {
     float wide[CHUNK];
+    int is_kept = 1;
     for (int64_t span = 0, first = 0; span < to->spans; span++, first += weight->span) {
         int64_t count = least_of(weight->span, to->in - first);
         for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load(x + first + i));
-        write_digits(to, row, span, first, wide, count, zero_of_codes(weight));
+        is_kept &= write_digits(to, row, span, first, wide, count, zero_of_codes(weight), WELL_KEPT);
     }
+    return is_kept;
 }
 
 static void NAME(digit_panels)(const void *given, int64_t begin, int64_t end) {
@@ -194,11 +202,14 @@ KERNEL(quantised_linear) {
     if (weight.mins.at) parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
 #ifdef WITH_DIGITS
     if (NAME(has_digits)(&weight, rows, a->batch_invariant)) {
+        int is_kept = 1;
         job.digits = digit_rows_at(at, rows, in, job.of.spans);
         for (int64_t row = 0; row < rows; row++)
-            NAME(row_in_digits)(&job.digits, row, (const element *)a->x.data + row * a->x.stride[0], &weight);
-        parallel(threads, NAME(digit_panels), &job, panels, least);
-        return;
+            is_kept &= NAME(row_in_digits)(&job.digits, row, (const element *)a->x.data + row * a->x.stride[0], &weight);
+        if (is_kept) {
+            parallel(threads, NAME(digit_panels), &job, panels, least);
+            return;
+        }
     }
 #endif
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)

@@ -56,10 +56,7 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
         }
         if (job->weight->mins.at) NAME(row_totals)(totals + r * spans, row, span, in);
 #ifdef WITH_DIGITS
-        if (found.in_digits) {
-            NAME(row_in_digits)(&found.digits, r, row, job->weight);
-            continue;
-        }
+        if (found.in_digits) found.in_digits = NAME(row_in_digits)(&found.digits, r, row, job->weight);
 #endif
         if (sizeof(quantised_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
         else

@@ -30,7 +30,7 @@
 #else
 #define LANES 4
 #endif
-#define PARALLEL_WORK 16384 /* elements that are too few to share */
+#define PARALLEL_WORK 8192 /* elements that are too few to share */
 
 static inline int64_t items_of(int64_t work, int64_t item) { return 1 + work / (item > 0 ? item : 1); }
 

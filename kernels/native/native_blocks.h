@@ -79,6 +79,8 @@ static void numbers_of_spans(vec (*out)[VECTORS], const struct block_numbers *nu
 
 static inline int low_bits(int bits) { return bits == 8 ? 8 : bits >= 4 ? 4 : 2; }
 
+INLINE void ask_ahead(const uint16_t *row) { __builtin_prefetch((const char *)row + BYTES_AHEAD, 0, 2); }
+
 /* The codes' words of a block, in place of a pair of input features and half of the panel: their low and, shifted up to
  * where these end, their high bits; above them is what there is. `bits` and `k` are constants where this is used. */
 INLINE uvec codes_at(const int bits, const uint16_t *at, const int k, const int lane, const int odd) {
@@ -136,8 +138,6 @@ static void floats_undone(float *out, const uint16_t *at, const struct block_wei
 }
 
 #ifdef WITH_PAIRS
-INLINE void ask_ahead(const uint16_t *row) { __builtin_prefetch((const char *)row + BYTES_AHEAD, 0, 2); }
-
 /* The signed byte in the lowest bits of words, or in the next, as a float: the bits are those of a float whose mantissa
  * counts 128 more, of which what is too much is taken off. */
 INLINE vec signed_byte(uvec words, const int is_second) {

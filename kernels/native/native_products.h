@@ -38,6 +38,12 @@ INLINE void bf16_step(const int count, panel_sums *sums, const uint16_t *x, int6
 #endif
 
 #ifdef WITH_TILES
+/* Ask for as many bytes as a tile of a panel has, into the second cache: more lines can be on their way there than to the
+ * first one, and the rows stay in that. */
+INLINE void ask_for_tile(const char *at) {
+    for (int64_t byte = 0; byte < TILE_IN * PANEL; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+}
+
 /* As many rows as two tiles hold, or one, times one panel, or some input features of both; `sums` go on where these are
  * not the first ones; `ahead` bytes of the panel are asked for before their use, if any. `tiles`, `goes_on` and `ahead`
  * are constants where this is used. */
@@ -58,15 +64,16 @@ INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead,
         _tile_zero(3);
     }
     for (int64_t i = 0; i < in; i += TILE_IN) {
-        for (int64_t byte = 0; ahead && byte < 2 * TILE_IN * PANEL; byte += 64)
-            __builtin_prefetch((const char *)(panel + i * PANEL) + ahead + byte);
+        const char *later = (const char *)(panel + i * PANEL) + ahead;
         _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
         _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
         _tile_loadd(4, x + i, 2 * stride);
+        if (ahead) ask_for_tile(later);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+        if (tiles == 2) _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
+        if (ahead) ask_for_tile(later + TILE_IN * PANEL);
         if (tiles == 2) {
-            _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }

@@ -18,9 +18,10 @@
 #define MOST_THREADS 256
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, after which a thread without work goes to sleep */
 #define YIELD_SPINS 1000 /* pauses after which a waiting caller offers its core */
-#define CHUNKS_PER_THREAD 6
+#define PARTS 6       /* of a thread's even share */
+#define FIRST_PARTS 3 /* that its first chunk is of: nobody asked ahead for what a chunk begins with. Later ones are of one */
 #define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
-_Static_assert(MOST_THREADS * CHUNKS_PER_THREAD < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
+_Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
 
@@ -35,7 +36,8 @@ static struct {
     int64_t started;
     body run;
     const void *job;
-    int64_t items, chunk;
+    int64_t items, part; /* items of a part */
+    int64_t longer;      /* chunks that are of FIRST_PARTS */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
 
 /* Each thread's workspaces; see scratch() and lasting(). */
@@ -55,6 +57,12 @@ static inline void pause_core(void) {
 
 static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
 
+/* The first item of a chunk of the job. */
+static inline int64_t begin_of(int64_t chunk) {
+    int64_t longer = chunk < pool.longer ? chunk : pool.longer;
+    return (chunk + longer * (FIRST_PARTS - 1)) * pool.part;
+}
+
 /* Do chunks of a job until none is left to take. All that says whether a chunk may be taken stands in the ticket; the
  * job's other fields hold until every chunk that was taken is done. */
 static void share_work(uint64_t number) {
@@ -64,7 +72,7 @@ static void share_work(uint64_t number) {
         uint64_t next = ticket & mask, chunks = ticket >> CHUNK_BITS & mask;
         if (job_of(ticket) != number || next >= chunks) return;
         if (!atomic_compare_exchange_weak(&pool.ticket, &ticket, ticket + 1)) continue;
-        int64_t begin = (int64_t)next * pool.chunk, end = begin + pool.chunk;
+        int64_t begin = begin_of((int64_t)next), end = begin_of((int64_t)next + 1);
         pool.run(pool.job, begin, end < pool.items ? end : pool.items);
         atomic_fetch_add(&pool.finished, 1);
     }
@@ -108,17 +116,17 @@ static void start_threads(int64_t threads) {
 /* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
  * thread's job is shared, this thread does its own alone. */
 static void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
-    int64_t even = (items + threads * CHUNKS_PER_THREAD - 1) / (threads * CHUNKS_PER_THREAD);
-    int64_t chunk = even > least ? even : least;
-    if (threads < 2 || items <= chunk || atomic_flag_test_and_set(&pool.busy)) {
+    int64_t even = (items + threads * PARTS - 1) / (threads * PARTS), part = even > least ? even : least;
+    if (threads < 2 || items <= part || atomic_flag_test_and_set(&pool.busy)) {
         run(job, 0, items);
         return;
     }
     if (pool.started < threads - 1) start_threads(threads);
-    int64_t chunks = (items + chunk - 1) / chunk;
+    int64_t parts = (items + part - 1) / part, longer = parts < threads * (PARTS - 1) ? 0 : threads;
+    int64_t chunks = parts - longer * (FIRST_PARTS - 1);
     uint64_t number = job_of(atomic_load(&pool.ticket)) + 1;
     atomic_store(&pool.threads, threads);
-    pool.run = run, pool.job = job, pool.items = items, pool.chunk = chunk;
+    pool.run = run, pool.job = job, pool.items = items, pool.part = part, pool.longer = longer;
     atomic_store(&pool.finished, 0);
     atomic_store(&pool.ticket, (number << CHUNK_BITS | (uint64_t)chunks) << CHUNK_BITS);
     if (atomic_load(&pool.sleeping) > 0) {

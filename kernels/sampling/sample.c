@@ -240,18 +240,21 @@ static inline int64_t choice(int64_t id, float largest) {
 
 /* The first index of the largest value, or of the first NaN. */
 static int64_t NAME(argmax)(const element *x, int64_t count) {
-    float best = -INFINITY;
+    vec largest = splat(-INFINITY); /* of each lane, and which vector it stands in */
+    ivec places = {0}, is_nan = {0};
     int64_t found = 0, i = 0;
     for (; i + LANES <= count; i += LANES) {
         vec v = load(x + i);
-        ivec beats = ~(v <= best); /* a NaN beats all */
-        int64_t any = 0;
-        for (int lane = 0; lane < LANES; lane++) any |= beats[lane];
-        if (!any) continue;
-        for (int lane = 0; lane < LANES; lane++) {
-            if (v[lane] != v[lane]) return i + lane;
-            if (v[lane] > best) best = v[lane], found = i + lane;
-        }
+        ivec beats = v > largest;
+        largest = (vec)((beats & (ivec)v) | (~beats & (ivec)largest));
+        places = (beats & (int32_t)i) | (~beats & places);
+        is_nan |= v != v;
+    }
+    float best = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (is_nan[lane]) i = 0; /* look at each */
+        if (largest[lane] > best || (largest[lane] == best && places[lane] + lane < found))
+            best = largest[lane], found = places[lane] + lane;
     }
     for (; i < count; i++) {
         float value = widen(x[i]);

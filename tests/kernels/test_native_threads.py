@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from graphdecode.kernels.linear.native_linear import to_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 
@@ -58,6 +59,22 @@ def test_a_child_that_was_forked_while_a_kernel_ran_computes_the_same():
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.stdout.split() == ["{0}"]
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5, 64])
+def test_every_part_of_a_job_is_done_however_many_there_are(threads):
+    """Panels are dealt in chunks, long ones first; each is multiplied, whatever their number leaves for the last."""
+    draw = torch.Generator().manual_seed(7)
+    x, weight = torch.randn(16, 512, generator=draw), torch.randn(150 * 32, 512, generator=draw)
+    for panels in (1, 2, 9, 10, 11, 12, 13, 23, 40, 59, 61, 150):
+        out, expected = torch.full((2, 16, panels * 32), torch.nan)
+        call, alone = (
+            versions("native_linear").native(each, x, to_panels(weight[: panels * 32]), None, None)
+            for each in (out, expected)
+        )
+        call.function(call.packed, threads)
+        alone.function(alone.packed, 1)
+        assert torch.equal(out, expected), panels
 
 
 def test_two_threads_with_different_numbers_of_threads_compute_the_same():

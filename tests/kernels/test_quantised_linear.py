@@ -4,7 +4,7 @@ import pytest
 import torch
 from few_bits_weights import check, float8_weight, integer_weight, product, stored_weight
 
-from graphdecode.kernels.linear.quantised_linear import quantised_linear, undone
+from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_linear, quantised_panels, undone
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
 
@@ -63,11 +63,12 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
 
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_row_may_have_values_of_any_size(dtype):
+@pytest.mark.parametrize("spread", [4, 14])  # as powers of 2
+def test_a_row_may_have_values_of_any_size(dtype, spread):
     stored, weight = stored_weight("Q4_K", (70, 768))
     held = gguf_panels(stored, "Q4_K")
-    powers = torch.randint(-14, 15, (2, 768), generator=torch.Generator().manual_seed(8))
-    x = torch.randn(2, 768, generator=torch.Generator().manual_seed(9)) * 2.0 ** (powers - 10)
+    powers = torch.randint(-spread, spread, (2, 768), generator=torch.Generator().manual_seed(8)) - 10
+    x = torch.randn(2, 768, generator=torch.Generator().manual_seed(9)) * 2.0**powers
     x[1, :256] = 0
     rows = x.to(dtype)
     check(product(rows, held, 70), rows, weight)
@@ -77,6 +78,20 @@ def test_a_row_may_have_values_of_any_size(dtype):
         out = product(rows, held, 70)
         assert not out[0].isfinite().any()
         check(out[1:], rows[1:], weight)
+
+
+@compiled
+@pytest.mark.parametrize("outlier", [10.0, 1000.0, 30000.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_outlier_leaves_its_neighbours_what_they_are(dtype, outlier):
+    """Its column means nothing, so that all of the product is theirs."""
+    codes = torch.randint(0, 16, (70, 384), generator=torch.Generator().manual_seed(10)).to(torch.uint8)
+    codes[:, 100] = 8
+    table, scales = torch.arange(-8, 8, dtype=torch.int8), torch.ones(70, 12, dtype=torch.float16)
+    held = quantised_panels(codes, 4, table, Numbers(scales))
+    x = (torch.randn(2, 384, generator=torch.Generator().manual_seed(11)) / 100).to(dtype)
+    x[:, 100] = outlier
+    check(product(x, held, 70), x, codes.double() - 8)
 
 
 @compiled

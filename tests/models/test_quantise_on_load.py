@@ -109,6 +109,17 @@ def test_the_report_has_figures_for_every_bucket_for_prompts_and_for_experts(tmp
 
 
 @compiled
+@pytest.mark.parametrize("quantize", ["int4", "q8_0"])
+def test_figures_are_those_of_the_product_that_is_taken(tmp_path: Path, quantize: str) -> None:
+    save_checkpoint("llama-2", tmp_path)
+    kinds = []
+    for batch_invariant in (False, True):
+        layer = load_model(tmp_path, device="cpu", quantize=quantize, batch_invariant=batch_invariant).layers[0]
+        kinds.append({form.kind for form in layer.linears.values()})
+    assert not kinds[0] & kinds[1]
+
+
+@compiled
 def test_groups_of_a_size_that_is_asked_for_are_made(tmp_path: Path) -> None:
     save_checkpoint("llama-2", tmp_path)
     for quantize, size in (("int8", 32), ("int4", 16)):
