@@ -248,10 +248,7 @@ def test_the_model_itself_is_not_written_over(model: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a terminal, and sends a signal")
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_at_the_shell_takes_the_bar_away_and_leaves_nothing(
-    tmp_path: Path, number: signal.Signals, status: int
-) -> None:
+def test_ctrl_c_at_the_shell_takes_the_bar_away_and_leaves_nothing(tmp_path: Path) -> None:
     model = checkpoint(tmp_path / "model", hidden_size=512, intermediate_size=2048, num_hidden_layers=10)
     terminal, its_end = os.openpty()
     termios.tcsetwinsize(terminal, (24, 120))
@@ -263,10 +260,10 @@ def test_a_signal_at_the_shell_takes_the_bar_away_and_leaves_nothing(
         while not re.search(r"quantising: +\d+%\|.*\| [1-9]\d*/93 ", seen):
             seen += os.read(terminal, 65536).decode(errors="replace")
         assert len(list(tmp_path.iterdir())) == 2  # the model, and what is being written
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
         seen += os.read(terminal, 65536).decode(errors="replace")
         os.close(terminal)
-    assert (process.returncode, out) == (status, b"")
+    assert (process.returncode, out) == (130, b"")
     assert "Traceback" not in seen
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
