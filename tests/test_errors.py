@@ -3,8 +3,10 @@
 import ast
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,15 @@ def test_what_commands_call_refuses_arguments_by_the_projects_own_error(package:
                 assert ast.unparse(node.exc.func) != "ValueError", f"{path}:{node.lineno}"
 
 
-def run_main(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> object:
-    """Let a command's body raise, and return the exit code."""
+def run_main(monkeypatch: pytest.MonkeyPatch, error: BaseException | None) -> object:
+    """Let a command's body raise, or get SIGTERM, and return the exit code."""
 
     def fail(*_: object) -> None:
-        raise error
+        if error is None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        else:
+            raise error
 
     monkeypatch.setattr("sys.argv", ["graphdecode", "generate"])
     monkeypatch.setattr("graphdecode.cli.generate._collect_prompts", fail)
@@ -74,6 +80,16 @@ def test_a_full_disk_is_no_bug(monkeypatch: pytest.MonkeyPatch, capfd: pytest.Ca
 def test_ctrl_c_is_130_and_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, KeyboardInterrupt()) == 130
     assert capfd.readouterr().err.strip() == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="sends a signal")
+def test_sigterm_is_143_and_leaves_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_main(monkeypatch, None) == 143  # by an exception, so that what was begun is cleaned up
+    assert capfd.readouterr().err.strip() == ""
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize("error", [ValueError("no user's"), KeyError("row"), RuntimeError("torn")])

@@ -7,8 +7,10 @@ before torch could be imported.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -26,7 +28,7 @@ from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
-_INTERRUPTED = 130  # 128 and the signal's number, as shells count
+_SIGNALLED = 128  # and the signal's number, as shells count
 _BROKEN_PIPE = 1  # as Python's own
 _REPORT = (
     "this is a bug in graphdecode: please report it with the command, the lines above and what "
@@ -87,12 +89,19 @@ def _occupy_standard_streams() -> None:
         raise ArgumentError("standard output is closed, so there is nowhere to write to")
 
 
+def _end(number: int, _frame: FrameType | None) -> None:
+    """Leave by way of what cleans up, as on Ctrl-C; a second signal does not wait for that."""
+    signal.signal(number, signal.SIG_DFL)
+    sys.exit(_SIGNALLED + number)
+
+
 def main() -> None:
     """Run the command line.
 
     What the user can put right (an error of this package, a wrong option, a file or disk that does not serve) is one
     line and exit code 2, with `--debug` a traceback. Anything else is a bug: a traceback, how to report it, and 1.
     """
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         _occupy_standard_streams()
         arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -100,7 +109,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.exit(status)
     except (KeyboardInterrupt, typer.Abort):
-        sys.exit(_INTERRUPTED)
+        sys.exit(_SIGNALLED + signal.SIGINT)
     except BrokenPipeError:
         # who reads standard output has left; Python would say so once more when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -117,3 +126,5 @@ def main() -> None:
         if message:  # a command that shows its help says nothing more
             print_error(" ".join(message.split()))
         sys.exit(2)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,12 +6,12 @@ import ctypes
 import os
 import signal
 import socket
-import subprocess
 import sys
 
 import torch.distributed as dist
 
 from graphdecode.distributed.board_file import mapped_board, new_board
+from graphdecode.distributed.child import start_child
 from graphdecode.distributed.link import Link, Message
 from graphdecode.distributed.ranks import SAID, Follower, Leader, Terms, chosen, shared_threads, terms_of, terms_text
 
@@ -40,8 +40,7 @@ def start_ranks(count: int, device: str, how: str, limit_seconds: float, module:
         (link, their_link), (life, their_life) = socket.socketpair(), socket.socketpair()
         given = [their_link.fileno(), their_life.fileno(), descriptor]
         with their_link, their_life:
-            command, ends = [sys.executable, "-m", module, *map(str, given)], [each for each in given if each >= 0]
-            processes.append(subprocess.Popen(command, pass_fds=ends, stdin=subprocess.DEVNULL))
+            processes.append(start_child(module, given))
         links.append(Link(link))
         lives.append(life)
         links[-1].send(Message(SAID, (rank, os.getpid(), 0), terms_text(terms)))

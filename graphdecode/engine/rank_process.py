@@ -7,9 +7,9 @@ The descriptors are those of `follower_of`. It ends with rank 0, and when rank 0
 
 from __future__ import annotations
 
-import signal
 import sys
 
+from graphdecode.distributed.child import leave_signals
 from graphdecode.distributed.started import follower_of
 from graphdecode.engine.following import run
 from graphdecode.engine.loading import captured_runner
@@ -17,8 +17,7 @@ from graphdecode.engine.loading import captured_runner
 
 def main() -> None:
     """Take part in the group that `start_ranks` has started this process for."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach all ranks: rank 0 decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals()
     sys.exit(run(follower_of([int(each) for each in sys.argv[1:]]), captured_runner))
 
 

@@ -41,20 +41,28 @@ def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tu
     return found
 
 
-def read_cache_scales(source: TensorSource, num_layers: int) -> list[tuple[float, float]]:
+def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
     """Return the scales of keys and of values of each layer; 1.0 where the source says nothing.
 
     Raises:
-        CheckpointError: a scale is not a positive number.
+        CheckpointError: a scale is not a positive number, or neither one of the layer nor one for each head.
     """
     found = cache_scale_names(source.tensors, num_layers)
-    return [(1.0, 1.0) if pair is None else (_read(source, pair[0]), _read(source, pair[1])) for pair in found]
+    return [
+        (1.0, 1.0) if pair is None else (_read(source, pair[0], num_kv_heads), _read(source, pair[1], num_kv_heads))
+        for pair in found
+    ]
 
 
-def _read(source: TensorSource, name: str) -> float:
-    values = torch.empty(source.tensors[name].shape, dtype=torch.float32)
+def _read(source: TensorSource, name: str, num_kv_heads: int) -> float:
+    shape = source.tensors[name].shape
+    if math.prod(shape) not in (1, num_kv_heads):
+        raise CheckpointError(
+            f"{name} is {list(shape)} and should be one number, or one for each of {num_kv_heads} heads"
+        )
+    values = torch.empty(shape, dtype=torch.float32)
     source.read(name, values)
-    largest = float(values.max()) if values.numel() else math.nan
+    largest = float(values.max())
     if not 0.0 < largest < math.inf:
         raise CheckpointError(f"{name} divides cached keys or values and must be positive, it is {largest}")
     return largest

@@ -194,7 +194,7 @@ def load_model(
         raise ArgumentError(f"quantize={quantize!r} is for plain weights, and these are in few bits already")
     positions = min(max_sequence_length or config.max_position_embeddings, config.max_position_embeddings)
     norm_offset = family_of(config.architecture).norm_offset
-    scales = read_cache_scales(source, config.num_hidden_layers)
+    scales = read_cache_scales(source, config.num_hidden_layers, config.num_key_value_heads)
     if shared is None:
         return _build(config, Weights(weights_from, weight_map, options, positions, norm_offset), scales, progress)
     shard = SplitSource(weights_from, weight_map, shared.rank, shared.count)

@@ -8,11 +8,11 @@ import itertools
 import logging
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.rules import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
@@ -101,8 +101,7 @@ class EngineClient:
         here, there = socket.socketpair()
         self._socket = here
         with there:
-            command = [sys.executable, "-m", "graphdecode.server.engine_process", str(there.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+            self._process = start_child("graphdecode.server.engine_process", [there.fileno()])
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         self._write(self._setup)
         return reader

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import signal
 import socket
 import sys
 import time
@@ -19,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from graphdecode.distributed import RankError
+from graphdecode.distributed.child import leave_signals
 from graphdecode.engine import Engine, Event, RequestMetrics
 from graphdecode.engine.constraint import Constraint
 from graphdecode.engine.loading import load_engine
@@ -163,8 +163,7 @@ class EngineProcess:
 
 def main() -> None:
     """Load what the first message asks for, say so, and serve."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # they may reach the whole group: the other side decides
-        signal.signal(number, signal.SIG_IGN)
+    leave_signals()
     logging.basicConfig(format="%(levelname)s: %(message)s")
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     try:

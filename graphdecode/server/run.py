@@ -7,6 +7,7 @@ import contextlib
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -71,7 +72,7 @@ async def run(
     """Start what is served, serve it until told to end, let running work finish, and end.
 
     SIGTERM and Ctrl-C drain: new work is answered with 503, and running work may finish for `drain_timeout_s`. A second
-    one ends at once.
+    one ends at once. While it loads, nothing waits for an end: the process exits with 128 and the signal's number.
 
     Args:
         served: what is served.
@@ -90,9 +91,11 @@ async def run(
         await asyncio.wait((loading, asyncio.ensure_future(life.asked.wait())), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
             loading.cancel()
+            log.info("stopping before the model is loaded")
+            life.at_once.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await loading
-            return
+            sys.exit(128 + life.signal)
         loading.result()
         on_signals(life.told_to_end)  # what was loaded may have taken them: Ray does
         server = make_server(make_app(), served.limits)
@@ -148,10 +151,10 @@ class _Server(uvicorn.Server):
         self.should_exit = self.force_exit = True
 
 
-def on_signals(call: Callable[[], object]) -> None:
-    """Have SIGTERM and Ctrl-C call something in the loop that runs."""
+def on_signals(call: Callable[[int], object]) -> None:
+    """Have SIGTERM and Ctrl-C call something in the loop that runs, with the signal's number."""
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, call)
+        asyncio.get_running_loop().add_signal_handler(number, call, number)
 
 
 def off_signals() -> None:
@@ -171,6 +174,7 @@ class _Life:
         asked: the end was asked for.
         at_once: it was asked for again.
         on_second: is called when it is asked for again.
+        signal: that asked last.
     """
 
     def __init__(self, served: Served) -> None:
@@ -178,9 +182,11 @@ class _Life:
         self.asked = asyncio.Event()
         self.at_once = asyncio.Event()
         self.on_second: Callable[[], object] = _nothing
+        self.signal = 0
 
-    def told_to_end(self) -> None:
+    def told_to_end(self, number: int) -> None:
         """Take a signal."""
+        self.signal = number
         if self.asked.is_set():
             self.at_once.set()
             self.on_second()

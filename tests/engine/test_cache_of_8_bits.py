@@ -137,11 +137,13 @@ class Scales:
 )
 def test_scales_are_found_under_every_writers_names(key, value):
     prefix = "model.layers.1.self_attn."
-    found = read_cache_scales(Scales({prefix + key: [0.5, 0.25], prefix + value: 2.0}), 3)
+    found = read_cache_scales(Scales({prefix + key: [0.5, 0.25], prefix + value: 2.0}), 3, 2)
     assert found == [(1.0, 1.0), (0.5, 2.0), (1.0, 1.0)]
-    assert read_cache_scales(Scales({prefix + "kv_scale": 0.125}), 2) == [(1.0, 1.0), (0.125, 0.125)]
+    assert read_cache_scales(Scales({prefix + "kv_scale": 0.125}), 2, 2) == [(1.0, 1.0), (0.125, 0.125)]
     with pytest.raises(CheckpointError, match=rf"{prefix}{key} .*must be positive, it is -1"):
-        read_cache_scales(Scales({prefix + key: -1.0, prefix + value: 2.0}), 2)
+        read_cache_scales(Scales({prefix + key: -1.0, prefix + value: 2.0}), 2, 2)
+    with pytest.raises(CheckpointError, match=rf"{prefix}{key} is \[7\] .*each of 2 heads"):
+        read_cache_scales(Scales({prefix + key: [0.5] * 7, prefix + value: 2.0}), 2, 2)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

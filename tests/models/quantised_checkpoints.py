@@ -229,11 +229,13 @@ def packed_tensors(form: Form, tensors: dict[str, Tensor], left_plain: str = "lm
     return stored, meant
 
 
-def write_pair(form: Form, folder: Path, family: str = "llama-2") -> tuple[Path, Path]:
-    """Write a checkpoint in a form, and the plain one that it stands for; the MLP of a layer is plain in both."""
+def write_pair(
+    form: Form, folder: Path, family: str = "llama-2", left_plain: str = "layers.1.mlp"
+) -> tuple[Path, Path]:
+    """Write a checkpoint in a form, and the plain one that it stands for; some products are plain in both."""
     packed, plain = (save_checkpoint(family, folder / name) for name in ("packed", "plain"))
     tensors = load_file(plain / "model.safetensors")
-    stored, meant = packed_tensors(form, tensors, left_plain="layers.1.mlp")
+    stored, meant = packed_tensors(form, tensors, left_plain)
     save_file({name: tensor.contiguous() for name, tensor in stored.items()}, packed / "model.safetensors")
     save_file(meant, plain / "model.safetensors")
     edit_config(packed, lambda settings: settings.update(quantization_config=form.settings))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,22 @@ REFUSED = {
         FORMS["int4 group"].settings | {"transform_config": {"config_groups": {"u": {}}}},
         "transform_config is not supported",
     ),
+    "a cache of four bits": (
+        FORMS["int4 group"].settings | {"kv_cache_scheme": {"num_bits": 4, "type": "int", "strategy": "channel"}},
+        r"kv_cache_scheme\.num_bits 4 is not supported; supported are 8",
+    ),
+    "scales of a cache by channel": (
+        FORMS["int4 group"].settings | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "channel"}},
+        r"kv_cache_scheme\.strategy channel is not supported; supported are tensor, attn_head",
+    ),
+    "a cache that is a word": (
+        FORMS["int4 group"].settings | {"kv_cache_scheme": "abc"},
+        "must be an object, got 'abc'",
+    ),
+    "modules that are a number": (
+        FORMS["int4 group"].settings | {"ignore": 7},
+        "ignore must be a list of names, got 7",
+    ),
     "sparse weights": (FORMS["int4 group"].settings | {"format": "marlin-24"}, "format marlin-24 is not supported"),
 }
 
@@ -102,6 +119,35 @@ def test_what_is_not_known_is_refused_by_its_configuration(tmp_path: Path, setti
     edit_config(tmp_path, lambda config: config.update(quantization_config=settings))
     with pytest.raises(UnsupportedModelError, match=message):
         check_model(tmp_path)
+
+
+@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
+@pytest.mark.parametrize(("ignored", "place"), [("mlp.down_proj", "down"), ("self_attn.k_proj", "qkv")])
+def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(
+    tmp_path: Path, ignored: str, place: str
+) -> None:
+    form = FORMS["int4 group"]
+    module = f"model.layers.0.{ignored}"
+    form = form._replace(settings=form.settings | {"ignore": ["lm_head", module]})
+    packed, plain = (
+        load_model(each, device="cpu", dtype="float32") for each in write_pair(form, tmp_path, left_plain=module)
+    )
+    for name, linear in packed.layers[0].linears.items():
+        assert type(linear) is (Panels if name == place else GroupPanels), name
+        x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0))
+        found, expected = torch.empty(2, 3, linear.out_features)
+        linear.apply(found, x)
+        plain.layers[0].linears[name].apply(expected, x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_that_are_not_symmetric_need_zero_points(tmp_path: Path) -> None:
+    form = FORMS["int4 group"]
+    settings = copy.deepcopy(form.settings)
+    settings["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    packed, _ = write_pair(form._replace(settings=settings), tmp_path)
+    with pytest.raises(CheckpointError, match=r"weight_zero_point is missing: the configuration has symmetric false"):
+        load_model(packed, device="cpu")
 
 
 def test_scales_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -8,13 +8,16 @@ import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx2 as httpx
 import openai
 import pytest
-from served import AT_LENGTH, Served, serving
+from served import AT_LENGTH, ROOT, Served, serving
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.guards import own_names
@@ -335,6 +338,23 @@ def test_told_to_end_it_finishes_what_runs_and_takes_nothing_new() -> None:
         assert b"[DONE]" in received
         assert server.process.wait(20) == 0
         assert any("'abc' ->" in line for line in server.lines)
+
+
+def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphdecode", "serve", "--port", "0", "--device", "cpu"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text():
+        time.sleep(0.01)
+    time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "INFO: stopping before the model is loaded\n")
 
 
 def test_told_twice_it_ends_at_once() -> None:

@@ -35,6 +35,7 @@ class _Scheme(NamedTuple):
     bits: int
     group_size: int  # -1: a row, or all of the weight
     rows_of_scale: int = 1
+    is_symmetric: bool = True  # there need be no zero points
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,8 @@ class CompressedTensors:
             held = settings.get(other)
             if held and not (isinstance(held, dict) and held.get("format") == "dense"):
                 raise UnsupportedModelError(f"quantization_config: {other} is not supported")
+        _check_ignored(settings.get("ignore"))
+        _check_cache(settings.get("kv_cache_scheme"))
         groups = settings.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise UnsupportedModelError(f"quantization_config: config_groups must be an object, got {shown(groups)}")
@@ -122,6 +125,10 @@ class CompressedTensors:
             columns *= 2
         kind = self._kind(module, codes, (rows, columns))
         found = [scheme for scheme in self._schemes if (scheme.code, scheme.bits) == kind]
+        if f"{module}.weight_zero_point" not in tensors:
+            found = [scheme for scheme in found if scheme.is_symmetric]
+            if not found:
+                raise CheckpointError(f"{module}.weight_zero_point is missing: the configuration has symmetric false")
         scheme = _fitting(module, found, (rows, columns), tensors[f"{module}.weight_scale"])
         _check_zeros(module, tensors, (rows, columns), scheme)
         name = {"integer": f"INT{scheme.bits}", "e4m3": "FP8", "e2m1": "MXFP4"}[scheme.code]
@@ -159,14 +166,32 @@ def _scheme_of(group: Mapping[str, Any], overall: str) -> _Scheme:
             "quantization_config: floats of 4 bits are supported in groups of 32 alone (mxfp4-pack-quantized)"
         )
     code: Code = "integer" if kind == "int" else "e2m1" if bits == 4 else "e4m3"
+    is_symmetric = is_one_of(weights, "symmetric", (True, False), True) or kind == "float"
     if strategy == "block":
         block = weights.get("block_structure")
         if not isinstance(block, list) or len(block) != 2 or not all(map(_is_size, block)):
             raise UnsupportedModelError(f"quantization_config: block_structure must be two sizes, got {shown(block)}")
-        return _Scheme(code, bits, block[1], block[0])
+        return _Scheme(code, bits, block[1], block[0], is_symmetric)
     if not isinstance(size, int) or not (size == -1 or _is_size(size)):
         raise UnsupportedModelError(f"quantization_config: group_size must be an integer >= 1, got {shown(size)}")
-    return _Scheme(code, bits, size)
+    return _Scheme(code, bits, size, is_symmetric=is_symmetric)
+
+
+def _check_ignored(ignored: Any) -> None:
+    """Refuse a list of modules that is none; which they are, the tensors say."""
+    if ignored is not None and not (isinstance(ignored, list) and all(isinstance(name, str) for name in ignored)):
+        raise UnsupportedModelError(f"quantization_config: ignore must be a list of names, got {shown(ignored)}")
+
+
+def _check_cache(scheme: Any) -> None:
+    """Refuse scales of a cache of another kind than an fp8 one, with a number for each layer or each of its heads."""
+    if scheme is None:
+        return
+    if not isinstance(scheme, dict):
+        raise UnsupportedModelError(f"quantization_config: kv_cache_scheme must be an object, got {shown(scheme)}")
+    known = {"num_bits": (8,), "type": ("float",), "strategy": ("tensor", "attn_head"), "symmetric": (True,)}
+    for name, values in known.items():
+        is_one_of(scheme, name, values, values[0], of="kv_cache_scheme")
 
 
 def _implied(weights: Mapping[str, Any]) -> str:

@@ -78,8 +78,17 @@ class Method(Protocol):
         """
 
 
-def is_one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None) -> Any:
+def is_one_of(
+    settings: Mapping[str, Any], name: str, known: tuple[Any, ...], default: Any = None, *, of: str = ""
+) -> Any:
     """Return a field's value.
+
+    Args:
+        settings: that hold it.
+        name: of the field.
+        known: its values.
+        default: where it is left out.
+        of: the field of `quantization_config` that the settings are, for the message; left out: all of it.
 
     Raises:
         UnsupportedModelError: it is none of those that are known.
@@ -88,8 +97,9 @@ def is_one_of(settings: Mapping[str, Any], name: str, known: tuple[Any, ...], de
     value = default if value is None else value
     if not any(value == each and type(value) is type(each) for each in known):
         words = ", ".join("none" if each is None else str(each) for each in known)
+        field = f"{of}.{name}" if of else name
         raise UnsupportedModelError(
-            f"quantization_config: {name} {shown(value, plain=True)} is not supported; supported are {words}"
+            f"quantization_config: {field} {shown(value, plain=True)} is not supported; supported are {words}"
         )
     return value
 

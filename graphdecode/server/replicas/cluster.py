@@ -197,7 +197,7 @@ class Cluster:
         asked = asyncio.Event()
         try:
             await self.start()
-            on_signals(asked.set)
+            on_signals(lambda _: asked.set())
             on_ready()
             await asked.wait()
             log.warning("finishing what runs; ask again to end at once")

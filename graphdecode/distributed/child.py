@@ -1,0 +1,32 @@
+"""A process that this one starts to run a module of the package, and that ends when this one ends it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+_LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they may reach the whole group
+
+
+def start_child(module: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Start a module as a process whose signals wait until it calls `leave_signals`, its imports over.
+
+    Args:
+        module: what it runs.
+        descriptors: open here, which it is given as its arguments; -1: none.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # which it inherits
+    try:
+        command, held = [sys.executable, "-m", module, *map(str, descriptors)], [fd for fd in descriptors if fd >= 0]
+        return subprocess.Popen(command, pass_fds=held, stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_signals() -> None:
+    """Let the process that started this one decide: drop Ctrl-C and SIGTERM, those that wait already too."""
+    for number in _LEFT_TO_PARENT:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_PARENT)
