@@ -5,13 +5,16 @@
 Each turn is one prompt of 1,024 or 3,900 tokens up to its first token, or greedy steps of 1 or 32 rows behind prompts
 of 32. vLLM runs in another environment's Python with as many threads, transformers in this process. The peaks are those
 of the bf16 dot instructions, from registers, on as many threads; the floor of a step is the time in which its weights
-are read at the bandwidth that is measured in the same run.
+are read at the bandwidth that is measured in the same run. Behind long contexts steps of 1 and 8 rows stand beside the
+time in which their weights, keys and values are read.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import random
+import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +33,7 @@ from graphdecode.profiling.environment import describe_environment
 HERE = Path(__file__).parent
 PROMPTS = {"prompt_1024": (1, 1024, 1), "prompt_3900": (1, 3900, 1)}
 STEPS = {"batch_1": (1, 32, 33), "batch_32": (32, 32, 33)}
+LONG_ROWS, LONG_TOKENS, LONG_STEPS = (1, 8), 8100, 65
 
 
 def dot_peaks(threads: int) -> dict[str, float]:
@@ -54,6 +58,34 @@ def prompt_operations(model: Any, tokens: int) -> int:
     layers = model.weight_bytes // 2 - head  # two bytes a weight; the norms are a thousandth of them
     attention = config.num_hidden_layers * heads * head_dim * tokens * (tokens + 1)
     return 2 * (layers * tokens + attention + head)
+
+
+def long_contexts(folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Return for each number of rows the time of a step behind long prompts, and its floor, in milliseconds."""
+    found = {}
+    for rows in LONG_ROWS:
+        llm = LLM(
+            folder,
+            dtype="bfloat16",
+            device="cpu",
+            batch_sizes=[rows],
+            max_batch_size=rows,
+            max_sequence_length=LONG_TOKENS + LONG_STEPS,
+            skip_tokenizer_init=True,
+        )
+        config, rng = llm.model.config, random.Random(rows)
+        of_token = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+        read = llm.model.weight_bytes + rows * (LONG_TOKENS + LONG_STEPS // 2) * of_token
+        prompts = [[rng.randrange(10, config.vocab_size) for _ in range(LONG_TOKENS)] for _ in range(rows)]
+        turns, floors = [], []
+        for _ in range(rounds + 1):  # after the first one prompts are found in the cache
+            floors.append(read / read_bandwidth("cpu") * 1e3)
+            turns.append(timed(llm, prompts, LONG_STEPS)["step_seconds"] * 1e3)
+        llm.close()
+        step, floor = statistics.median(turns[1:]), statistics.median(floors[1:])
+        over = statistics.median(turn / floor for turn, floor in zip(turns[1:], floors[1:], strict=True))
+        found[f"batch_{rows}"] = {"ms": round(step, 3), "floor_ms": round(floor, 3), "times_floor": round(over, 3)}
+    return found
 
 
 def by_transformers(folder: Path) -> Turn:
@@ -103,6 +135,7 @@ def main(
     workloads = measure(engines, PROMPTS | STEPS, rounds, llm.model.config.vocab_size)
     if vllm is not None:
         vllm.close()
+    llm.close()
     peaks, bandwidth = dot_peaks(threads), read_bandwidth("cpu")
     floor_ms = llm.model.weight_bytes / bandwidth * 1e3
     for name, (_, tokens, _) in PROMPTS.items():
@@ -121,11 +154,14 @@ def main(
         "times_floor": round(workloads["batch_1"]["graphdecode"]["ms"] / floor_ms, 3),
         "peaks": {name: round(peak) for name, peak in peaks.items()},
         "workloads": workloads,
+        "long_contexts": long_contexts(folder, rounds),
     }
     for name, found in workloads.items():
         print(f"{name:12}", "  ".join(f"{engine} {each['ms']:.2f} ms" for engine, each in found.items()))
     print(f"floor        {floor_ms:.2f} ms, a step of one row takes {result['times_floor']} times that")
     print("peaks       ", "  ".join(f"{name} {peak / 1e12:.2f} T/s" for name, peak in peaks.items()))
+    for name, behind in result["long_contexts"].items():
+        print(f"{name:12} behind {LONG_TOKENS} tokens {behind['ms']:.2f} ms, {behind['times_floor']} times its floor")
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -42,7 +42,7 @@ struct coming {
     const char *keys, *values; /* of the first head */
     const int64_t *places;
     int64_t count, bytes, size; /* tokens; of all heads' keys of one, and of a value */
-    int64_t token, due;         /* of each part, that is next; lines */
+    int64_t token, due;         /* of each part, that is next; bytes of all of them that should have been asked for */
     int64_t at[STREAMS], byte, left; /* of each part's token that is being asked for, and how many bytes of it are left */
 };
 
@@ -53,9 +53,9 @@ static void go_on(struct coming *next, int64_t tokens) {
     next->token++, next->byte = 0, next->left = next->bytes;
 }
 
-INLINE void ask_for(struct coming *next, int64_t lines) {
+INLINE void ask_for(struct coming *next, int64_t bytes) {
     int64_t tokens = (next->count + STREAMS - 1) / STREAMS;
-    for (next->due += lines; next->due > 0; next->due -= 2 * STREAMS) {
+    for (next->due += bytes; next->due > 0; next->due -= 2 * STREAMS * 64) {
         if (next->left <= 0) {
             if (next->token >= tokens) return;
             go_on(next, tokens);
@@ -70,12 +70,12 @@ INLINE void ask_for(struct coming *next, int64_t lines) {
     }
 }
 
-/* How many lines a block of `count` keys, and their values, of `bytes` each have, as they are asked for. */
-static inline int64_t lines_of(int64_t count, int64_t bytes) {
-    return (count + STREAMS - 1) / STREAMS * STREAMS * 2 * ((bytes + 63) / 64);
+/* How many bytes are asked for in all. */
+static inline int64_t bytes_of(const struct coming *next) {
+    return (next->count + STREAMS - 1) / STREAMS * ((next->bytes + 63) / 64) * 2 * STREAMS * 64;
 }
 
-static inline void ask_for_rest(struct coming *next) { ask_for(next, lines_of(next->count, next->bytes)); }
+static inline void ask_for_rest(struct coming *next) { ask_for(next, bytes_of(next)); }
 
 /* Read the scales of one head's entries, [pages][heads][tokens], of `count` tokens from `first` on; before `begin`, which
  * nobody sees, and behind the last, up to a whole panel, they are zeros. */

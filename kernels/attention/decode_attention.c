@@ -113,7 +113,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) held[h][v] = load_f32(sums + h * dim + offset + v * LANES);
     for (int64_t j = 0; j < count; j++) {
-        if (next) ask_for(next, dim * next->size / 64);
+        if (next) ask_for(next, dim * next->size);
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
             vec value = load(values[j] + offset + v * LANES);
@@ -130,7 +130,7 @@ INLINE void NAME(add_weighted)(const int heads, const int vectors, float *sums, 
 INLINE void NAME(dots)(const int heads, float *logits, const float *q, const element *const *found,
                        struct coming *next, int64_t count, int64_t dim) {
     for (int64_t j = 0; j < count; j += LANES / heads) {
-        if (next) ask_for(next, LANES / heads * dim * next->size / 64);
+        if (next) ask_for(next, LANES / heads * dim * next->size);
         NAME(add_dots)(heads, logits + j, q, found + j, dim);
     }
 }
@@ -287,7 +287,7 @@ static void attend_span_in_tiles(const struct NAME(part) *p, struct few_queries 
         locate(next, &then->entries, begin, coming);
         ahead = coming_of(then, next, coming);
         struct block block = {&p->entries, places, first, p->seen.begin - first, count, a->k_cache.code};
-        few->share = share_of(few, count, lines_of(coming, ahead.bytes));
+        few->share = share_of(few, count, bytes_of(&ahead));
         block_of_logits(few, &block, keys, &ahead);
         for (int64_t h = 0; h < few->heads; h++) {
             if (few->key_scales) {

@@ -1,9 +1,10 @@
 /* Attention of few queries in matrix tiles of bf16 (native_tiles.h), with keys and values as they stand in their pages.
  *
  * TILE_ROWS keys are the rows of a tile. Queries of several heads share the other, each with zeros for the features of
- * heads that are not its own, so that all of a key's heads are added up in one tile of sums. TILE_ROWS values are the rows
- * of a tile, too: what it takes for a pair are two features of one value, so that each query has two rows of weights.
- * The first is (weight, 0) of each value, and gives even features, the second (0, weight), and gives odd ones.
+ * heads that are not its own, so that all of a key's heads are added up in one tile of sums; where a key is infinite or no
+ * number in one head, its logits are no numbers in all of these. TILE_ROWS values are the rows of a tile, too: what it
+ * takes for a pair are two features of one value, so that each query has two rows of weights. The first is (weight, 0) of
+ * each value, and gives even features, the second (0, weight), and gives odd ones.
  */
 #ifndef GRAPHDECODE_DECODE_TILES_H
 #define GRAPHDECODE_DECODE_TILES_H
@@ -35,7 +36,7 @@ struct few_queries {
     uint32_t *weights;             /* [key / TILE_ROWS][2 * together][LANES] */
     uint16_t *copied;              /* entries that cannot be taken as they stand */
     float *key_scales, *value_scales;
-    int64_t share;                 /* lines of the next block that are asked for with a product of tiles */
+    int64_t share;                 /* bytes of the next block that are asked for with a product of tiles */
 };
 
 /* A block of a row's keys, of which nobody sees those before `unseen`. */
@@ -86,11 +87,11 @@ static void put_query(const struct few_queries *few, int64_t head, int64_t r, co
     for (int64_t i = 0; i < few->dim / 2; i++) memcpy(to + i * TILE_ROWS, q + 2 * i, sizeof *to);
 }
 
-/* How many lines are asked for with each product of tiles, if it is `lines` while a block of `count` keys is attended to. */
-static int64_t share_of(const struct few_queries *few, int64_t count, int64_t lines) {
+/* How many bytes are asked for with each product of tiles, if it is `bytes` while a block of `count` keys is attended to. */
+static int64_t share_of(const struct few_queries *few, int64_t count, int64_t bytes) {
     int64_t products = few->heads * (few->tiles + parts_of(few->count)) * few->dim / TILE_IN;
     int64_t work = (count + TILE_ROWS - 1) / TILE_ROWS * (products + TURN_WORK * query_tiles(few));
-    return lines / (work + WEIGHT_WORK * few->heads * few->count) + 1;
+    return bytes / (work + WEIGHT_WORK * few->heads * few->count) + 1;
 }
 
 static float *logits_of(const struct few_queries *few, int64_t head, int64_t r) {
@@ -126,7 +127,7 @@ static const uint16_t *entries_at(const struct block *block, const void *entries
 /* The logits of all queries with a block of keys. */
 static void block_of_logits(const struct few_queries *few, const struct block *block, const void *keys,
                             struct coming *next) {
-    int64_t dim = few->dim, stride, tile_floats = few->tiles * dim * TILE_ROWS;
+    int64_t dim = few->dim, stride, of_head = few->tiles * dim * TILE_ROWS;
     float sums[TILE_ROWS * LANES];
     for (int64_t from = 0; from < block->count; from += TILE_ROWS) {
         const uint16_t *at = entries_at(block, keys, from, few->heads * dim, few->copied, &stride);
@@ -135,7 +136,7 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
             for (int64_t tile = 0; tile < few->tiles; tile++) {
                 _tile_zero(KEY_SUMS);
                 for (int64_t h = head; h < behind; h++) {
-                    const uint16_t *q = few->q + h * tile_floats + tile * dim * TILE_ROWS;
+                    const uint16_t *q = few->q + h * of_head + tile * dim * TILE_ROWS;
                     for (int64_t i = 0; i < dim; i += TILE_IN) {
                         ask_for(next, few->share);
                         _tile_loadd(ENTRIES, at + h * dim + i, stride);

@@ -65,13 +65,13 @@ INLINE void tile_product_of(const int tiles, const int goes_on, const int ahead,
     }
     for (int64_t i = 0; i < in; i += TILE_IN) {
         const char *later = (const char *)(panel + i * PANEL) + ahead;
-        _tile_loadd(4, x + i, 2 * stride);
-        if (tiles == 2) _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
-        if (ahead) ask_for_tile(later);
         _tile_loadd(6, panel + i * PANEL, 4 * PANEL);
         _tile_loadd(7, panel + i * PANEL + PANEL, 4 * PANEL);
+        _tile_loadd(4, x + i, 2 * stride);
+        if (ahead) ask_for_tile(later);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
+        if (tiles == 2) _tile_loadd(5, x + TILE_ROWS * stride + i, 2 * stride);
         if (ahead) ask_for_tile(later + TILE_IN * PANEL);
         if (tiles == 2) {
             _tile_dpbf16ps(2, 5, 6);

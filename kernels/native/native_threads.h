@@ -19,7 +19,7 @@
 #define SLEEP_SPINS 4000 /* pauses, some 0.1 ms, after which a thread without work goes to sleep */
 #define YIELD_SPINS 1000 /* pauses after which a waiting caller offers its core */
 #define PARTS 6       /* of a thread's even share */
-#define FIRST_PARTS 4 /* that its first chunk is of: nobody asked ahead for what a chunk begins with. Later ones are of one */
+#define FIRST_PARTS 3 /* that its first chunk is of: nobody asked ahead for what a chunk begins with. Later ones are of one */
 #define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
 _Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 

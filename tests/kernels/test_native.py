@@ -204,6 +204,33 @@ def test_attention_is_the_torch_version(group, dim, page_size, window, soft_cap,
     assert not results[1][-1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("group", "kv_heads", "dim", "page_size"), [(3, 4, 64, 16), (12, 2, 96, 8), (20, 3, 32, 48)])
+def test_a_rows_attention_has_the_same_bits_alone_and_in_any_company(group, kv_heads, dim, page_size, dtype, generator):
+    lengths = torch.tensor([700, 1, 129, 16, 1100, 47], dtype=torch.int32)
+    pages = -(-1100 // page_size)
+    k_cache, v_cache = torch.randn(2, pages + 1, page_size, kv_heads, dim, generator=generator).to(dtype)
+    table = torch.stack([torch.randperm(pages, generator=generator) for _ in lengths]).int()
+    q = torch.randn(len(lengths), group * kv_heads, dim, generator=generator).to(dtype)
+    nothing, no_plan = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+
+    def attention(version, rows, threads=1):
+        out = torch.full_like(q[rows], torch.nan)
+        given = (out, None, q[rows], k_cache, v_cache, table[rows], None, lengths[rows], no_plan, nothing, nothing)
+        call = version(*given, no_plan, 1, 1, dim**-0.5, 1.0, -1, 0.0, "NONE", 1.0, 1e4, None, None, None)
+        if call is not None:
+            call.function(call.packed, threads)
+        return out
+
+    expected = attention(decode_attention_torch, slice(None))
+    together = attention(native_decode_attention, slice(None))
+    close(together, expected, dtype)
+    assert torch.equal(together, attention(native_decode_attention, slice(None), threads=5))
+    for row in range(len(lengths)):
+        for threads in (1, 3):  # a row alone is shared out by its heads, too
+            assert torch.equal(together[[row]], attention(native_decode_attention, slice(row, row + 1), threads))
+
+
 def sampled_by(version, logits, positions, slots, counts, recent, live):
     sampled = torch.full((len(logits),), -7)
     version(sampled, logits, positions, torch.tensor([live], dtype=torch.int32), *slots, counts, recent)
