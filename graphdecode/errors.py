@@ -29,6 +29,15 @@ class AnswerError(GraphdecodeError, RuntimeError):
     """An answer that had begun had to be given up; the message says why."""
 
 
+def cause(error: Exception) -> str:
+    """Return what an error of Python's says, for a message that names the file: without its number and the path."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"no text in UTF-8 (byte 0x{error.object[error.start]:02x} at position {error.start})"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror[0].lower() + error.strerror[1:]
+    return str(error)
+
+
 def shown(value: Any, *, plain: bool = False) -> str:
     """Return a value for a message: short, on one line, and never an error of its own.
 

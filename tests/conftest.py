@@ -1,7 +1,9 @@
 """What all tests share: where and when they run, and Triton's interpreter where there is no GPU."""
 
 import os
+import shutil
 import signal
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
@@ -16,8 +18,13 @@ if not HAS_CUDA:
 # a shell that starts the tests in the background lets them, and what they start, ignore Ctrl-C
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# what one run or worker measures must not decide about another one
-CHOICES = tempfile.TemporaryDirectory(prefix="graphdecode-choices-")
+# what one run or worker measures must not decide about another one; the folder of one that was killed is removed
+_PREFIX = "graphdecode-choices-"
+for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+    process = left.name.removeprefix(_PREFIX).partition("-")[0]
+    if sys.platform == "linux" and process.isdecimal() and not Path("/proc", process).exists():
+        shutil.rmtree(left, ignore_errors=True)
+CHOICES = tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-")
 os.environ["GRAPHDECODE_CACHE_DIR"] = CHOICES.name
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 if not IS_WORKER:

@@ -77,7 +77,7 @@ def test_bytes_that_are_no_text_are_refused() -> None:
     given = b"12+30=\n\xff\xfe\n"
     result = subprocess.run([*COMMAND, "generate", "-"], input=given, capture_output=True, timeout=120, check=False)
     assert result.returncode == 2
-    assert b"stdin: 'utf-8' codec can't decode byte 0xff in position 7" in result.stderr
+    assert b"stdin: no text in UTF-8 (byte 0xff at position 7)" in result.stderr
     assert b"Traceback" not in result.stderr
 
 
@@ -119,8 +119,14 @@ def test_a_refused_prompt_is_named_while_the_others_are_answered() -> None:
         (["generate", "hello"], "prompts are given with --prompt"),
         (["generate", "-p", "a", "--prompts-file", "none.txt"], "none.txt"),
         (["generate", "-p", "a", "--model", "no-such-model"], "'no-such-model' is no folder"),
-        (["generate", "-p", "a", "--config", "none.toml"], "none.toml"),
-        (["generate", "-p", "a", "--temperature", "-1"], "temperature must be a number >= 0"),
+        (["generate", "-p", "a", "--config", "none.toml"], "error: none.toml: no such file or directory"),
+        (["generate", "-p", "a", "--max-tokens", "0"], "--max-tokens must be an integer >= 1"),
+        (
+            ["quantize", "demo", "out", "--group-size", "-1"],
+            "'--group-size': Input should be greater than or equal to 1",
+        ),
+        (["batch", "none.jsonl", "answers.jsonl"], "none.jsonl does not exist: a batch needs a file of requests"),
+        (["generate", "-p", "a", "--temperature", "-1"], "'--temperature': Input should be greater"),
         (["generate", "-p", "a", "--dtype", "int4"], "dtype must be"),
         (["generate", "-p", "a", "--device", "tpu"], "device must be auto, cpu or cuda"),
         (["generate", "-p", "a", "--max-tokens", "many"], "--max-tokens"),

@@ -74,7 +74,7 @@ def test_a_users_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capfd: pytes
 
 def test_a_full_disk_is_no_bug(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_main(monkeypatch, OSError(28, "No space left on device", "profile.json")) == 2
-    assert capfd.readouterr().err == "error: [Errno 28] No space left on device: 'profile.json'\n"
+    assert capfd.readouterr().err == "error: profile.json: no space left on device\n"
 
 
 def test_ctrl_c_is_130_and_says_nothing(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

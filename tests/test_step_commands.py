@@ -123,7 +123,7 @@ def test_what_graphviz_says_of_a_picture_is_passed_on(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "mystep:step", "--dot", "7"), "error: bucket must be one of the captured [1, 2, 3, 4], got 7"),
+        (("inspect", "mystep:step", "--dot", "7"), "error: bucket must be one of [1, 2, 3, 4], got 7"),
         (("inspect", "mystep:step", "--json", "--dot", "1"), "error: --json, --dot and --svg exclude each other"),
         (("inspect", "mystep:nothing"), "error: mystep:nothing: the module needs that function"),
         (("check", "broken:step"), "error: broken cannot be imported at"),

@@ -26,7 +26,7 @@ from graphdecode.cli.quantize import quantize
 from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
 from graphdecode.cli.versions import state, versions
-from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.errors import ArgumentError, GraphdecodeError, cause
 
 _SIGNALLED = 128  # and the signal's number, as shells count
 _BROKEN_PIPE = 1  # as Python's own
@@ -123,6 +123,8 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         message = error.format_message() if hasattr(error, "format_message") else str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            message = f"{error.filename}: {cause(error)}"
         if message:  # a command that shows its help says nothing more
             print_error(" ".join(message.split()))
         sys.exit(2)

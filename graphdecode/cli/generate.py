@@ -34,7 +34,7 @@ from graphdecode.cli.options import (
     stdin_text,
 )
 from graphdecode.cli.sampling_options import ALL, sampling
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 
 if TYPE_CHECKING:
     from graphdecode import LLM, RequestOutput, SamplingParams
@@ -80,6 +80,8 @@ def generate(
     began = time.perf_counter()
     if not as_json and sampling.keys() & {"logprobs", "prompt_logprobs"}:
         raise ArgumentError("--logprobs and --prompt-logprobs are printed with --json alone")
+    if max_tokens < 1 and "prompt_logprobs" not in sampling:
+        raise ArgumentError(f"--max-tokens must be an integer >= 1 (0 with --prompt-logprobs), got {max_tokens}")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
     settings = settings_of(
         config,
@@ -142,7 +144,7 @@ def _collect_prompts(arguments: list[str], options: list[str], file: Path | None
         try:
             texts += [line for line in file.read_text(encoding="utf-8").splitlines() if line]
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"--prompts-file {file}: {error}") from error
+            raise ArgumentError(f"--prompts-file {file}: {cause(error)}") from error
     if arguments:
         texts += [line for line in stdin_text().splitlines() if line]
     if not texts:

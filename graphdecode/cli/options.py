@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from graphdecode.config import EngineConfig
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 
 STDERR = Console(stderr=True)
 ModelOption = Annotated[
@@ -126,7 +126,7 @@ def stdin_text() -> str:
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ArgumentError(f"stdin: {error}") from error
+        raise ArgumentError(f"stdin: {cause(error)}") from error
 
 
 def print_error(message: str) -> None:

@@ -18,7 +18,7 @@ def quantize(
     ] = "int4",
     group_size: Annotated[
         int | None,
-        typer.Option(help="Weights of a row that share a scale, with int4 and int8; left out: what is usual."),
+        typer.Option(min=1, help="Weights of a row that share a scale, with int4 and int8; left out: what is usual."),
     ] = None,
     file_format: Annotated[
         str | None, typer.Option("--format", help="safetensors or gguf; left out: the one that --to is for.")

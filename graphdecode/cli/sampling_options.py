@@ -15,7 +15,7 @@ _CHECKPOINTS = "Left out: the checkpoint's."
 
 _OPTIONS: dict[str, Any] = {  # a field of `SamplingParams`, and its option
     "n": Annotated[int | None, typer.Option("-n", "--n", help="Answers to each prompt.")],
-    "temperature": Annotated[float | None, typer.Option(help=f"0 is greedy. {_CHECKPOINTS}")],
+    "temperature": Annotated[float | None, typer.Option(min=0.0, help=f"0 is greedy. {_CHECKPOINTS}")],
     "top_k": Annotated[int | None, typer.Option(help=f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}")],
     "top_p": Annotated[float | None, typer.Option(help=f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}")],
     "min_p": Annotated[

@@ -71,7 +71,12 @@ def _imported(module_name: str) -> ModuleType:
 
 
 def check(
-    target: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help="The step, such as mypackage.step:step.")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE[:FUNCTION]", help="The step, such as mypackage.steps:decode; without a function: step."
+        ),
+    ],
 ) -> None:
     """Look for what a graph would get wrong in a step; exit code 1 if there is anything.
 
@@ -99,7 +104,7 @@ def check(
 
 def inspect(
     target: Annotated[
-        str | None, typer.Argument(metavar="[MODULE:FUNCTION]", help="A step of your own; none: that of a model.")
+        str | None, typer.Argument(metavar="[MODULE[:FUNCTION]]", help="A step of your own; none: that of a model.")
     ] = None,
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
     config: ConfigOption = None,
@@ -124,13 +129,15 @@ def inspect(
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 
-    runner = None
+    runner, drawn = None, svg if dot is None else dot
     if target is not None:
         given = _load(target)
         rows = given.buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
+        _check_drawn(drawn, ladder)
         graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
+        _check_drawn(drawn, settings.buckets.ladder)
         runner = load_runner(model, settings, progress=True)
         graphs = runner.graphs
     try:
@@ -147,6 +154,12 @@ def inspect(
             _show(graphs, runner, as_json)
     finally:
         graphs.close() if runner is None else runner.close()
+
+
+def _check_drawn(bucket: int | None, ladder: BucketLadder) -> None:
+    """Refuse a bucket that there will not be, before anything is loaded or captured."""
+    if bucket is not None and bucket not in ladder.sizes:
+        raise ArgumentError(f"bucket must be one of {list(ladder.sizes)}, got {bucket}")
 
 
 def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:

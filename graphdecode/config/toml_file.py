@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphdecode.config.key import Key
-from graphdecode.errors import ConfigError, shown
+from graphdecode.errors import ConfigError, cause, shown
 
 
 class ConfigDocument:
@@ -53,7 +53,7 @@ class ConfigDocument:
         except RecursionError as error:
             raise ConfigError(f"{path}: it is nested too deeply") from error
         except (OSError, ValueError) as error:  # no UTF-8, no TOML, or a number with thousands of digits
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{path}: {cause(error)}") from error
 
     def _read_section(self, section: str, entries: Any, sections: dict[str, dict[str, Key]]) -> None:
         if section not in sections or not isinstance(entries, Mapping):

@@ -19,7 +19,7 @@ from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
 from graphdecode.linear.groups import GROUP_TYPES, GroupSource
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
+from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
@@ -151,6 +151,8 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
+    if quantize == "gguf" and not isinstance(source, BlockSource):
+        raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause, shown
 
 
 def read_batch_sizes(path: Path) -> Counter[int]:
@@ -39,7 +40,7 @@ def record_batch_sizes(path: Path, counts: Mapping[int, int]) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise ArgumentError(f"{path} cannot be written: {error}") from error
+        raise ArgumentError(f"{path} cannot be written: {cause(error)}") from error
 
 
 def check_record(path: Path) -> None:
@@ -58,14 +59,16 @@ def check_record(path: Path) -> None:
 
 def _read(path: Path) -> Counter[int]:
     try:
-        counts = json.loads(path.read_text(encoding="utf-8"))["batch_sizes"]
-        found = {int(size): steps for size, steps in counts.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ArgumentError(f"{path} is no record of batch sizes: {error!r}") from error
-    for size, steps in found.items():
-        if size < 1 or type(steps) is not int or steps < 0:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path} is no record of batch sizes: {cause(error)}") from error
+    counts = record.get("batch_sizes") if isinstance(record, dict) else None
+    if not isinstance(counts, dict):
+        raise ArgumentError(f"{path} is no record of batch sizes: it must be an object with an object batch_sizes")
+    for size, steps in counts.items():
+        if not re.fullmatch(r"[1-9]\d{0,8}", size) or type(steps) is not int or steps < 0:
             raise ArgumentError(
                 f"{path} is no record of batch sizes: sizes must be integers >= 1 and their counts integers >= 0, "
-                f"got {size}: {steps!r}"
+                f"got {shown(size)}: {shown(steps)}"
             )
-    return Counter(found)
+    return Counter({int(size): steps for size, steps in counts.items()})

@@ -7,7 +7,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 from graphdecode.profiling.latency import SCHEMA_VERSION
 
 _SAME = ("model", "dtype", "backend")
@@ -95,7 +95,7 @@ def read_profile(path: Path) -> dict:
     try:
         profile = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"{path} is no profile: {error}") from error
+        raise ArgumentError(f"{path} is no profile: {cause(error)}") from error
     schema = profile.get("schema") if isinstance(profile, dict) else None
     if schema != SCHEMA_VERSION:
         raise ArgumentError(f"{path} is no profile: schema {SCHEMA_VERSION} is needed, got {schema!r}")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 
 _LARGEST_SIGMA = 10  # e^10 is 22026 times the median
 
@@ -114,7 +114,7 @@ def read_trace(path: Path) -> list[Arrival]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"{path} is no trace of arrivals: {error}") from error
+        raise ArgumentError(f"{path} is no trace of arrivals: {cause(error)}") from error
     arrivals = [_arrival(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not arrivals:
         raise ArgumentError(f"{path} is no trace of arrivals: it is empty")

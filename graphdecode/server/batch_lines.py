@@ -46,7 +46,8 @@ class BatchInput:
 
     def __init__(self, path: Path, max_line_bytes: int) -> None:
         if not path.is_file():
-            raise ArgumentError(f"{path} must be a file of requests, one a line")
+            wrong = "is no file" if path.exists() else "does not exist"
+            raise ArgumentError(f"{path} {wrong}: a batch needs a file of requests, one a line")
         self._path = path
         self._max_line_bytes = max_line_bytes
         self.custom_ids: dict[str, int] = {}

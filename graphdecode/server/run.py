@@ -15,7 +15,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from graphdecode.config import ServerConfig
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 from graphdecode.server.http_protocol import protocol_with
 
 _LOOK_EVERY_SECONDS = 0.05  # whether all is drained
@@ -37,7 +37,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        raise ArgumentError(f"cannot listen on {host} port {port}: {error}") from error
+        raise ArgumentError(f"cannot listen on {host} port {port}: {cause(error)}") from error
     return bound
 
 

@@ -74,7 +74,7 @@ class Service:
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
-        self.router = Router(self.client)
+        self.router = Router(self.client, "the server was ended")
         self.intake = Intake(self.client, tokenizer, structured_outputs_backend=config.structured_outputs_backend)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
@@ -200,8 +200,7 @@ class Service:
         try:
             await asyncio.to_thread(self.intake.grammars.grammar, form.params)  # a large one takes seconds
         except ArgumentError as error:
-            message = form.field + str(error).removeprefix("structured_outputs")
-            raise HttpError(400, message, param=form.field) from error
+            raise HttpError(400, form.said(error), param=form.field) from error
         return form.params
 
     async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:

@@ -31,6 +31,11 @@ class Form(NamedTuple):
     params: StructuredOutputsParams
     field: str
 
+    def said(self, error: ArgumentError) -> str:
+        """Return what is wrong with the form, in the words of the request."""
+        text = str(error).removeprefix("structured_outputs")
+        return self.field + (text.replace(": json ", ": json_schema ", 1) if self.field == "response_format" else text)
+
 
 def form_of(body: Generation) -> Form | None:
     """Return the form that the fields of a request ask for, None where they ask for none.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from graphdecode.engine import SamplingParams
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, cause
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any] | Callable[..., Any]
@@ -175,7 +175,7 @@ def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[To
         try:
             return template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"chat_template {template}: {error}") from error
+            raise ArgumentError(f"chat_template {template}: {cause(error)}") from error
     if template is None and not tokenizer.chat_template:
         raise ArgumentError(
             "this model has no chat template: give one as chat_template (a Jinja text, or the path of a file; "

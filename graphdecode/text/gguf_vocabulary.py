@@ -10,6 +10,7 @@ from graphdecode.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.text.gguf_tokenizer import cut_by
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
 
+_INSTEAD = "int4, int8 and fp8 are written as safetensors, with the tokenizer as it is"
 _UNUSED = 5  # of `tokenizer.ggml.token_type`
 _NAMED = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
 _PROBES = (
@@ -33,7 +34,7 @@ def vocabulary_fields(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     model = described["model"]
     if model.get("type") != "BPE" or (described.get("decoder") or {}).get("type") != "ByteLevel":
-        raise ModelSourceError("the tokenizer is no byte-level BPE, which alone is written as GGUF")
+        raise ModelSourceError(f"the tokenizer is no byte-level BPE, which alone is written as GGUF; {_INSTEAD}")
     whole = {token["id"]: token for token in described["added_tokens"]}
     by_id = {index: token for token, index in model["vocab"].items()} | {
         index: token["content"] for index, token in whole.items()
@@ -69,4 +70,4 @@ def _name_of_cuts(tokenizer: Any, described: dict[str, Any], ignores_merges: boo
             cuts = cut_by(known)
             if [cuts.pre_tokenize_str(probe) for probe in _PROBES] == expected:
                 return name
-    raise ModelSourceError("the tokenizer cuts texts in a way that GGUF has no name for")
+    raise ModelSourceError(f"the tokenizer cuts texts in a way that GGUF has no name for; {_INSTEAD}")

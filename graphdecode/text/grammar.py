@@ -94,7 +94,8 @@ class Grammars:
         with _taken(form):
             is_wrong, found = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary)
         if is_wrong:
-            raise ArgumentError(f"structured_outputs: {form} cannot be kept: {found[0].strip()}")
+            reason = found[0].strip().replace("Unimplemented keys", "keywords that are not supported")
+            raise ArgumentError(f"structured_outputs: {form} cannot be kept: {reason}")
         self._keep(self._good, grammar, None)
         return grammar
 

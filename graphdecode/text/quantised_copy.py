@@ -18,6 +18,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.fields import read_json
+from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.load import check_model
 from graphdecode.models.quantised.compressed_files import quantization_config, write_weights
@@ -64,7 +65,8 @@ def quantised_copy(
     fitting = _format_of(quantize, file_format)
     source = open_source(model)
     if not isinstance(source, Checkpoint):
-        raise ArgumentError(f"model {str(model)!r} is no checkpoint folder of safetensors, which alone can be copied")
+        kind = "a GGUF file, whose blocks quantize='gguf' keeps" if isinstance(source, Gguf) else "no checkpoint folder"
+        raise ArgumentError(f"model {str(model)!r} is {kind}; only a checkpoint folder of safetensors can be copied")
     _check_out(out, source.folder, fitting, overwrite)
     check_model(source.folder, model_impl="native")
     config = source.config()
@@ -111,6 +113,8 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
     if (out.suffix == ".gguf") != (file_format == "gguf"):
         kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
         raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
+    if out.name in ("", ".."):
+        raise ArgumentError(f"the copy needs a name of its own, got {str(out)!r}")
     if not out.absolute().parent.is_dir():
         raise ArgumentError(f"{out.absolute().parent} is no folder, so {out.name} cannot be made in it")
     if not out.exists():
@@ -118,7 +122,7 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
     if out.resolve() == model.resolve() or model.resolve().is_relative_to(out.resolve()):
         raise ArgumentError(f"{out} holds the model itself, which is read while the copy is written")
     if not overwrite:
-        raise ArgumentError(f"{out} is there already; ask for it to be replaced, or give another name")
+        raise ArgumentError(f"{out} is there already; --overwrite (overwrite=True) replaces it, or give another name")
     if file_format == "safetensors" and not (out / _CONFIG).is_file():
         raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
 

@@ -44,10 +44,12 @@ class Router:
 
     Args:
         engine: what serves the requests; somebody else steps it, and delivers its events.
+        end: what answers are told that are under way when it is closed, and requests that come later.
     """
 
-    def __init__(self, engine: TokenEngine) -> None:
+    def __init__(self, engine: TokenEngine, end: str = "this LLM was closed") -> None:
         self.engine = engine
+        self._end = end
         self._answers: dict[int, Answer] = {}
         self._ids: dict[Answer, int] = {}
         self._books = threading.Lock()  # of the two above
@@ -62,7 +64,7 @@ class Router:
         """
         with self._books:
             if self.closed:
-                raise ClosedError("this LLM was closed")
+                raise ClosedError(self._end)
             ids: list[int] = []
             try:
                 for request, answer in requests:
@@ -118,7 +120,7 @@ class Router:
             self._ids.clear()
         self.engine.close()
         for answer in answers:
-            answer.give_up("this LLM was closed")
+            answer.give_up(self._end)
 
 
 class SteppingRouter(Router):
@@ -170,11 +172,11 @@ class SteppingRouter(Router):
 
     def _round(self) -> None:
         if self.closed:
-            raise ClosedError("this LLM was closed")
+            raise ClosedError(self._end)
         try:
             events = self._stepped.step()
         except ClosedError:  # by another thread, meanwhile
-            raise ClosedError("this LLM was closed") from None
+            raise ClosedError(self._end) from None
         self.deliver(events)
         if self._waiting:
             self._announce()

@@ -186,7 +186,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
         "response_format",
-        'response_format: json cannot be kept: Unimplemented keys: ["not"]',
+        'response_format: json_schema cannot be kept: keywords that are not supported: ["not"]',
     ),
     ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "exactly one of"),
@@ -201,7 +201,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     (
         {"tools": [tool("warm", parameters={"type": "object", "if": {}})], "tool_choice": "required"},
         "tools",
-        'Unimplemented keys: ["if"]',
+        'keywords that are not supported: ["if"]',
     ),
     (
         {"tools": [tool("warm")], "tool_choice": "required", "response_format": {"type": "json_object"}},

@@ -359,11 +359,15 @@ def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
 
 def test_told_twice_it_ends_at_once() -> None:
     with serving("--max-batch-size", "2", "--max-sequence-length", "4096") as server:
-        connection = begin(server, LONG)
+        connection = begin(server, LONG | {"n": 16})
         began = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         server.process.send_signal(signal.SIGTERM)
         server.process.wait(10)
         assert time.monotonic() - began < 5
+        received = b""
+        while piece := connection.recv(1 << 16):
+            received += piece
+        assert b'"message":"the server was ended"' in received
         connection.close()

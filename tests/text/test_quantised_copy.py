@@ -200,7 +200,7 @@ def test_an_interrupted_copy_leaves_nothing_and_what_was_there(
 
 def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path) -> None:
     made = copy(model, tmp_path / "copy", "int4")
-    with pytest.raises(ArgumentError, match="is there already"):
+    with pytest.raises(ArgumentError, match="is there already; --overwrite"):
         copy(model, made, "int8")
     copy(model, made, "int8", overwrite=True)
     assert (
@@ -216,7 +216,16 @@ def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path)
         copy(model, tmp_path / "holiday", "int4", overwrite=True)
 
 
+def test_a_gguf_file_is_not_copied_but_kept(model: Path, tmp_path: Path) -> None:
+    made = copy(model, tmp_path / "copy.gguf", "q8_0")
+    with pytest.raises(ArgumentError, match=r"is a GGUF file, whose blocks quantize='gguf' keeps"):
+        copy(made, tmp_path / "again", "int4")
+    with pytest.raises(ArgumentError, match=r"quantize='gguf' keeps the blocks of a GGUF file, and .* is none"):
+        LLM(model, quantize="gguf")
+
+
 REFUSED = {
+    "no name": ("int4", "..", {}, "needs a name of its own"),
     "a word for nothing": ("int3", "copy", {}, "quantize must be int8, int4, fp8, q8_0, q4_k, got 'int3'"),
     "a format that there is not": ("int4", "copy", {"file_format": "onnx"}, "must be one of safetensors, gguf"),
     "a format of others": (
