@@ -1,7 +1,7 @@
 """Show the committed results: the table of the README, or the history of one metric.
 
 python tools/show_results.py                                    the table, as Markdown
-python tools/show_results.py --history cpu-epyc-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode
+python tools/show_results.py --history cpu-xeon-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode
 """
 
 import json
