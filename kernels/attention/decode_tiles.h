@@ -186,7 +186,6 @@ static float few_weights(const struct few_queries *few, float *logits, int64_t r
         vec weight = exp2_lanes(load_f32(logits + n) - *largest);
         sum += weight;
         if (few->value_scales) weight *= load_f32(few->value_scales + n);
-
         uvec rounded = ((uvec)weight + 0x8000) & 0xffff0000;
         store_f32((float *)to, (vec)(rounded >> 16));
         store_f32((float *)to + LANES, (vec)rounded);
