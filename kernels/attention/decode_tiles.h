@@ -15,8 +15,8 @@
 #define WEIGHED (TILE_ROWS / 2) /* queries, at most, that are multiplied with values together */
 #define PANELS_HELD 4           /* of their sums, in tiles */
 #define KEY_SUMS 5              /* tiles: of logits; keys or values; queries. The first ones are sums and weights */
-#define ENTRIES 6
-#define QUERIES 7
+#define ENTRY_TILE 6
+#define QUERY_TILE 7
 #define WEIGHTS 4
 #define TURN_WORK 4   /* to turn logits takes as long as so many products of tiles */
 #define WEIGHT_WORK 8 /* the same of a query's weights of a block */
@@ -139,9 +139,9 @@ static void block_of_logits(const struct few_queries *few, const struct block *b
                     const uint16_t *q = few->q + h * of_head + tile * dim * TILE_ROWS;
                     for (int64_t i = 0; i < dim; i += TILE_IN) {
                         ask_for(next, few->share);
-                        _tile_loadd(ENTRIES, at + h * dim + i, stride);
-                        _tile_loadd(QUERIES, q + i * TILE_ROWS, 64);
-                        _tile_dpbf16ps(KEY_SUMS, ENTRIES, QUERIES);
+                        _tile_loadd(ENTRY_TILE, at + h * dim + i, stride);
+                        _tile_loadd(QUERY_TILE, q + i * TILE_ROWS, 64);
+                        _tile_dpbf16ps(KEY_SUMS, ENTRY_TILE, QUERY_TILE);
                     }
                 }
                 _tile_stored(KEY_SUMS, sums, 4 * LANES);
@@ -206,19 +206,19 @@ INLINE void add_panels(const int panels, const struct few_queries *few, float *s
         const uint16_t *at = values[n] + offset;
         ask_for(next, panels * few->share);
         _tile_loadd(WEIGHTS, few->weights + n * rows * LANES, 4 * LANES);
-        _tile_loadd(ENTRIES, at, strides[n]);
-        _tile_dpbf16ps(0, WEIGHTS, ENTRIES);
+        _tile_loadd(ENTRY_TILE, at, strides[n]);
+        _tile_dpbf16ps(0, WEIGHTS, ENTRY_TILE);
         if (panels > 1) {
-            _tile_loadd(QUERIES, at + PANEL, strides[n]);
-            _tile_dpbf16ps(1, WEIGHTS, QUERIES);
+            _tile_loadd(QUERY_TILE, at + PANEL, strides[n]);
+            _tile_dpbf16ps(1, WEIGHTS, QUERY_TILE);
         }
         if (panels > 2) {
-            _tile_loadd(ENTRIES, at + 2 * PANEL, strides[n]);
-            _tile_dpbf16ps(2, WEIGHTS, ENTRIES);
+            _tile_loadd(ENTRY_TILE, at + 2 * PANEL, strides[n]);
+            _tile_dpbf16ps(2, WEIGHTS, ENTRY_TILE);
         }
         if (panels > 3) {
-            _tile_loadd(QUERIES, at + 3 * PANEL, strides[n]);
-            _tile_dpbf16ps(3, WEIGHTS, QUERIES);
+            _tile_loadd(QUERY_TILE, at + 3 * PANEL, strides[n]);
+            _tile_dpbf16ps(3, WEIGHTS, QUERY_TILE);
         }
     }
     _tile_stored(0, sums, 4 * LANES);
