@@ -1,13 +1,16 @@
-"""Bucket ladders: which batch sizes get a graph of their own, and which bucket a batch runs in."""
+"""Ladders: which batch sizes, and which shapes of a step, get a graph of their own, and which of them serves a step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from graphdecode.errors import ArgumentError
 
 QUERY_WIDTHS = (2, 4, 8)  # queries of a row that a step may have, beside 1: the other axis of the ladder
 MOST_DRAFTS = QUERY_WIDTHS[-1] - 1
+KINDS = ("steps", "prompts", "mixed")
+HALVES = ("logits", "choose")
 
 
 def auto_batch_sizes(max_batch_size: int, max_graphs: int) -> tuple[int, ...]:
@@ -119,3 +122,115 @@ def query_widths(num_drafts: int | str) -> tuple[int, ...]:
     """Return the queries of a row that steps with so many drafts at most need; "auto" means as many as there can be."""
     most = MOST_DRAFTS if isinstance(num_drafts, str) else num_drafts
     return tuple(width for width in QUERY_WIDTHS if width // 2 <= most)
+
+
+class StepShape(NamedTuple):
+    """What a step is captured for: the one key of the table of graphs.
+
+    Attributes:
+        rows: that feed tokens; 0 for a pass of prompts alone.
+        queries: tokens of each row.
+        prompt_tokens: of chunks of prompts, which the same pass computes.
+        part: "whole", or one of its halves: "logits", and "choose", which takes a token of each row. Who wants the
+            first half wants both, with time for the host in between.
+    """
+
+    rows: int
+    queries: int = 1
+    prompt_tokens: int = 0
+    part: str = "whole"
+
+    @property
+    def tokens(self) -> int:
+        """Of rows and prompts together."""
+        return self.rows * self.queries + self.prompt_tokens
+
+    @property
+    def kind(self) -> str:
+        """Which of KINDS it is one of."""
+        if not self.prompt_tokens:
+            return "steps"
+        return "mixed" if self.rows else "prompts"
+
+    @property
+    def halves(self) -> tuple[StepShape, StepShape]:
+        """The same step in two."""
+        return self._replace(part=HALVES[0]), self._replace(part=HALVES[1])
+
+    def holds(self, wanted: StepShape) -> bool:
+        """Whether a step can run padded to this shape: rows and prompts have room in it, and all else is the same."""
+        return (
+            self.rows >= wanted.rows
+            and self.prompt_tokens >= wanted.prompt_tokens
+            and self.kind == wanted.kind
+            and self == wanted._replace(rows=self.rows, prompt_tokens=self.prompt_tokens)
+        )
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return f"the pass of {self.prompt_tokens} prompt tokens"
+        beside = f" + {self.prompt_tokens} prompt tokens" if self.prompt_tokens else ""
+        halved = "" if self.part == "whole" else f", {self.part}"
+        return f"bucket {self.rows}" + f" x {self.queries}" * (self.queries > 1) + beside + halved
+
+
+class ShapeLadder:
+    """The shapes that have a graph, those of the fewest tokens first.
+
+    Args:
+        shapes: any order, duplicates allowed.
+        max_batch_size: the capacity in rows.
+
+    Raises:
+        ValueError: a number of queries lacks the shape of all rows, so that some batch has none.
+    """
+
+    def __init__(self, shapes: Iterable[StepShape], max_batch_size: int) -> None:
+        self.shapes: tuple[StepShape, ...] = tuple(sorted(set(shapes), key=lambda shape: (shape.tokens, shape)))
+        self.max_batch_size = max_batch_size
+        self.queries = tuple(sorted({shape.queries for shape in self.of("steps")}))
+        self._fits: dict[StepShape, StepShape] = {}
+        for queries in self.queries:
+            if StepShape(max_batch_size, queries) not in self.shapes:
+                raise ArgumentError(f"max_batch_size={max_batch_size} has no shape of {queries} queries")
+
+    def of(self, *kinds: str) -> list[StepShape]:
+        """Return the whole shapes of some kinds."""
+        return [shape for shape in self.shapes if shape.kind in kinds and shape.part == "whole"]
+
+    @property
+    def at_startup(self) -> list[StepShape]:
+        """Those that are captured before anything is served; the others are rare, and captured after their first use.
+
+        Rare are halves, several queries, and prompts by themselves where steps can take them along.
+        """
+        kinds = ("steps", "mixed") if self.of("mixed") else KINDS
+        return [shape for shape in self.of(*kinds) if shape.queries == 1]
+
+    def fit(self, wanted: StepShape) -> StepShape | None:
+        """Return the shape that serves a step, which is given as it is; None where none holds so many prompt tokens.
+
+        Raises:
+            ValueError: there are more rows than the capacity, or there is no step of so many queries.
+        """
+        found = self._fits.get(wanted)
+        if found is None:
+            found = next(self.holding(wanted), None)
+            if found is not None:
+                self._fits[wanted] = found
+        return found
+
+    def holding(self, wanted: StepShape) -> Iterator[StepShape]:
+        """Return the shapes that a step can run in, the one that fits first; see `fit`."""
+        rows, queries, tokens = wanted.rows, wanted.queries, wanted.prompt_tokens
+        if not 0 <= rows <= self.max_batch_size or tokens < 0 or rows + tokens < 1:
+            raise ArgumentError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {rows!r}")
+        if queries not in self.queries:
+            raise ArgumentError(f"queries must be one of {list(self.queries)}, got {queries!r}")
+        if wanted.part not in {shape.part for shape in self.shapes}:
+            raise ArgumentError(f"no step runs in part {wanted.part!r}")
+        return (shape for shape in self.shapes if shape.holds(wanted))
+
+    def without(self, kind: str) -> ShapeLadder:
+        """Return the same ladder less one kind."""
+        return ShapeLadder((shape for shape in self.shapes if shape.kind != kind), self.max_batch_size)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,21 +107,16 @@ class StagingBlock:
     """A host block and the device block that it is copied to, with one view a slot into each."""
 
     def __init__(self, slots: list[Slot], max_batch_size: int, device: torch.device) -> None:
-        offsets: list[int] = []
-        end = 0
-        for slot in slots:
-            offsets.append(end)
-            size_bytes = math.prod(slot.sizes(max_batch_size)) * slot.dtype.itemsize
-            end += -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        sizes = [math.prod(slot.sizes(max_batch_size)) * slot.dtype.itemsize for slot in slots]
+        *offsets, end = accumulate((-(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for size in sizes), initial=0)
         self.slots = slots
         self.host = torch.zeros(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.host_views = {
-            s.name: self._view(self.host, s, o, max_batch_size) for s, o in zip(slots, offsets, strict=True)
-        }
-        self.device_views = {
-            s.name: self._view(self.device, s, o, max_batch_size) for s, o in zip(slots, offsets, strict=True)
-        }
+        placed = list(zip(slots, offsets, strict=True))
+        self.host_views, self.device_views = (
+            {slot.name: self._view(block, slot, offset, max_batch_size) for slot, offset in placed}
+            for block in (self.host, self.device)
+        )
         self.arrays = {name: view.numpy() for name, view in self.host_views.items()}
         # in large elements: on a CPU torch shares a copy of more than 32768 among its threads, and waiting for these,
         # while a compiled step's own threads are still looking for work, takes longer than the copy
@@ -130,8 +126,7 @@ class StagingBlock:
     @staticmethod
     def _view(block: Tensor, slot: Slot, offset: int, max_batch_size: int) -> Tensor:
         sizes = slot.sizes(max_batch_size)
-        size_bytes = math.prod(sizes) * slot.dtype.itemsize
-        return block[offset : offset + size_bytes].view(slot.dtype).view(sizes)
+        return block.narrow(0, offset, math.prod(sizes) * slot.dtype.itemsize).view(slot.dtype).view(sizes)
 
     def wait(self) -> None:
         """Wait until the last copy has read the host block; on a CPU there is nothing to wait for."""
@@ -185,6 +180,8 @@ class StepBuffers:
         self.device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
         declared = list(slots)
         blocks = [slot.staged for slot in declared if slot.staged is not None]
+        of_batch = {slot.staged for slot in declared if slot.batch_dim is not None}
+        self._sole_block = of_batch.pop() if len(of_batch) == 1 else None  # of all that follows the batch
         live = Slot(LIVE_ROWS, (1,), torch.int32, staged=blocks[0] if blocks else None)
         self.slots: dict[str, Slot] = {}
         for slot in [live, *declared]:
@@ -196,6 +193,8 @@ class StepBuffers:
         self._tensors: dict[str, Tensor] = {}
         self._batches: dict[int, Batch] = {}
         self._live_rows = 0
+        self._padded = max_batch_size  # rows from the live ones up to here hold pads, unless a step wrote there
+        self._user: object = None  # whose step ran last
         self.relay: Callable[[Change], None] | None = None  # is told of all that the host changes
         self._allocate()
         self._addresses = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
@@ -271,12 +270,12 @@ class StepBuffers:
         if not 1 <= batch_size <= self.max_batch_size:
             raise ValueError(f"batch size must be in 1..max_batch_size={self.max_batch_size}, got {batch_size!r}")
         if batch_size not in self._batches:
-            views = dict(self._tensors)
-            for name, slot in self.slots.items():
-                dim = slot.batch_dim
-                if dim is not None:
-                    views[name] = self._tensors[name].narrow(dim, 0, slot.rows(batch_size))
-            self._batches[batch_size] = Batch(batch_size, views)
+            views = {
+                name: self._tensors[name].narrow(slot.batch_dim, 0, slot.rows(batch_size))
+                for name, slot in self.slots.items()
+                if slot.batch_dim is not None
+            }
+            self._batches[batch_size] = Batch(batch_size, self._tensors | views)
         return self._batches[batch_size]
 
     def staging(self, block: str) -> dict[str, np.ndarray]:
@@ -309,6 +308,8 @@ class StepBuffers:
                 arrays[slot.name][(slice(None),) * dim + (slice(slot.rows(live_rows), None),)] = slot.pad
         if LIVE_ROWS in arrays:
             arrays[LIVE_ROWS][0] = live_rows
+            if live_rows != self._live_rows:
+                self._padded = self.max_batch_size if block == self._sole_block else live_rows
             self._live_rows = live_rows
         self._blocks[block].upload()
         if self.relay is not None:
@@ -352,8 +353,7 @@ class StepBuffers:
             staged[numbers] = np.frombuffer(data, staged.dtype).reshape(len(numbers), *staged.shape[1:])
             self.upload_rows(name, numbers)
         else:
-            dtype = torch.empty(0, dtype=self.slots[name].dtype).numpy().dtype
-            values = np.frombuffer(data, dtype).copy()
+            values = np.frombuffer(data, torch.empty(0, dtype=self.slots[name].dtype).numpy().dtype).copy()
             columns = len(self.slots[name].shape) > 1
             self.write(name, numbers[0], values.reshape(-1, numbers[1]) if columns else values)
 
@@ -366,7 +366,26 @@ class StepBuffers:
             return
         self.pad(live_rows)
         self._tensors[LIVE_ROWS].fill_(live_rows)
-        self._live_rows = live_rows
+        self._live_rows, self._padded, self._user = live_rows, self.max_batch_size, None
+
+    def make_ready(self, live_rows: int, rows: int, user: object) -> None:
+        """Make rows live for a step over `rows` of them, and give those behind their pads, unless they have them.
+
+        They have them while one user's steps follow one another with as many live rows; else anything stands there.
+
+        Args:
+            live_rows: of the step.
+            rows: that the step computes.
+            user: whose step it is: any object that stays the same.
+        """
+        if live_rows == self._live_rows and user is self._user and rows <= self._padded:
+            return
+        if live_rows == self._live_rows:
+            if live_rows < rows:
+                self.pad(live_rows, rows)
+            self._padded = rows
+        self.set_live_rows(live_rows)
+        self._user = user
 
     def pad(self, live_rows: int, rows: int | None = None) -> None:
         """Fill every slot's tail past `live_rows` with its pad.
@@ -389,22 +408,18 @@ class StepBuffers:
             tail = self._tail(slot, live_rows)
             if tail is None or not tail.numel():
                 continue
-            if slot.dtype.is_floating_point:
+            if slot.dtype.is_floating_point or slot.dtype == torch.bool:
                 tail.fill_(float("nan"))
-            elif slot.dtype == torch.bool:
-                tail.fill_(True)
             else:
-                limits = torch.iinfo(slot.dtype)
-                values = torch.full(tail.shape, limits.max, dtype=slot.dtype)
-                values.view(-1)[::2] = limits.min
+                values = torch.full(tail.shape, torch.iinfo(slot.dtype).max, dtype=slot.dtype)
+                values.view(-1)[::2] = torch.iinfo(slot.dtype).min
                 tail.copy_(values)
 
     def _tail(self, slot: Slot, live_rows: int, rows: int | None = None) -> Tensor | None:
         dim = slot.batch_dim
         if dim is None:
             return None
-        start = slot.rows(live_rows)
-        tensor = self._tensors[slot.name]
+        tensor, start = self._tensors[slot.name], slot.rows(live_rows)
         end = tensor.shape[dim] if rows is None else slot.rows(rows)
         return tensor.narrow(dim, start, end - start)
 
@@ -425,15 +440,11 @@ class StepBuffers:
         """
         for name, tensor in self._tensors.items():
             if tensor.data_ptr() != self._addresses[name]:
-                raise FrozenError(
-                    f"slot {name!r} was moved after it was allocated: graphs still point at its old memory"
-                )
+                raise FrozenError(f"slot {name!r} was moved after it was allocated: graphs point at its old memory")
 
     def __repr__(self) -> str:
-        return (
-            f"StepBuffers({len(self._tensors)} tensors, max_batch_size={self.max_batch_size}, "
-            f"{self.size_bytes / 2**20:.1f} MiB of slots on {self.device})"
-        )
+        size = f"{self.size_bytes / 2**20:.1f} MiB of slots on {self.device}"
+        return f"StepBuffers({len(self._tensors)} tensors, max_batch_size={self.max_batch_size}, {size})"
 
 
 _RESERVED_NAMES = frozenset(dir(StepBuffers)) | {"max_batch_size", "device", "slots", "frozen", "size"}

@@ -1,5 +1,8 @@
 """FlashInfer's module path of the same name: `from graphdecode.decode import ...`."""
 
+from typing import Any
+
+from graphdecode import instead_of
 from graphdecode.surfaces.flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -11,3 +14,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead_of(name)}")

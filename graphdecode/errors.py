@@ -26,7 +26,16 @@ class ClosedError(GraphdecodeError, RuntimeError):
 
 
 class AnswerError(GraphdecodeError, RuntimeError):
-    """An answer that had begun had to be given up; the message says why."""
+    """An answer that had begun had to be given up; the message says why.
+
+    Args:
+        message: for a person.
+        code: for a program; None: there is no more to say than the message.
+    """
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def cause(error: Exception) -> str:

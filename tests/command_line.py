@@ -25,7 +25,7 @@ def spawn_command(
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
         cwd=folder,
         env=os.environ | WIDTH | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment,

@@ -12,13 +12,15 @@ import pytest
 import torch
 from lazy_stream import DEVICE, DeviceTensors, Event, Graph, LazyStreams, as_operations_know
 
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.config import EngineConfig
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, StepSetting
-from graphdecode.graphs import cuda_loop, cuda_nodes
-from graphdecode.graphs.capture import CudaStepGraph
+from graphdecode.graphs import cuda_loop
+from graphdecode.graphs.cuda import CudaStepGraph
+from graphdecode.graphs.inspect import nodes as cuda_nodes
 from graphdecode.graphs.loop import LoopControl, StepLoop
 from graphdecode.models import Chunks, Model
 
@@ -32,20 +34,12 @@ class LazyDecodeStep(DecodeStep):
         self._streams = streams
         super().__init__(setting)
 
-    def __call__(self, batch: Batch) -> None:
-        self._streams.enqueue(partial(self._later, super().__call__, batch.size))
-        if batch.size == self._streams.refused_bucket and self._streams.current is not self._streams.streams[0]:
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+        places = None if chunks is None else Chunks(*map(as_operations_know, chunks))
+        self._streams.enqueue(partial(self._later, partial(super().run, shape, chunks=places), batch.size))
+        is_captured = self._streams.current is not self._streams.streams[0]
+        if batch.size == self._streams.refused_bucket and is_captured and shape == StepShape(batch.size):
             raise ValueError("not fit to be captured")
-
-    def mix(self, batch: Batch, chunks: Chunks) -> None:
-        places = Chunks(*map(as_operations_know, chunks))
-        self._streams.enqueue(partial(self._later, partial(super().mix, chunks=places), batch.size))
-
-    def _compute(self, batch: Batch) -> None:
-        self._streams.enqueue(partial(self._later, super()._compute, batch.size))
-
-    def _choose(self, batch: Batch) -> None:
-        self._streams.enqueue(partial(self._later, super()._choose, batch.size))
 
     def _end_launch(self, batch: Batch) -> None:
         self._streams.enqueue(partial(self._later, super()._end_launch, batch.size))

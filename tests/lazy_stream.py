@@ -35,6 +35,7 @@ _PREFERENCES = (0.1, 0.9)  # how likely the first stream goes on where another o
 _FACTORIES = {torch.zeros, torch.empty, torch.full, torch.ones}
 _READS = {Tensor.tolist, Tensor.item, Tensor.__int__, Tensor.__float__, Tensor.__bool__, Tensor.cpu}
 _LOOKS = {
+    Tensor.is_inference,
     Tensor.data_ptr,
     Tensor.untyped_storage,
     Tensor.size,

@@ -9,7 +9,7 @@ import numpy as np
 from lazy_stream import LazyStreams
 
 from graphdecode import Engine, Event, Request
-from graphdecode.engine.constraint import FilledOneByOne
+from graphdecode.engine.constraint import Constraint
 from graphdecode.engine.steps.row_inputs import token_mask
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
@@ -23,10 +23,9 @@ SHARED = list(b"rev oceanic=")
 Answer = tuple[list[int], list[float]]
 
 
-class Letters(FilledOneByOne):
+class Letters(Constraint):
     """A form whose next letters depend on the last one."""
 
-    guide = None
     num_words = -(-VOCABULARY // MASK_BITS)
 
     def __init__(self, _grammar: str) -> None:

@@ -3,7 +3,7 @@
 import json
 import random
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -77,6 +77,92 @@ def mutated_request(seed: int) -> MutatedRequest:
     if draw.random() < 0.05:
         path = draw.choice([path + "/", "/." + path, path.upper(), "/v1/models/%2e%2e%2f%00", "/page/..%2f..%2fapp.py"])
     return MutatedRequest(method, path, headers, content)
+
+
+def greedy_request(seed: int) -> MutatedRequest:
+    """Return a request that would take time or memory which others need."""
+    draw = random.Random(f"greedy {seed}")
+    path = draw.choice(list(GOOD))
+    if draw.random() < 0.2:
+        path, fields = "/v1/completions", many_parts(draw)
+    elif draw.random() < 0.4:
+        path = "/v1/completions"
+        fields = {"prompt": '"12+30="', "max_tokens": "8", **greedy_form(draw)}
+    else:
+        kind, good = GOOD[path]
+        fields = {name: json.dumps(value) for name, value in good.items() if name != "chat_template"}
+        fields[draw.choice([*good, *kind.model_fields])] = large_value(draw)
+    return MutatedRequest("POST", path, {b"Content-Type": b"application/json"}, as_json(fields.items()))
+
+
+def many_parts(draw: random.Random) -> dict[str, str]:
+    """Return fields of a few kilobytes that ask for much together, each as often as there are others."""
+
+    def numbers(most: int) -> str:
+        return json.dumps(draw.choices(range(258), k=draw.randrange(1, most)))
+
+    beside = {
+        "bad_words": json.dumps([f"{draw.choice('abc')}{number}" for number in range(draw.choice([8, 60, 128, 4500]))]),
+        "allowed_token_ids": numbers(9000),
+        "stop_token_ids": numbers(200),
+        "logit_bias": json.dumps({str(token): 1 for token in draw.sample(range(258), draw.randrange(1, 258))}),
+        "stop": json.dumps([f"{draw.choice('xyz')}{number}" for number in range(draw.choice([4, 256, 2000]))]),
+        "n": str(draw.choice([1, 2, 16, 128])),
+        "logprobs": "20",
+        "prompt_logprobs": "20",
+    }
+    prompt = draw.choice(['"a"', "[1]", '"12+30="'])
+    prompts = "[" + ",".join([prompt] * draw.choice([1, 4, 30, 128, 260, 1024])) + "]"
+    return {"prompt": prompts, "max_tokens": "2"} | dict(draw.sample(sorted(beside.items()), draw.randrange(1, 6)))
+
+
+def greedy_form(draw: random.Random) -> dict[str, str]:
+    count, letter = draw.choice([3, 12, 20, 30]), draw.choice("abcdefgh")
+    many = draw.choice([100, 3000, 15_000])
+    patterns = [{"pattern": f".*{chr(97 + number % 26)}{letter}.*"} for number in range(count)]
+    nested: Any = {"type": "integer"}
+    for _ in range(draw.choice([10, 100, 250])):
+        nested = {"type": "object", "properties": {letter: nested}, "required": [letter]}
+    schema = draw.choice(
+        [
+            {"type": "string", "allOf": patterns},
+            {"anyOf": patterns},
+            {"type": "object", "properties": {f"{letter}{number}": {"type": "integer"} for number in range(many)}},
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+            {"enum": [f"{letter}{number}" for number in range(many)]},
+            {"type": "array", "items": {"type": "string"}, "minItems": many, "maxItems": many * 10},
+            {"type": "string", "pattern": f"({letter}|b)*{letter}({letter}|b){{{count}}}"},
+            {"type": "string", "maxLength": 10 ** draw.choice([3, 6, 9])},
+            nested,
+        ]
+    )
+    regex = draw.choice(["(.{1,1000}){1,1000}", "a{1000000}", "((a{1,100}){1,100}){1,100}", r"\p{L}{1,500}"])
+    rules = "\n".join(f"r{number}: r{number + 1} | r{number + 1} r{number + 1}" for number in range(many))
+    form = draw.choice(
+        [
+            {"json": schema},
+            {"json": schema, "whitespace_pattern": "(a|aa)*"},
+            {"regex": letter + regex},
+            {"grammar": f'start: r0\n{rules}\nr{many}: "{letter}"'},
+            {"choice": [f"{letter}{number}" for number in range(many)]},
+        ]
+    )
+    beside = {"min_tokens": "3", "stop_token_ids": "[56]", "bad_words": '["8"]', "ignore_eos": "true"}
+    return {"structured_outputs": json.dumps(form)} | dict(draw.sample(sorted(beside.items()), draw.randrange(3)))
+
+
+def large_value(draw: random.Random) -> str:
+    size = draw.choice([5_000, 50_000, 500_000, 2_000_000])
+    item = draw.choice(["null", "1", "50", '"a"', "[]", "[1,null]", "1.5", '{"role":"user","content":"a"}', '{"a":1}'])
+    return draw.choice(
+        [
+            lambda: "[" + ",".join([item] * (size // len(item))) + "]",
+            lambda: json.dumps(draw.choice(["a b ", "x", "\0", "\N{GRINNING FACE}", " "]) * (size // 4)),
+            lambda: "{" + ",".join(f'"{number}":{item}' for number in range(size // (len(item) + 6))) + "}",
+            lambda: "[" * (size // 2) + "]" * (size // 2),
+            lambda: "9" * size,
+        ]
+    )()
 
 
 def as_json(items: Iterable[tuple[str, str]]) -> bytes:

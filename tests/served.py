@@ -1,6 +1,7 @@
 """A real server in a process of its own, for tests."""
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -8,8 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 
@@ -47,10 +51,8 @@ class Served:
 
     @property
     def engine_pid(self) -> int:
-        found = subprocess.run(
-            ["ps", "--ppid", str(self.process.pid), "-o", "pid="], capture_output=True, text=True, check=True
-        )
-        return int(found.stdout.split()[0])
+        (pid,) = (pid for pid, command in children_of(self.process.pid) if "engine_process" in command)
+        return pid
 
     @property
     def descriptors(self) -> int:
@@ -75,6 +77,52 @@ class Served:
         while any(self.metric(name) for name in names):
             assert time.monotonic() < end, {name: self.metric(name) for name in names}
             time.sleep(0.05)
+
+
+def children_of(parent: int) -> list[tuple[int, str]]:
+    """Return the processes that another one started and that have not ended, with their commands."""
+    asked = ["ps", "-ww", "--ppid", str(parent), "-o", "pid=,stat=,args="]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout
+    found = [line.split(None, 2) for line in told.splitlines()]
+    return [(int(pid), command) for pid, state, command in found if not state.startswith("Z")]
+
+
+_PAUSE_SECONDS = 0.005
+
+
+def probe(address: str, worst: "Synchronized[float]", own: "Synchronized[float]", stop: Any) -> None:
+    """Ask for /health all the time, in a process of its own; tell how late it itself woke from the pauses between."""
+    with httpx.Client(base_url=address, timeout=60) as http:
+        while not stop.is_set():
+            began = time.monotonic()
+            assert http.get("/health").status_code == 200
+            ended = time.monotonic()
+            worst.value = max(worst.value, ended - began)
+            time.sleep(_PAUSE_SECONDS)
+            own.value = max(own.value, time.monotonic() - ended - _PAUSE_SECONDS)
+
+
+def health_beside(served: Served, ask: Callable[[], None]) -> float:
+    """Return the longest that /health took while something was asked, in seconds, less what the machine was late."""
+    context = multiprocessing.get_context("spawn")
+    worst, own, stop = context.Value("d", 0.0), context.Value("d", 0.0), context.Event()
+    prober = context.Process(target=probe, args=(served.address, worst, own, stop))
+    prober.start()
+    try:
+        _until_asked(prober, worst)
+        worst.value = 0.0
+        ask()
+        _until_asked(prober, worst)
+    finally:
+        stop.set()
+        prober.join()
+    return worst.value - own.value
+
+
+def _until_asked(prober: SpawnProcess, worst: "Synchronized[float]") -> None:
+    while not worst.value:
+        assert prober.is_alive(), f"/health was asked for by a process that ended with {prober.exitcode}"
+        time.sleep(0.01)
 
 
 @contextlib.contextmanager

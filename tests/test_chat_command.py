@@ -160,6 +160,7 @@ def test_a_conversation_that_outgrows_its_room_says_so(llm: LLM, capsys: pytest.
 def test_what_was_typed_is_kept_for_the_next_session(llm: LLM, tmp_path: Path) -> None:
     assert typed(llm, "12+30=\r").messages[0]["content"] == "12+30="
     assert history_file().is_relative_to(tmp_path)
+    assert [path.stat().st_mode & 0o777 for path in (history_file(), history_file().parent)] == [0o600, 0o700]
     assert typed(llm, "\x1b[A\r").messages[0]["content"] == "12+30=", "Up brings it back"
 
 

@@ -9,11 +9,8 @@ from statistics import mean
 
 import pytest
 
-from cluster_model.costs import StepCosts, read_costs
 from cluster_model.load import arrivals, day, requests
-from cluster_model.replica import Replica, Request
-from cluster_model.run import Cluster
-from cluster_model.scaling import Autoscaler, Bounds
+from cluster_model.simulation import Autoscaler, Bounds, Cluster, Replica, Request, StepCosts, read_costs
 
 SECOND = StepCosts([0.0, 0.1], 0.0)  # one row, ten tokens a second
 LENGTH = 10

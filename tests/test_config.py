@@ -1,5 +1,6 @@
 """The configuration file and its Python side: what they accept, and how they say what is wrong."""
 
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from graphdecode import ArgumentError
 from graphdecode.config import BucketConfig, ConfigError, EngineConfig, EngineKeywords
 from graphdecode.config.key import keys_of
 from graphdecode.config.reference import default_file, reference
+from graphdecode.config.toml_file import toml_value
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = """\
@@ -123,9 +125,26 @@ def test_a_file_of_buckets_alone_leaves_the_engine_at_its_defaults(tmp_path: Pat
     assert EngineConfig.load(write(tmp_path, EXAMPLE)) == EngineConfig()
 
 
-@pytest.mark.parametrize("config", [EngineConfig(), SETTINGS, replace(SETTINGS, buckets=BucketConfig(max_graphs=2))])
+QUOTED = "C:\\models\\new \"best\" 'é'.gguf"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        EngineConfig(),
+        SETTINGS,
+        replace(SETTINGS, buckets=BucketConfig(max_graphs=2)),
+        EngineConfig(speculation="model", draft_model=QUOTED),
+    ],
+)
 def test_all_settings_that_are_written_are_read_back(tmp_path: Path, config: EngineConfig) -> None:
     assert EngineConfig.load(write(tmp_path, config.to_toml())) == config
+
+
+@pytest.mark.parametrize("value", [QUOTED, "".join(map(chr, range(160))) + "\u2028\U0001f600", ('"', "\\", "#")])
+def test_any_text_is_written_as_toml_reads_it(value: str | tuple[str, ...]) -> None:
+    found = tomllib.loads(f"key = {toml_value(value)}")["key"]
+    assert found == (list(value) if isinstance(value, tuple) else value)
 
 
 @pytest.mark.parametrize(

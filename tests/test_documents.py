@@ -29,7 +29,6 @@ DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
 KINDS = {"python", "bash", "toml", "console"}  # console: what takes long, or needs what is not everywhere
 OWN_TEST_COMMAND = "tools/test"  # what runs this
 NEEDS_SMOLLM2 = ("smollm2", "graphdecode chat", "tools/quickstart")
-SLOW = ("profile --model", "--measure")  # of a command: it measures
 MAX_README_LINES = 150
 MAX_WALK_FILES = 15
 OPERATORS = "kernels"  # where an operator is entered: its function may be compiled
@@ -133,11 +132,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path
 
 @pytest.mark.parametrize(
     ("document", "command"),
-    [
-        pytest.param(document, command, marks=[pytest.mark.slow] if any(part in command for part in SLOW) else [])
-        for document, command in COMMANDS
-        if not command.startswith(OWN_TEST_COMMAND)
-    ],
+    [(document, command) for document, command in COMMANDS if not command.startswith(OWN_TEST_COMMAND)],
     ids=lambda value: value.name if isinstance(value, Path) else value,
 )
 def test_commands_run(document: Path, command: str, folder_of: Callable[[Path], Path]) -> None:

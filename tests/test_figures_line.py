@@ -4,6 +4,8 @@ from pathlib import Path
 
 from command_line import spawn_command
 
+from graphdecode.kernels.native.instructions import instructions
+
 SMALL = "[capacity]\nmax_batch_size = 1\nmax_sequence_length = 64\n"
 
 
@@ -40,11 +42,11 @@ def test_a_cache_folder_that_is_a_file_costs_a_line_and_not_the_kernels(tmp_path
     said = said_of(tmp_path, GRAPHDECODE_CACHE_DIR=str(tmp_path / "file"), CC=str(compiler))
     (told,) = [line for line in said if "compiled kernels are kept in" in line]
     assert "GRAPHDECODE_CACHE_DIR names a better folder" in told
-    assert said[-1].endswith("backend on cpu; compiled kernels")
+    assert said[-1].endswith(f"backend on cpu; compiled kernels ({instructions().name})")
 
 
 def test_a_log_file_gets_lines_and_no_bars(tmp_path: Path) -> None:
     said = said_of(tmp_path)
     assert len(said) == 1
-    assert said[0].endswith("compiled kernels")
+    assert said[0].endswith(f"compiled kernels ({instructions().name})")
     assert "\r" not in said[0]

@@ -141,3 +141,10 @@ def test_an_empty_answer_of_a_chat_model_to_a_raw_prompt_gets_a_hint(tmp_path: P
     assert "hint: an answer is empty. This model has a chat template" in hinted.stderr.splitlines()[-1]
     assert "graphdecode chat" in hinted.stderr.splitlines()[-1]
     assert "chat template" not in run_command(*arguments, folder=tmp_path).stderr
+
+
+def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temprature'; did you mean 'temperature'\\?"):
+        SamplingParams(temprature=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'; known: n, "):
+        SamplingParams(zzz=1)  # type: ignore[call-arg]

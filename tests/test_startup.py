@@ -94,7 +94,7 @@ def test_checkers_see_the_names_that_are_there() -> None:
 
 
 def test_modules_are_attributes_and_misspelt_names_are_not() -> None:
-    assert imported_by("import graphdecode; graphdecode.graphs.check; graphdecode.attention") >= {"torch"}
+    assert imported_by("import graphdecode; graphdecode.graphs.inspect.check; graphdecode.attention") >= {"torch"}
     with pytest.raises(AttributeError, match="module 'graphdecode' has no attribute 'GraphManger'"):
         _ = graphdecode.GraphManger
     with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
@@ -103,3 +103,22 @@ def test_modules_are_attributes_and_misspelt_names_are_not() -> None:
 
 def test_the_version_is_the_installed_one() -> None:
     assert graphdecode.__version__ == importlib.metadata.version("graphdecode")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("BatchPrefillWithPagedKVCacheWrapper", "graphdecode.attention.cached_attention attends from many queries"),
+        ("single_prefill_with_kv_cache", "LLM and Engine compute prompts"),
+        ("MultiLevelCascadeAttentionWrapper", "merge_state and merge_states"),
+        ("fast_decode_plan", "the wrapper's own plan runs on the device"),
+        ("top_k_top_p_sampling_from_probs", "SamplingParams"),
+    ],
+)
+@pytest.mark.parametrize("module", ["graphdecode", "graphdecode.decode"])
+def test_what_flashinfer_has_beyond_this_surface_names_what_serves_instead(
+    module: str, name: str, instead: str
+) -> None:
+    said = f"'{module}' has no attribute '{name}': of FlashInfer's surface there are decode, append and merge"
+    with pytest.raises(AttributeError, match=f"{said}.*{instead}"):
+        getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
 """Compare all forms of few bits, caches of 8 bits and fp16 with float64, for every set of instructions of the C.
 
     python tools/few_bits_oracle.py whole --out FILE  every form, shape and number of rows, for each set, a process each
-    python tools/few_bits_oracle.py one               some of it, for the set that CC leaves to the compiler
+    python tools/few_bits_oracle.py one               some of it, for the set that GRAPHDECODE_ISA names
 
 What weights stand for is computed by the gguf library, by compressed-tensors and from the formats' definitions, in
 float64 (`tests/kernels/few_bits_weights.py`, `tests/models/quantised_checkpoints.py`). A difference is given as a share
@@ -46,18 +46,19 @@ from graphdecode.kernels.model.quantised_embedding import quantised_embedding
 from graphdecode.kernels.moe.expert_linear import GATES
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
+from graphdecode.kernels.native.instructions import VARIABLE
 from graphdecode.kernels.native.registration import versions
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, block_values, gguf_panels
 from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.models import load_model
 from graphdecode.profiling.environment import describe_environment
 
-SETS = {  # what the compiler is told not to use
-    "AVX-512 and AMX": "",
-    "AVX-512 with bf16": "-mno-amx-tile",
-    "AVX-512 with VNNI": "-mno-amx-tile -mno-avx512bf16",
-    "AVX-512": "-mno-amx-tile -mno-avx512bf16 -mno-avx512vbmi",
-    "AVX2": "-mno-amx-tile -mno-avx512f",
+SETS = {
+    "AVX-512 and AMX": "amx",
+    "AVX-512 with bf16": "avx512_bf16",
+    "AVX-512 with VNNI": "avx512_vnni",
+    "AVX-512": "avx512",
+    "AVX2": "avx2",
 }
 TRITON = "Triton's interpreter"
 EXTENSIONS = ("__AVX2__", "__AVX512F__", "__AVX512BF16__", "__AVX512VBMI__", "__AMX_TILE__")
@@ -290,7 +291,7 @@ def whole(
     """Compare everything for each set of instructions; ends with 1 where something is beyond what is allowed."""
     rows = json.loads(out.read_text())["sets"] if only and out is not None and out.exists() else []
     for name in [only] if only else [*SETS, TRITON]:
-        environment = os.environ | {"CC": f"{os.environ.get('CC', 'cc')} {SETS.get(name, '')}"}
+        environment = os.environ | ({VARIABLE: SETS[name]} if name in SETS else {})
         command = [sys.executable, __file__, "one", "--whole", *["--triton"] * (name == TRITON)]
         ran = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, text=True)
         rows = [row for row in rows if row["set"] != name] + [{"set": name, **json.loads(ran.stdout.splitlines()[-1])}]

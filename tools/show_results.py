@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def table(results: Path) -> str:
-    """Return all results of `bench_generate.py` as a Markdown table, a column for each peer that any of them has."""
+    """Return all results of `tools/bench generate` as a Markdown table, a column for each peer that any of them has."""
     found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
     peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
     peers.pop("graphdecode", None)

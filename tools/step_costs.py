@@ -13,10 +13,11 @@ from typing import Any, cast
 import torch
 from tqdm import tqdm
 
+from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
-from graphdecode.engine.capacity import free_bytes
+from graphdecode.engine.device_memory import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
@@ -257,7 +258,7 @@ def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, 
     with rows_at(runners[FULL], bucket, context, logprobs=0) as rows:
         for name, runner in runners.items():
             runner.stage(rows)
-            (step,) = runner.read(runner.launch(bucket), logprobs=True)
+            (step,) = runner.read(runner.launch(LaunchPlan(StepShape(bucket))), logprobs=True)
             given[name] = [] if step.logprobs is None else step.logprobs.sampled
     return {
         name: max(abs(a - b) for a, b in zip(logprobs, given[FULL], strict=True)) for name, logprobs in given.items()
@@ -294,7 +295,7 @@ def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(_TRACED_STEPS):
-                runner.launch(bucket)
+                runner.launch(LaunchPlan(StepShape(bucket)))
             torch.cuda.synchronize()
         kernels = [
             (event.name, float(event.time_range.start), float(event.time_range.end))

@@ -7,16 +7,17 @@ with a cosine schedule and a loss on the answer's tokens only. Token id i < 256 
 of steps and threads, and no --minutes, a run repeats itself on the same machine.
 """
 
-import argparse
 import math
 import os
 import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -139,9 +140,15 @@ def learning_rate(step: int, progress: float) -> float:
 
 
 def train(
-    out: Path, steps: int, minutes: float, seed: int, save_every: int, eval_samples: int, threads: int
-) -> dict[str, float]:
-    """Train until `steps` or `minutes` are spent, whichever is first; returns the last exact match per task."""
+    out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("graphdecode/models/demo"),
+    steps: Annotated[int, typer.Option(help="Optimizer steps of 256 samples.", min=1)] = 6000,
+    minutes: Annotated[float, typer.Option(help="End earlier, with the schedule shortened.", min=1e-9)] = math.inf,
+    seed: Annotated[int, typer.Option(help="Of the weights and the samples.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between saves.", min=1)] = 500,
+    eval_samples: Annotated[int, typer.Option(help="Of each task, per save.", min=1)] = 1000,
+    threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
+) -> None:
+    """Train until `steps` or `minutes` are spent, whichever is first."""
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(f"train {seed}")
@@ -154,7 +161,6 @@ def train(
         {task: count for task, count in SAMPLES_PER_STEP.items() if task == "add"},
         {task: count for task, count in SAMPLES_PER_STEP.items() if task != "add"},
     ]
-    accuracy: dict[str, float] = {}
     start = time.monotonic()
     bar = tqdm(range(steps), desc="train", unit="step", mininterval=5)
     for step in bar:
@@ -183,25 +189,8 @@ def train(
         if last:
             break
     bar.close()
-    return accuracy
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("graphdecode/models/demo"), help="folder to write")
-    parser.add_argument("--steps", type=int, default=6000, help="optimizer steps of 256 samples (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="end earlier, with the schedule shortened")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the samples (default: %(default)s)")
-    parser.add_argument("--save-every", type=int, default=500, help="steps between saves (default: %(default)s)")
-    parser.add_argument("--eval-samples", type=int, default=1000, help="of each task, per save (default: %(default)s)")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
-    arguments = parser.parse_args()
-    for name in ("steps", "minutes", "save_every", "eval_samples", "threads"):
-        if getattr(arguments, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {getattr(arguments, name)}")
-    disable_progress_bar()  # of the save, which would tear ours apart
-    train(**vars(arguments))
 
 
 if __name__ == "__main__":
-    main()
+    disable_progress_bar()  # of the save, which would tear ours apart
+    typer.run(train)

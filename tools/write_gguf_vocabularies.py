@@ -21,7 +21,7 @@ import sentencepiece
 import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from gguf_against_peers import lines, llama_ids, real_lines
+from checks.gguf import lines, llama_ids, real_lines
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
 
 OUT = Path(__file__).parent.parent / "tests" / "text" / "gguf_vocabularies.json"

@@ -60,7 +60,7 @@ def show(
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     place = resolve_device(config.device)
-    chosen = resolve_dtype(config.dtype, described.dtype, place)
+    chosen = resolve_dtype(config.dtype, described.dtype, place, few_bits=described.few_bits)
     console = wide_console()
     console.print(_bucket_table(config.buckets))
     batch_size, share = config.buckets.ladder.worst_padding()
@@ -89,7 +89,8 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.device_memory import free_bytes
     from graphdecode.models import weight_bytes
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)

@@ -49,8 +49,10 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
     file = history_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a"):
-            history = FileHistory(file)
+        file.touch()
+        file.parent.chmod(0o700)  # what was said is nobody else's business
+        file.chmod(0o600)
+        history = FileHistory(file)
     except OSError as error:
         STDERR.print(f"no history is kept: {error}", highlight=False, soft_wrap=True, markup=False)
         history = InMemoryHistory()

@@ -103,7 +103,8 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.device_memory import free_bytes
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
 
@@ -115,7 +116,7 @@ def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> 
         described = check_model(
             model.path, model_impl=settings.model_impl, trust_remote_code=settings.trust_remote_code
         )
-        chosen = resolve_dtype(settings.dtype, described.dtype, device)
+        chosen = resolve_dtype(settings.dtype, described.dtype, device, few_bits=described.few_bits)
         one_row = settings.buckets.with_limits(max_batch_size=1, batch_sizes="auto", total_num_pages="auto")
         free = free_bytes(device)
         cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, chosen)

@@ -24,7 +24,7 @@ DtypeOption = Annotated[
 ]
 QuantizeOption = Annotated[
     str | None,
-    typer.Option(help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k; gguf keeps the blocks of a GGUF file."),
+    typer.Option(help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k; none expands those of a checkpoint."),
 ]
 KvCacheDtypeOption = Annotated[
     str | None, typer.Option(help="auto, or int8 or fp8: keys and values in 8 bits; left out: the configuration's.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -43,6 +44,9 @@ def serve(
         list[str] | None, typer.Option(help="Clients of /v1 must bring it as a bearer token; may be repeated.")
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
+    ] = None,
     max_batch_size: Annotated[
         int | None, typer.Option(help="Requests side by side at most; left out: the configuration's.")
     ] = None,
@@ -88,6 +92,7 @@ def serve(
         "port": port,
         "api_keys": api_key,
         "served_model_name": served_model_name,
+        "chat_template": None if chat_template is None else str(chat_template),
         "cors_origins": cors_origin,
         "allowed_hosts": allowed_host,
         "log_requests": log_requests or None,

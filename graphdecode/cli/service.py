@@ -56,8 +56,12 @@ def service_maker(
     from graphdecode import __version__
     from graphdecode.models import generation_defaults
     from graphdecode.server.service import Service
+    from graphdecode.text.chat import read_template, render_chat
 
     checkpoint = find_checkpoint(model, tokenizer, settings)
+    if limits.chat_template is not None:
+        checkpoint.tokenizer.chat_template = read_template(Path(limits.chat_template).expanduser())
+        render_chat(checkpoint.tokenizer, [{"role": "user", "content": "Hello"}])  # what is no template is said now
     return partial(
         Service,
         checkpoint.path,

@@ -138,14 +138,13 @@ def inspect(
         graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
         _check_drawn(drawn, settings.buckets.ladder)
-        runner = load_runner(model, settings, progress=True)
+        runner = load_runner(model, settings, progress=True, times_products=True)
         graphs = runner.graphs
     try:
         graphs.capture()
-        for bucket in graphs.buckets:
+        for shape in graphs.table.ladder.of("steps"):
             for _ in range(_REPLAYS):
-                for wide in graphs.queries:
-                    graphs.replay(bucket, wide)
+                graphs.table.run(shape)
         if dot is not None:
             typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
@@ -166,7 +165,7 @@ def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:
     """Print what the graphs of a step hold, and those of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:
-        runner.capture_prompts()
+        runner.table.capture(kinds=list(_BESIDE))
         beside = {name: report for name, report in runner.reports().items() if name in _BESIDE}
     if as_json:
         plain = {name: report.as_dict() for name, report in beside.items()}

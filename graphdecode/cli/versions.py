@@ -19,14 +19,26 @@ def versions() -> str:
 
 def state() -> str:
     """Return all that a report of a bug should tell, one fact a line."""
+    import torch
+
     from graphdecode.engine.loading import resolve_device
     from graphdecode.kernels.native import library
+    from graphdecode.models import resolve_dtype
     from graphdecode.profiling.environment import describe_environment
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
     facts |= {name: _of(name) for name in _PACKAGES}
-    facts |= describe_environment(resolve_device("auto"))
-    return "\n".join([*(f"{name}: {value}" for name, value in facts.items()), library.describe()])
+    device = resolve_device("auto")
+    facts |= describe_environment(device)
+    dtypes = {
+        "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
+        "in float16": resolve_dtype("auto", torch.float16, device),
+        "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
+    }
+    told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
+    return "\n".join(
+        [*(f"{name}: {value}" for name, value in facts.items()), library.describe(), f"dtype auto: {told}"]
+    )
 
 
 def _of(package: str) -> str:

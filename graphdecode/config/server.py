@@ -41,7 +41,9 @@ class ServerConfig:
     max_waiting: int = key(
         SERVER, 256, integer(0), "Requests without a row at most; beyond, a request is answered with 429."
     )
-    max_body_bytes: int = key(SERVER, 16 << 20, integer(1), "Of a request.")
+    max_body_bytes: int = key(
+        SERVER, 16 << 20, integer(1), "Of a request; those not read yet take eight times as much together at most."
+    )
     max_prompts: int = key(SERVER, 1024, integer(1), "Prompts of one request.")
     max_answers: int = key(SERVER, 128, integer(1), "Answers of one prompt: the largest n.")
     request_timeout_s: float = key(SERVER, 600.0, number(0), "A request is given up after so long; 0: never.")
@@ -63,11 +65,17 @@ class ServerConfig:
         none_or(matching(r"https?://\S+", "an http address"), '"http://127.0.0.1:4318/v1/traces"'),
         "Where OpenTelemetry's traces go, over OTLP's HTTP; it needs the extra `otel`.",
     )
+    chat_template: str | None = key(
+        SERVER,
+        None,
+        none_or(matching(r"(?s).*\S.*", "a path"), '"template.jinja"'),
+        "A file with the template, in Jinja, that conversations go through; left out: the model's own.",
+    )
     trust_request_chat_template: bool = key(
         SERVER,
         False,
         boolean(),
-        "Let requests bring their own `chat_template`. It is a program: one that does not end stops the server.",
+        "Let requests bring their own `chat_template`. It is a program, which runs in a child with limits.",
     )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
 

@@ -216,17 +216,17 @@ class EngineConfig:
         "model",
         "auto",
         matching("auto|float32|bfloat16|float16", "auto, float32, bfloat16 or float16"),
-        "Of weights, and of the cache where kv_cache_dtype is auto; auto is the checkpoint's where the device can "
-        "compute in it.",
+        "Of activations, weights that are not in few bits, and the cache where kv_cache_dtype is auto; auto is the "
+        "checkpoint's where the device can compute in it, and float16 on a CPU for integers of few bits.",
     )
     seed: int = key("model", 0, long_integer(), "Of the requests that bring none.")
     quantize: str | None = key(
         "model",
         None,
         none_or(matching(r"[a-z]\w*", "a weight form's name"), '"int8"'),
-        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k; gguf keeps the "
-        "blocks of a GGUF file. What a checkpoint has in few bits stays so unasked. Forms that are registered from "
-        "outside go by their own names.",
+        "Weights in few bits, rounded while they are read: int8, int4, fp8, or GGUF's q8_0 and q4_k. What a checkpoint "
+        "has in few bits stays so unasked, a GGUF file's blocks too; gguf refuses where these cannot be kept, none "
+        "expands all. Forms that are registered from outside go by their own names.",
     )
     quantize_group_size: int | None = key(
         "model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -95,8 +96,8 @@ def toml_value(value: Any) -> str:
     """Return a value in TOML."""
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
+    if isinstance(value, str):  # JSON escapes as TOML does, but for one character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     return str(value)

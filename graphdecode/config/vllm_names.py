@@ -5,7 +5,9 @@ A name that is in none of these tables, nor one of our own, is a mistake of the 
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
@@ -224,10 +226,17 @@ def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:
 
     def refused(cls: _Class) -> _Class:
         construct = cls.__init__  # type: ignore[misc]
+        known = list(inspect.signature(construct).parameters)[1:]
 
         @functools.wraps(construct)
         def __init__(self: Any, *args: Any, **given: Any) -> None:
-            construct(self, *args, **without_unsupported(given, table))
+            kept = without_unsupported(given, table)
+            for name in kept:
+                if name not in known:
+                    near = difflib.get_close_matches(name, known, 1)
+                    hint = f"; did you mean {near[0]!r}?" if near else ""
+                    raise TypeError(f"unexpected keyword argument {name!r}{hint}; known: {', '.join(known)}")
+            construct(self, *args, **kept)
 
         cls.__init__ = __init__  # type: ignore[misc]
         return cls

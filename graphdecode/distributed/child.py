@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _LEFT_TO_PARENT = (signal.SIGINT, signal.SIGTERM)  # they may reach the whole group
 
 
-def start_child(module: str, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
+def start_child(
+    module: str, descriptors: Sequence[int], environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a module as a process whose signals wait until it calls `leave_signals`, its imports over.
 
     Args:
         module: what it runs.
         descriptors: open here, which it is given as its arguments; -1: none.
+        environment: variables that it has beside this process's, or with other values.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_PARENT)  # which it inherits
     try:
         command, held = [sys.executable, "-m", module, *map(str, descriptors)], [fd for fd in descriptors if fd >= 0]
-        return subprocess.Popen(command, pass_fds=held, stdin=subprocess.DEVNULL)
+        env = {**os.environ, **environment} if environment else None
+        return subprocess.Popen(command, pass_fds=held, stdin=subprocess.DEVNULL, env=env)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -165,8 +165,11 @@ class Leader(Ranks):
         """Note what became of a rank, let nobody wait for it, and end the others."""
         if fate == "died" and self._processes:
             fate = _fate(self._processes[rank - 1])
-        self._failure = f"rank {rank} of {self.count} {fate}"
-        if hasattr(self, "collectives"):
+        self._give_up(rank, f"rank {rank} of {self.count} {fate}")
+
+    def _give_up(self, rank: int, failure: str) -> None:
+        self._failure = failure
+        if hasattr(self, "collectives"):  # what fails may be the ranks' agreement to have some
             self.collectives.give_up(rank)
         self._end_others()
 
@@ -268,9 +271,7 @@ class Leader(Ranks):
     def fail(self, text: str) -> None:
         """Say from now on that the group is of no use any more, and end the other ranks."""
         if self._failure is None:
-            self._failure = text
-            self.collectives.give_up(0)
-            self._end_others()
+            self._give_up(0, text)
 
     def close(self, last: int | None = None) -> None:
         """End the other ranks, and wait until they have.

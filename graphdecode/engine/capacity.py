@@ -1,40 +1,50 @@
-"""What a configuration means for a model: how long sequences can be, and how many pages there are."""
+"""What a configuration means for a model: lengths, pages, and whether a machine can hold what it asks for."""
 
 from __future__ import annotations
 
-import os
+import math
 from dataclasses import dataclass
 
 import torch
 
 from graphdecode.cache import entry_bytes
 from graphdecode.config import BucketConfig
+from graphdecode.engine.device_memory import free_bytes, total_bytes
+from graphdecode.engine.shapes import MIXED_TOKENS, mixed_shapes, prompt_shapes
+from graphdecode.engine.steps.automaton_places import state_bytes
+from graphdecode.engine.steps.rings import step_bytes
+from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.models import ModelShape
 
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
-_ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
+# of what graphs take beside the cache: a driver keeps some kilobytes for each kernel of a graph, a layer has some ten,
+# and a token's intermediates in the pool that all shapes share are some rows of its width
+_NODE_BYTES = 16 * 2**10
+_LAYER_NODES = 12
+_TOKEN_WIDTHS = 16
+_LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
+_SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
+_TOP_BYTES = 8  # of a likely token in the slots: its id and its log-probability
+_REQUESTS = {  # what grows with each
+    "max_logprobs": "the likeliest tokens",
+    "max_stop_token_ids": "tokens that end answers",
+    "max_logit_biases": "biases",
+    "max_bad_words": "forbidden words",
+}
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The sizes that follow from a configuration, a model and the memory that is free.
+    """The sizes that follow from a configuration, a model and the memory that is free."""
 
-    Attributes:
-        max_sequence_length: tokens of one sequence, prompt and answer.
-        pages_per_row: pages that such a sequence takes.
-        total_num_pages: of the pool, without its trash page.
-        token_bytes: keys and values of one token in all layers.
-        page_bytes: of one page in all layers, keys and values.
-        token_limit: tokens that one sequence can have when it owns the whole pool.
-    """
-
-    max_sequence_length: int
-    pages_per_row: int
-    total_num_pages: int
-    token_bytes: int
-    page_bytes: int
-    token_limit: int
+    max_sequence_length: int  # tokens of one sequence, prompt and answer
+    pages_per_row: int  # pages that such a sequence takes
+    total_num_pages: int  # of the pool, without its trash page
+    token_bytes: int  # keys and values of one token in all layers
+    page_bytes: int  # of one page in all layers, keys and values
+    token_limit: int  # tokens that one sequence can have when it owns the whole pool
 
 
 def plan_capacity(
@@ -44,7 +54,7 @@ def plan_capacity(
     device: torch.device,
     available_bytes: int | None = None,
 ) -> Capacity:
-    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free.
+    """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
 
     `"auto"` never takes more pages than all rows at full length need.
 
@@ -65,6 +75,8 @@ def plan_capacity(
     total = config.total_num_pages
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
+        if device.type == "cuda" and config.backend != "eager":
+            free = max(free - graph_bytes(config, model), 0)
         affordable = int(free * config.memory_fraction) // page_bytes - 1
         if affordable < 1:
             raise ArgumentError(
@@ -75,21 +87,73 @@ def plan_capacity(
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
 
 
-def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
-    """Return what keys and values are kept in.
+def graph_bytes(config: BucketConfig, model: ModelShape) -> int:
+    """Return what the graphs of a GPU are reckoned to take, which are captured once the cache has its memory."""
+    most = max(*MIXED_TOKENS["cuda"], config.max_batch_size)
+    shapes = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder), *config.ladder]
+    nodes = len(shapes) * _LAYER_NODES * model.num_hidden_layers
+    width = model.num_attention_heads * model.head_dim
+    pool = 4 * (most * width * _TOKEN_WIDTHS + config.max_batch_size * model.vocab_size)
+    return nodes * _NODE_BYTES + pool
 
-    Args:
-        kv_cache_dtype: as in `EngineConfig`.
-        dtype: of the model.
-    """
+
+def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
+    """Return what keys and values are kept in, as `EngineConfig` names it, beside a model of some dtype."""
     return _CACHE_DTYPES.get(kv_cache_dtype, dtype)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the memory that is free on a device, in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
-        return _ASSUMED_FREE_BYTES
+def check_room(
+    config: BucketConfig,
+    model: ModelShape,
+    capacity: Capacity,
+    device: torch.device,
+    *,
+    prefill_tokens: int,
+) -> None:
+    """Refuse sizes that no memory of this machine could hold, were there nothing else in it.
+
+    Raises:
+        ArgumentError: names the key that takes most, its value and the bytes.
+    """
+    memory = total_bytes(device)
+    needs = _needs(config, model, capacity, prefill_tokens)
+    total = sum(nbytes for _, _, _, nbytes in needs)
+    if total > memory:
+        key, value, what, nbytes = max(needs, key=lambda need: need[-1])
+        raise ArgumentError(
+            f"{key}={value} takes {nbytes} bytes for {what}; all sizes together take {total}, and {device} has {memory}"
+        )
+
+
+def _needs(
+    config: BucketConfig, model: ModelShape, capacity: Capacity, prefill_tokens: int
+) -> list[tuple[str, int, str, int]]:
+    """Return what each key of the configuration makes large: the key, its value, what that is, and the bytes."""
+    rows, positions, vocab_size = config.max_batch_size, capacity.max_sequence_length, model.vocab_size
+    pages, states = capacity.total_num_pages, config.max_automaton_states
+    tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
+    nothing = SamplingCapacity(0, 0, 0, 0)
+    least = _slots_bytes(nothing, model)  # of a row that may ask for nothing
+    row = 12 * vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + least
+    ring = ring_length(config) * step_bytes(min(config.max_logprobs, vocab_size))
+    needs = [
+        ("total_num_pages", pages, "keys and values", (pages + 1) * capacity.page_bytes + pages * _LEDGER_BYTES),
+        ("max_sequence_length", positions, "page tables and rotary angles", tables),
+        ("max_batch_size", rows, "counts of tokens, logits and masks", rows * row),
+        ("max_automata", config.max_automata, "classes of tokens", 4 * vocab_size * config.max_automata),
+        ("max_automaton_states", states, "states of automata", states * state_bytes(vocab_size)),
+        ("steps_per_launch", config.steps_per_launch, f"tokens of {rows} rows", rows * ring),
+        ("max_prefill_tokens", prefill_tokens, "tokens of prompts", prefill_tokens * _SLOT_BYTES),
+    ]
+    for key, what in _REQUESTS.items():  # how much one request may ask for
+        value = getattr(config, key)
+        slots = _slots_bytes(nothing._replace(**{key: value}), model) - least
+        tops = _TOP_BYTES * min(value, vocab_size) if key == "max_logprobs" else 0
+        needs.append((key, value, f"{what} of {rows} rows", rows * (slots + tops)))
+    return needs
+
+
+def _slots_bytes(capacity: SamplingCapacity, model: ModelShape) -> int:
+    """Return the bytes of one row's slots."""
+    specs = sampling_slots(capacity, model.vocab_size)
+    return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)

@@ -4,17 +4,39 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, Self, TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, Self, TypeAlias
 
 import numpy as np
 
-from graphdecode.engine.token_automaton import TokenAutomaton
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
 
 class ConstraintError(GraphdecodeError):
     """A form that cannot be kept any further, or not be read at all."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenAutomaton:
+    """States, and where each token leads; state 0 is the beginning of an answer."""
+
+    classes: np.ndarray  # int32 [vocab], of each token; those of one class lead to the same state from everywhere
+    # int32 [states, classes], the state that a class leads to; -1: it cannot come, or ends the text
+    following: np.ndarray
+    masks: np.ndarray  # int32 [states, ceil(vocab / 32)], bit i of word w is set where token 32 w + i may come
+    accepts: np.ndarray  # bool [states], where the answer may end
+    completes: np.ndarray  # bool [states], where nothing can follow
+
+    @property
+    def num_states(self) -> int:
+        """How many states there are."""
+        return len(self.following)
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes of tokens there are."""
+        return self.following.shape[1]
 
 
 class Guide(NamedTuple):
@@ -24,13 +46,21 @@ class Guide(NamedTuple):
     state: int
 
 
-class Constraint(Protocol):
-    """The state of one answer; whoever makes it knows what the tokens spell."""
+class Constraint(ABC):
+    """The state of one answer; whoever makes it knows what the tokens spell.
+
+    Attributes:
+        num_words: of a mask.
+    """
+
+    num_words: int
 
     @property
     def guide(self) -> Guide | None:
         """What a device can follow in place of this; None where the form is not that simple."""
+        return None
 
+    @abstractmethod
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next, one bit a token.
 
@@ -45,12 +75,23 @@ class Constraint(Protocol):
     @classmethod
     def fill_all(
         cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
-    ) -> Sequence[np.ndarray | ConstraintError]:
+    ) -> list[np.ndarray | ConstraintError]:
         """Return for several answers of one engine what `fill` writes, or why it cannot; good until the next call.
 
         Whoever steps calls it; `fill` may be called meanwhile by threads that hand requests in.
         """
+        found: list[np.ndarray | ConstraintError] = []
+        for constraint, stops in zip(constraints, stop_ids, strict=True):
+            words = np.empty(constraint.num_words, dtype=np.int32)
+            try:
+                constraint.fill(words, stops)
+            except ConstraintError as error:
+                found.append(error)
+            else:
+                found.append(words)
+        return found
 
+    @abstractmethod
     def accept(self, token_id: int) -> bool:
         """Take the token that came; return whether nothing can follow it.
 
@@ -63,42 +104,39 @@ class Constraint(Protocol):
 Constrain: TypeAlias = Callable[[str], Constraint]
 
 
-class FilledOneByOne(ABC):
-    """A constraint whose masks have nothing to gain from being filled together."""
+class AtLeast(Constraint):
+    """Holds an answer to a form, and from its end until it has some tokens, as far as the form allows others.
 
-    @property
-    @abstractmethod
-    def num_words(self) -> int:
-        """Of a mask."""
+    Args:
+        constraint: of the form.
+        min_tokens: of the answer.
+        vocab_size: of the model.
+        eos_token_ids: of the model.
+    """
 
-    @abstractmethod
+    def __init__(self, constraint: Constraint, min_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.num_words = -(-vocab_size // MASK_BITS)
+        self._constraint = constraint
+        self._lacking = min_tokens
+        self._eos_token_ids = eos_token_ids
+
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
+        self._constraint.fill(words, stop_ids)
+        if self._lacking > 0:
+            ends = np.zeros_like(words)
+            allow(ends, [*stop_ids, *self._eos_token_ids])
+            if (words & ~ends).any():
+                words &= ~ends
 
-    @classmethod
-    def fill_all(
-        cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
-    ) -> list[np.ndarray | ConstraintError]:
-        """Return for several answers what `fill` writes, or why it cannot; see `Constraint.fill_all`."""
-        found: list[np.ndarray | ConstraintError] = []
-        for constraint, stops in zip(constraints, stop_ids, strict=True):
-            words = np.empty(constraint.num_words, dtype=np.int32)
-            try:
-                constraint.fill(words, stops)
-            except ConstraintError as error:
-                found.append(error)
-            else:
-                found.append(words)
-        return found
+    def accept(self, token_id: int) -> bool:
+        """Take the token that came; see `Constraint.accept`."""
+        self._lacking -= 1
+        return self._constraint.accept(token_id)
 
 
 def allow(words: np.ndarray, token_ids: Sequence[int]) -> None:
-    """Let some tokens come, too.
-
-    Args:
-        words: int32, a mask.
-        token_ids: which.
-    """
+    """Let some tokens come, too, in a mask of int32 words."""
     bits = words.view(np.uint32)
     for token in token_ids:
         bits[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)

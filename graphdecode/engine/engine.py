@@ -8,17 +8,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, TypeVar
 
 import numpy as np
 
-from graphdecode.cache import PagedKVCache
-from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.constraint import Constrain, Constraint, ConstraintError
-from graphdecode.engine.draft_pace import DraftPace
+from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
-from graphdecode.engine.metrics import EngineStats, RequestMetrics
+from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError
 from graphdecode.engine.rules import RequestRules
 from graphdecode.engine.runner import Runner
@@ -26,11 +24,10 @@ from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, shown
-from graphdecode.graphs import GraphManager
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
-from graphdecode.models import Model
 
 T = TypeVar("T")
+_INTERRUPTED = "the engine's step was interrupted"
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
 
@@ -48,6 +45,13 @@ class Engine:
 
     Attributes:
         rules: what it can serve, as data that another process can hold too.
+        capacity: what fits.
+        vocab_size: token ids are below it.
+        model: the decoder.
+        cache: the key-value cache, whose pool can be asked for free and used pages.
+        graphs: the captured graphs of the step, one a bucket.
+        loop: does the rounds, and knows how far they may run ahead.
+        stats: counts since the engine was made.
         constrain: makes constraints of grammars, for whoever knows what tokens spell to set; without it requests that
             bring a grammar are refused.
     """
@@ -56,81 +60,32 @@ class Engine:
         if not _is_seed(seed):
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
-        self.scheduler = Scheduler(runner.cache, max_batch_size=runner.buffers.max_batch_size)
         self.seed = seed
-        self.constrain: Constrain | None = None
+        self.model, self.cache, self.capacity, self.graphs = runner.model, runner.cache, runner.capacity, runner.graphs
+        self.vocab_size = self.model.config.vocab_size
         # a token that is not in the vocabulary ends nothing
-        eos_token_ids = tuple(token for token in runner.model.config.eos_token_ids if token < self.vocab_size)
+        eos_token_ids = tuple(token for token in self.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size, eos_token_ids, runner.capacity, runner.cache.page_size, runner.sampling_capacity
+            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.sampling_capacity
         )
-        self._loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
+        self.scheduler = Scheduler(self.cache, max_batch_size=runner.buffers.max_batch_size)
+        self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
+        self.stats = self.loop.stats
+        self.constrain: Constrain | None = None
         self._sequences: dict[int, Sequence] = {}
         self._request_ids = itertools.count()
         self._inbox: deque[Callable[[], None]] = deque()
         self._stepping = threading.Lock()
         self._ended: list[int] = []  # known until the next step, for text that ends an answer earlier
+        self._gave_up = False  # whether the next events may be of requests that nobody waits for any more
         self._lost: list[Event] = []  # what the next step tells those whose requests were given up
         self._torn: str | None = None  # set while the books are changed: who finds it set finds them torn
         self._closed = False
 
     @property
-    def stats(self) -> EngineStats:
-        """Counts since the engine was made."""
-        return self._loop.stats
-
-    @property
-    def cache(self) -> PagedKVCache:
-        """The key-value cache, whose pool can be asked for free and used pages."""
-        return self.runner.cache
-
-    @property
-    def model(self) -> Model:
-        """The decoder."""
-        return self.runner.model
-
-    @property
     def num_preemptions(self) -> int:
         """How often a sequence gave its pages back for others and was recomputed."""
         return self.scheduler.num_preemptions
-
-    @property
-    def capacity(self) -> Capacity:
-        """What fits."""
-        return self.runner.capacity
-
-    @property
-    def graphs(self) -> GraphManager:
-        """The captured graphs of the step, one a bucket."""
-        return self.runner.graphs
-
-    @property
-    def vocab_size(self) -> int:
-        """Token ids are below it."""
-        return self.runner.model.config.vocab_size
-
-    @property
-    def lookahead(self) -> int:
-        """Launches that may be under way while an earlier one is read."""
-        return self._loop.lookahead
-
-    @lookahead.setter
-    def lookahead(self, launches: int) -> None:
-        self._loop.lookahead = launches
-
-    @property
-    def worth_a_thread_seconds(self) -> float:
-        """On a CPU, masks of forms that take less are filled before the step, and not beside it."""
-        return self._loop.worth_a_thread_seconds
-
-    @worth_a_thread_seconds.setter
-    def worth_a_thread_seconds(self, seconds: float) -> None:
-        self._loop.worth_a_thread_seconds = seconds
-
-    @property
-    def pace(self) -> DraftPace | None:
-        """What chooses how many drafts a launch verifies, and its averages; None without speculation."""
-        return self._loop.pace
 
     @property
     def num_waiting(self) -> int:
@@ -145,18 +100,14 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._inbox or self._lost) or self._torn is not None or self._loop.has_work
+        return bool(self._inbox or self._lost) or self._torn is not None or self.loop.has_work
 
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served; nothing changes.
-
-        Raises:
-            RequestError: says what does not fit, and the range.
-        """
-        self.rules.check(request)
-
-    def add(self, request: Request) -> int:
+    def add(self, request: Request, constraint: Constraint | None = None) -> int:
         """Hand in a request, and return what names it in `step`'s events.
+
+        Args:
+            request: what is asked for.
+            constraint: what holds this answer to the request's grammar; None: it is made here where there is a grammar.
 
         Raises:
             RequestError: it can never be served; nothing has changed.
@@ -167,8 +118,8 @@ class Engine:
         self.rules.check(request)
         params = self.rules.resolved(request.sampling_params)
         tokens = [int(token) for token in request.prompt_token_ids]
-        stop_ids = self.rules.stop_ids(request)
-        constraint, mask = self._constraint(request.grammar, stop_ids)
+        stop_ids = self.rules.stop_ids(params)
+        constraint, mask = self._constraint(request, constraint, stop_ids)
         request_id = next(self._request_ids)
         max_length = self.capacity.token_limit
         if params.max_tokens is not None:
@@ -183,9 +134,10 @@ class Engine:
             stop_ids=stop_ids,
             eos_token_ids=self.rules.eos_token_ids,
             sampling=RowSampling.of(
-                params,
+                params if constraint is None else replace(params, min_tokens=0),  # of a form, its constraint sees to it
                 seed=seed,
                 stop_ids=stop_ids,
+                held_back_ids=() if constraint is not None else self.rules.held_back_ids(params),
                 prompt_length=len(tokens),
                 max_length=max_length,
                 vocab_size=self.vocab_size,
@@ -202,18 +154,22 @@ class Engine:
         return request_id
 
     def _constraint(
-        self, grammar: str | None, stop_ids: tuple[int, ...]
+        self, request: Request, constraint: Constraint | None, stop_ids: tuple[int, ...]
     ) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
-        """Return what holds an answer to a grammar, and the mask of its first token."""
+        """Return what holds an answer to its grammar, and the mask of its first token."""
+        grammar, min_tokens = request.grammar, request.sampling_params.min_tokens
         if grammar is None:
             return None, None
-        if not self.runner.holds_forms:
+        if not self.runner.step.holds_forms:
             raise RequestError(f"a {type(self.runner.step).__name__} cannot hold answers to forms")
-        if self.constrain is None:
-            raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is not installed")
         mask = np.empty(-(-self.vocab_size // MASK_BITS), dtype=np.int32)
         try:
-            constraint = self.constrain(grammar)
+            if constraint is None:
+                if self.constrain is None:
+                    raise RequestError("this engine reads no grammars: it has no tokenizer, or llguidance is missing")
+                constraint = self.constrain(grammar)
+            if min_tokens:
+                constraint = AtLeast(constraint, min_tokens, self.vocab_size, self.rules.eos_token_ids)
             constraint.fill(mask, stop_ids)
         except ConstraintError as error:
             raise RequestError(f"structured_outputs: {error}") from error
@@ -221,7 +177,7 @@ class Engine:
 
     def _enter(self, sequence: Sequence) -> None:
         if not sequence.finished:  # given up before it began
-            self._loop.add(sequence)
+            self.scheduler.add(sequence)
 
     def abort(self, request_id: int) -> None:
         """Give up a request: its row and pages are free before the next step, and no event names it any more.
@@ -244,11 +200,13 @@ class Engine:
     def _end(self, request_id: int, num_tokens: int | None) -> None:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
+            self._gave_up = True
             self._inbox.append(lambda: self._remove(sequence, num_tokens))
             self._settle()
 
     def _remove(self, sequence: Sequence, num_tokens: int | None) -> None:
-        was_there = self._loop.remove(sequence)
+        was_there = self.loop.remove(sequence)
+        self._gave_up = True  # what was under way has given it tokens
         if num_tokens is not None:
             self.stats.generated_tokens -= sequence.num_generated - num_tokens
             self.stats.finished_answers += was_there
@@ -270,7 +228,7 @@ class Engine:
 
     def _whole(self, work: Callable[[], T]) -> T:
         """Change the books of rows and pages; where that does not come to its end, every request is given up."""
-        self._torn = "the engine's step was interrupted"
+        self._torn = _INTERRUPTED
         try:
             done = work()
         except Exception as error:
@@ -282,12 +240,13 @@ class Engine:
     def _give_up_all(self, error: str) -> None:
         """Begin anew with empty books; the next step tells every owner."""
         self._inbox.clear()
-        events = self._loop.reset()
+        events = self.loop.reset()
         told = {event.request_id for event in events if event.finish_reason is not None} | set(self._ended)
         for request_id, sequence in list(self._sequences.items()):
             sequence.finish_reason = sequence.finish_reason or "error"
             if request_id not in told:
                 events.append(Event(request_id, [], None, "error", None, sequence.metrics, error))
+        self.loop.ended = list(self._sequences)
         self._lost += events
         self._torn = None
 
@@ -305,13 +264,20 @@ class Engine:
             self._take_inbox()
             while self._ended:
                 self._sequences.pop(self._ended.pop(), None)
-            events = self._whole(self._loop.step)
-            if self._lost:
-                events, self._lost = self._lost + events, []
-            known = [event for event in events if event.request_id in self._sequences]
-            self._ended += [event.request_id for event in known if event.finish_reason is not None]
+            self._torn = _INTERRUPTED  # as `_whole` does it, with one frame less in each step
+            try:
+                events = self.loop.step()
+            except Exception as error:
+                self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
+                raise
+            self._torn = None
+            if self._lost or self._gave_up:
+                events, self._lost, self._gave_up = self._lost + events, [], False
+                events = [event for event in events if event.request_id in self._sequences]
+            if self.loop.ended:
+                self._ended, self.loop.ended = self.loop.ended, []
         self._settle()
-        return known
+        return events
 
     def close(self) -> None:
         """Give up what runs or waits, and release graphs and buffers; the engine cannot be used afterwards."""
@@ -319,14 +285,14 @@ class Engine:
             if self._closed:
                 return
             self._closed = True
-            self._loop.reset()
+            self.loop.reset()
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
 
 
 def _is_seed(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and -(2**63) <= int(value) < 2**63
+    return isinstance(value, Integral) and not isinstance(value, bool) and as_int64(int(value)) == value
 
 
 def derived_seed(seed: int, index: int) -> int:

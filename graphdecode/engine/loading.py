@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,19 +18,17 @@ from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.launched import LaunchedRank
 from graphdecode.distributed.started import start_ranks
-from graphdecode.engine.capacity import Capacity, plan_capacity, resolve_cache_dtype
+from graphdecode.engine.capacity import Capacity, check_room, plan_capacity, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
-from graphdecode.engine.following import run
-from graphdecode.engine.leading import Command, LeadingRunner
-from graphdecode.engine.mixed_steps import pays
-from graphdecode.engine.prefill import pass_sizes
-from graphdecode.engine.room import check_room
+from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
+from graphdecode.engine.shapes import pass_sizes, pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_model import ModelDrafts
 from graphdecode.engine.steps.draft_sources import DraftSource, NgramDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
+from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
 from graphdecode.models.split import check_split, split_config
 
@@ -38,8 +37,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     """Return a device that is there; `"auto"` means CUDA where there is one, else the CPU.
 
     Raises:
-        ValueError: the device is unknown or absent.
+        ValueError: the device is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
     """
+    try:
+        instructions()
+    except MissingInstructions as error:
+        raise ArgumentError(str(error)) from error
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -66,6 +69,7 @@ def load_runner(
     *,
     progress: bool = False,
     ranks: Ranks | None = None,
+    times_products: bool = False,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
@@ -75,6 +79,7 @@ def load_runner(
         config: all settings, those of the buckets alone, or the path of a file.
         progress: show a bar on standard error while loading.
         ranks: that share the model; all of them load it.
+        times_products: time the products with weights of few bits on a CPU beside plain ones, for the reports.
         keywords: settings that override those of `config`; see `EngineConfig`.
 
     Raises:
@@ -85,14 +90,16 @@ def load_runner(
         raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
     shape = describe_shard(model, settings)
-    plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device), device)
+    plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
+    sizes = settings.buckets.ladder.sizes
+    report_sizes = (*sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type)))
     decoder = load_model(
         model,
         device=device,
         dtype=settings.dtype,
         max_sequence_length=settings.buckets.max_sequence_length,
-        batch_sizes=settings.buckets.ladder.sizes,
-        report_sizes=(*settings.buckets.ladder.sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type))),
+        batch_sizes=sizes,
+        report_sizes=report_sizes if times_products else (),
         quantize=settings.quantize,
         quantize_group_size=settings.quantize_group_size,
         batch_invariant=settings.batch_invariant,
@@ -101,18 +108,33 @@ def load_runner(
         progress=progress,
         shared=None if ranks is None else ranks.collectives,
     )
-    draft = None
+    runner = make_runner(decoder, settings, draft=_draft(settings, decoder, progress=progress), ranks=ranks)
+    if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
+        return runner
+    is_finite = runner.prompts.stay_finite()
+    if is_finite if ranks is None else ranks.least(is_finite):
+        return runner
+    Runner.close(runner)  # of this rank alone: the others find the same
+    del runner, decoder  # before they are loaded anew
+    told = f"{model}: activations go beyond 65504, the most that float16 holds, so it is computed in float32"
+    warnings.warn(f"{told}; dtype='float32' says nothing", RuntimeWarning, stacklevel=2)
+    settings = settings.with_settings(dtype="float32")
+    return load_runner(model, settings, progress=progress, ranks=ranks, times_products=times_products)
+
+
+def _draft(settings: EngineConfig, decoder: Model, *, progress: bool) -> Model | None:
+    """Return the small model that guesses for another one, where the settings ask for it."""
     if settings.speculation == "model" and settings.draft_model is not None:
-        draft = load_model(
+        return load_model(
             settings.draft_model,
-            device=device,
+            device=decoder.device,
             dtype=str(decoder.dtype).removeprefix("torch."),
             max_sequence_length=settings.buckets.max_sequence_length,
             batch_sizes=settings.buckets.ladder.sizes,
             trust_remote_code=settings.trust_remote_code,
             progress=progress,
         )
-    return make_runner(decoder, settings, draft=draft, ranks=ranks)
+    return None
 
 
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
@@ -159,7 +181,7 @@ def load_engine(
         RankError: another rank failed.
     """
     if config.tensor_parallel_size == 1:
-        return Engine(captured_runner(model, config, progress=progress), seed=config.seed)
+        return _engine_of(captured_runner(model, config, progress=progress), config)
     describe_shard(model, config)  # what cannot be split is said before any process is started
     own = start_ranks_of(config) if ranks is None else None
     leader = ranks or own
@@ -176,7 +198,11 @@ def load_engine(
         finally:
             leader.close()
         raise
-    return Engine(runner, seed=config.seed)
+    return _engine_of(runner, config)
+
+
+def _engine_of(runner: Runner, config: EngineConfig) -> Engine:
+    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
@@ -203,8 +229,7 @@ def captured_runner(
     if runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
         runner.warm_up()
     try:
-        runner.graphs.capture(progress=progress)
-        runner.capture_prompts(progress=progress)
+        runner.table.capture(progress)
     except CaptureError as error:
         error.add_note("the model can be run without graphs all the same: backend='eager'")
         raise
@@ -213,12 +238,7 @@ def captured_runner(
 
 
 def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
-    """Return what makes the kind of step that some settings ask for.
-
-    Args:
-        settings: say how tokens are guessed, if they are.
-        draft: the small model of the method "model".
-    """
+    """Return what makes the kind of step that some settings ask for; `draft` is the model of the method "model"."""
     if settings.speculation == "off":
         return DecodeStep
     is_auto = isinstance(settings.num_tokens, str)

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from graphdecode.buckets import StepShape
 from graphdecode.cache import CacheFullError
-from graphdecode.engine.chunk_budget import ChunkBudget
 from graphdecode.engine.constraint import ConstraintError
-from graphdecode.engine.draft_gaps import draft_gaps
-from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.metrics import EngineStats
-from graphdecode.engine.prefill import PromptChunk
+from graphdecode.engine.pace import ChunkBudget, DraftPace
+from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
-from graphdecode.engine.runner import Launch, Runner
-from graphdecode.engine.scheduler import Chunk, Scheduler
+from graphdecode.engine.runner import Launch, LaunchPlan, Runner
+from graphdecode.engine.scheduler import Chunk, Scheduler, draft_gaps
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
@@ -51,6 +50,7 @@ class EngineLoop:
         stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
         worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
+        ended: whose requests the events since somebody looked have ended.
         pace: chooses how many drafts a launch verifies; None for a step that has none.
     """
 
@@ -61,11 +61,13 @@ class EngineLoop:
         self.lookahead = 1 if runner.model.device.type == "cuda" else 0
         self._under_way: deque[_UnderWay] = deque()
         self._staged: list[Sequence] = []
+        self._repeated: LaunchPlan | None = None  # of the staged rows, while nothing but their tokens changes
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
         # staged rows whose masks the host fills, by the kind of their constraints
         self._held: dict[type[Any], list[tuple[int, Sequence]]] = {}
         self._mask_seconds = 0.0  # that this took for the last step
         self.worth_a_thread_seconds = 1e-3
+        self._page_size = scheduler.cache.page_size
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
@@ -73,20 +75,18 @@ class EngineLoop:
         self._prefilled = 0  # tokens of prompts since the last launch
         self._since = 0.0  # when their computation began
         self._events: list[Event] = []
-        drafting = runner.drafting
+        self.ended: list[int] = []
+        drafting = runner.step.drafting
         self.pace = None
         if drafting is not None:
-            self.pace = DraftPace((1, *drafting.wider), is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
+            widths = runner.table.ladder.queries
+            self.pace = DraftPace(widths, is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
         self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self.scheduler.has_work or bool(self._under_way or self._events)
-
-    def add(self, sequence: Sequence) -> None:
-        """Hand in a sequence."""
-        self.scheduler.add(sequence)
 
     def remove(self, sequence: Sequence) -> bool:
         """Forget a sequence, unless it has ended; its row and pages are free for others. Return whether it was there.
@@ -103,11 +103,19 @@ class EngineLoop:
 
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
-        self._enter_prompts()
+        self._since, self._prefilled = time.perf_counter(), 0
+        if self.scheduler.has_prompts:
+            self._enter_prompts()
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
-        if goes_on:
-            self._launch()
-        self._prefill()
+        plan = self._planned() if goes_on else None
+        if plan is not None:
+            launch = self.runner.launch(plan, None if plan.wanted.part == "whole" else self._fill_masks)
+            self.stats.launch_seconds.append(time.perf_counter() - launch.started)
+            self._under_way.append(
+                _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
+            )
+        if self._to_prefill:
+            self._prefill()
         may_look_ahead = goes_on and not self._held
         while len(self._under_way) > (self.lookahead if may_look_ahead and self.scheduler.decoding else 0):
             self._read_oldest()
@@ -117,7 +125,7 @@ class EngineLoop:
     def reset(self) -> list[Event]:
         """Forget everything that runs or waits, in whatever state a failed step left it; return what it gave so far."""
         self._under_way.clear()
-        self._staged, self._to_prefill = [], []
+        self._staged, self._to_prefill, self._repeated = [], [], None
         self.scheduler.reset()
         events, self._events = self._events, []
         return events
@@ -127,14 +135,11 @@ class EngineLoop:
 
         Those that a launch can take along wait for it; the others are computed at once.
         """
-        self._since, self._prefilled = time.perf_counter(), 0
-        if not self.scheduler.has_prompts:
-            return
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
         self._to_prefill = [chunk.inputs(self.scheduler.cache) for chunk in chunks]
         is_wanted = any(chunk.sequence.unscored or chunk.sequence.is_full for chunk in chunks)
-        if is_wanted or not self.runner.takes_along(1, self._prefilled):
+        if is_wanted or not self.runner.table.takes(1, self._prefilled):
             for chunk, scored in zip(chunks, self._prefill(), strict=True):
                 if scored is not None:
                     self._take_scores(chunk, scored)
@@ -143,13 +148,14 @@ class EngineLoop:
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
             self._tell(sequence, [], None, sequence.fail(WITHOUT_NUMBERS) if unknown else None)
 
-    def _prefill(self) -> list[StepLogprobs | None]:
+    def _prefill(self) -> SequenceOf[StepLogprobs | None]:
         """Compute the chunks that wait by themselves, and return the log-probabilities that each wants."""
         chunks, self._to_prefill = self._to_prefill, []
         if not chunks:
             return []
         began = time.perf_counter()
-        found = self.runner.prefill(chunks)
+        self.runner.stage(chunks=chunks)
+        found = self.runner.launch(LaunchPlan.of_chunks(chunks)).scores
         self.stats.prefill_seconds += time.perf_counter() - began
         self.stats.prefilled_tokens += self._prefilled
         return found
@@ -167,51 +173,57 @@ class EngineLoop:
         ahead = sum(batch.launch.num_steps for batch in self._under_way)
         return any(len(sequence.token_ids) + ahead < sequence.max_length for sequence in self._staged)
 
-    def _launch(self) -> None:
+    def _planned(self) -> LaunchPlan | None:
+        """Stage what has changed, and return what to launch; None where no row is left."""
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
         is_held = bool(self._held) if is_steady else any(map(_needs_the_host, self.scheduler.decoding))
         num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
-        room, pages_changed = self._reserve_pages(num_steps * widest)
-        is_new = self.scheduler.decoding != self._staged
+        room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
+        if is_steady and not (pages_changed or self._to_prefill) and self._repeated is not None:
+            return self._repeated
+        is_new = not is_steady or (pages_changed and self.scheduler.decoding != self._staged)  # some gave way
         if is_new:
             self._drain()  # what is under way belongs to the rows as they were
-            self._staged, self._held = [], {}
-            rows = list(self.scheduler.decoding)
-            if not rows:
-                return
-            for sequence in rows:
-                sequence.fill_mask()
-            self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
-            self._staged, self._found = rows, []
-            guided = self.runner.guided_rows
-            for row, sequence in enumerate(rows):
-                if sequence.constraint is not None and row not in guided:
-                    self._held.setdefault(type(sequence.constraint), []).append((row, sequence))
+            if not self._stage(list(self.scheduler.decoding)):
+                return None
             num_steps = 1 if self._held else num_steps
-            wanted = [count for sequence in rows if (count := sequence.params.logprobs) is not None]
-            self._logprobs = max(wanted, default=None)
-        else:
-            if pages_changed:
-                self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
-        queries, meanwhile = self._queries(room), None
-        if self._held and not is_new:
-            meanwhile = self._masks_on_the_way(queries)
-        along = self._taken_along() if queries == 1 and meanwhile is None else []
-        self._prefill()  # what does not go along
+        elif pages_changed:
+            self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
+        queries = self._queries(room)
+        in_halves = bool(self._held) and not is_new and self._fills_on_the_way(queries)
+        along = self._taken_along() if self._to_prefill and queries == 1 and not in_halves else []
+        if self._to_prefill:  # what does not go along
+            self._prefill()
         if along:
-            self.runner.stage_chunks(along)
-        num_steps = 1 if along else min(num_steps, room // queries)
-        launch = self.runner.launch(len(self._staged), num_steps, queries, meanwhile=meanwhile, along=along)
-        self.stats.launch_seconds.append(time.perf_counter() - launch.started)
-        under_way = _UnderWay(launch, self._staged, self._logprobs, self._prefilled, self._since, self._found)
-        self._under_way.append(under_way)
+            self.runner.stage(chunks=along)
+            return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
+        shape = StepShape(len(self._staged), queries, part="logits" if in_halves else "whole")
+        plan = LaunchPlan(shape, min(num_steps, room // queries))
+        self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._held else None
+        return plan
+
+    def _stage(self, rows: list[Sequence]) -> bool:
+        """Tell the device of other rows; return whether there are any."""
+        self._staged, self._held, self._found, self._repeated = [], {}, [], None
+        if not rows:
+            return False
+        for sequence in rows:
+            sequence.fill_mask()
+        self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
+        self._staged = rows
+        guided = self.runner.step.guided_rows
+        for row, sequence in enumerate(rows):
+            if sequence.constraint is not None and row not in guided:
+                self._held.setdefault(type(sequence.constraint), []).append((row, sequence))
+        self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
+        return True
 
     def _taken_along(self) -> list[PromptChunk]:
         """Return this round's chunks if the next launch is to take them along."""
-        if not self._to_prefill or not self.runner.takes_along(len(self._staged), self._prefilled):
+        if not self.runner.table.takes(len(self._staged), self._prefilled):
             return []
         chunks, self._to_prefill = self._to_prefill, []
         self.stats.mixed_steps += 1
@@ -220,7 +232,7 @@ class EngineLoop:
 
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
-        drafting, rows = self.runner.drafting, len(self._staged)
+        drafting, rows = self.runner.step.drafting, len(self._staged)
         if drafting is None or self.pace is None:
             return 1
         found = drafting.found(rows)
@@ -231,19 +243,19 @@ class EngineLoop:
             self._drain()  # its tokens are part of what the source is to see
             running = (sequence for sequence in self._staged if not sequence.finished)
             for chunks in draft_gaps(running, self.scheduler.cache, self.runner.prefill_budget):
-                self.runner.catch_up(chunks)
+                self.runner.stage(chunks=chunks)
+                self.runner.launch(LaunchPlan.of_chunks(chunks, catches_up=True))
         return queries
 
-    def _masks_on_the_way(self, queries: int) -> Callable[[], None] | None:
-        """Return what fills the masks while the step is computed; or fill them at once where that is quicker.
+    def _fills_on_the_way(self, queries: int) -> bool:
+        """Whether the masks are to be filled while the step is computed; else fill them at once, where that is quicker.
 
         Steps of several queries a row are one graph, so that theirs are filled at once, too.
         """
-        is_cuda = self.runner.model.device.type == "cuda"
-        if queries == 1 and (is_cuda or self._mask_seconds > self.worth_a_thread_seconds):
-            return self._fill_masks
+        if queries == 1 and (not self.runner.is_on_host or self._mask_seconds > self.worth_a_thread_seconds):
+            return True
         self._fill_masks()
-        return None
+        return False
 
     def _fill_masks(self) -> None:
         """Write the masks of the held rows; a constraint that fails ends its row when the step is read."""
@@ -262,9 +274,9 @@ class EngineLoop:
     def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
         return self.scheduler.cache.pages_of(sequence.request_id)
 
-    def _reserve_pages(self, num_tokens: int) -> tuple[int, bool]:
+    def _reserve_pages(self, num_tokens: int, is_steady: bool) -> tuple[int, bool]:
         """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
-        if num_tokens <= self._steps_with_pages and self.scheduler.decoding == self._staged:
+        if is_steady and num_tokens <= self._steps_with_pages:
             self._steps_with_pages -= num_tokens
             return num_tokens, False
         self._steps_with_pages = 0
@@ -284,25 +296,26 @@ class EngineLoop:
 
     def _read_oldest(self) -> None:
         batch = self._under_way.popleft()
-        launch = batch.launch
+        launch, queries = batch.launch, batch.launch.queries
         steps = self.runner.read(launch, logprobs=batch.logprobs)
         for row, sequence in enumerate(batch.sequences):
             if sequence.finish_reason is None:
-                self._accept(sequence, row, steps)
-                if launch.queries > 1:  # the last draft was not fed to its source
+                self.stats.generated_tokens += self._accept(sequence, row, steps)
+                if queries > 1:  # the last draft was not fed to its source
                     sequence.drafted_length = sequence.cached_length - 1
         # a loop on the device ends with its last row, and what was launched ahead of a stop is nobody's step
-        first_tokens = steps[:: launch.queries]
-        ran = sum(step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens)
+        first_tokens = steps[::queries] if queries > 1 else steps
+        ran = sum([step.tokens.count(ENDED_BEFORE) < launch.num_rows for step in first_tokens])
         self.stats.batch_sizes[launch.num_rows] += ran
         self.stats.bucket_steps[launch.bucket] += ran
-        now = time.perf_counter()
-        seconds = (now - max(self._last_read, launch.started)) / max(ran, 1)
+        now, last_read = time.perf_counter(), self._last_read
+        seconds = (now - max(last_read, launch.started)) / max(ran, 1)
         self.stats.step_seconds.append(seconds)
-        self._budget.saw(batch.prefilled, (now - max(self._last_read, batch.since)) / max(ran, 1))
+        if self._budget.target_seconds:
+            self._budget.saw(batch.prefilled, (now - max(last_read, batch.since)) / max(ran, 1))
         self._last_read = now
         if self.pace is not None:
-            self.pace.saw_step(launch.bucket, launch.queries, seconds)
+            self.pace.saw_step(launch.bucket, queries, seconds)
             self._count_drafts(batch, first_tokens[:ran], self.pace)
 
     def _count_drafts(self, batch: _UnderWay, steps: list[StepTokens], pace: DraftPace) -> None:
@@ -318,17 +331,14 @@ class EngineLoop:
         if self._staged is batch.sequences:
             self._found = found
 
-    def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> None:
-        """Take what the steps of a launch gave one row, and tell its owner."""
+    def _accept(self, sequence: Sequence, row: int, steps: list[StepTokens]) -> int:
+        """Take what the steps of a launch gave one row, and tell its owner; return how many tokens it kept."""
         accepted: list[int] = []
         wanted = sequence.params.logprobs
         logprobs: list[TokenLogprobs] | None = None if wanted is None else []
         error: str | None = None
-        page_size = self.scheduler.cache.page_size
         for step in steps:
             token = step.tokens[row]
-            if sequence.finish_reason is not None:
-                break
             if token == ENDED_BEFORE:  # or the draft before it was wrong, and the row's next step goes on
                 continue
             if token < 0 or sequence.failure is not None:
@@ -342,29 +352,29 @@ class EngineLoop:
             accepted.append(token)
             if logprobs is not None and wanted is not None and step.logprobs:
                 logprobs.append(_token_logprobs(step.logprobs, row, wanted))
-            if not sequence.cached_length % page_size:
+            if not sequence.cached_length % self._page_size:
                 self.scheduler.publish(sequence)
-        if not accepted and error is None:
-            return
-        self.stats.generated_tokens += len(accepted)
-        if accepted and sequence.metrics.first_token_time is None:
-            sequence.metrics.first_token_time = time.perf_counter()
-        self._tell(sequence, accepted, logprobs, error)
+            if sequence.finish_reason is not None:
+                break
+        if accepted or error is not None:
+            self._tell(sequence, accepted, logprobs, error)
+        return len(accepted)
 
     def _tell(
         self, sequence: Sequence, tokens: list[int], logprobs: list[TokenLogprobs] | None, error: str | None = None
     ) -> None:
         """Tell a sequence's owner of new tokens, or of an error, and forget the sequence if it has ended."""
         metrics, finish_reason = sequence.metrics, sequence.finish_reason
+        if metrics.first_token_time is None and tokens:
+            metrics.first_token_time = time.perf_counter()
         if finish_reason is not None:
             metrics.finished_time = time.perf_counter()
             self.stats.finished_answers += error is None
             self.scheduler.remove(sequence, findable=error is None)
-        event = Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, metrics, error)
-        scores = sequence.told_prompt_logprobs()
-        if scores is not None or sequence.is_complete:
-            event = event._replace(prompt_logprobs=scores, completes=sequence.is_complete)
-        self._events.append(event)
+            self.ended.append(sequence.request_id)
+        scores = None if sequence.params.prompt_logprobs is None else sequence.told_prompt_logprobs()
+        told = (metrics, error, scores, sequence.is_complete, sequence.error_code)
+        self._events.append(Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, *told))
 
 
 def _needs_the_host(sequence: Sequence) -> bool:

@@ -11,8 +11,8 @@ import sys
 
 from graphdecode.distributed.child import leave_signals
 from graphdecode.distributed.started import follower_of
-from graphdecode.engine.following import run
 from graphdecode.engine.loading import captured_runner
+from graphdecode.engine.ranks import run
 
 
 def main() -> None:

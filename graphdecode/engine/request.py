@@ -15,6 +15,10 @@ class RequestError(ArgumentError):
     """A request that the engine can never serve; it was refused before anything changed."""
 
 
+class ContextLengthError(RequestError):
+    """A prompt is longer than what fits."""
+
+
 @dataclass(frozen=True)
 class Request:
     """One answer to be generated.
@@ -67,6 +71,8 @@ class Event(NamedTuple):
         error: why it was given up.
         prompt_logprobs: with the first tokens, where they were asked for: one entry for each token of the prompt but
             the first one.
+        error_code: what sort of error it was, for a program: "form_too_complex" where the answer's form could not be
+            followed further; None: no sort of its own.
         completes: the last token ended the answer because nothing can follow it, and not because it is one that ends.
     """
 
@@ -79,3 +85,4 @@ class Event(NamedTuple):
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     completes: bool = False
+    error_code: str | None = None

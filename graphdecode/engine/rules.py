@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
+from typing import Any
 
 from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.request import Request, RequestError
+from graphdecode.engine.request import ContextLengthError, Request, RequestError
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.errors import shown
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity
@@ -14,21 +16,13 @@ from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, Samplin
 
 @dataclass(frozen=True)
 class RequestRules:
-    """The limits of an engine.
+    """The limits of an engine."""
 
-    Attributes:
-        vocab_size: token ids are below it.
-        eos_token_ids: that end an answer unless the request ignores them.
-        capacity: what fits.
-        page_size: tokens of a page of the cache.
-        sampling: how much one request may ask of sampling.
-    """
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    capacity: Capacity
-    page_size: int
-    sampling: SamplingCapacity
+    vocab_size: int  # token ids are below it
+    eos_token_ids: tuple[int, ...]  # that end an answer unless the request ignores them
+    capacity: Capacity  # what fits
+    page_size: int  # tokens of a page of the cache
+    sampling: SamplingCapacity  # how much one request may ask of sampling
 
     def check(self, request: Request) -> None:
         """Refuse what can never be served.
@@ -36,43 +30,62 @@ class RequestRules:
         Raises:
             RequestError: says what does not fit, and the range.
         """
-        params, vocab_size = request.sampling_params, self.vocab_size
-        tokens = request.prompt_token_ids
+        self.check_sampling(request.sampling_params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        self.check_prompt(request.prompt_token_ids, request.sampling_params.max_tokens)
+
+    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
+        """Refuse a prompt that can never be served.
+
+        Args:
+            tokens: of it.
+            max_tokens: to generate.
+
+        Raises:
+            RequestError: says what does not fit, and the range.
+        """
+        if not len(tokens):
+            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
+        capacity, vocab_size = self.capacity, self.vocab_size
+        to_generate = 0 if max_tokens == 0 else 1
+        if len(tokens) + to_generate > capacity.token_limit:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens; with {('none', 'one token')[to_generate]} to generate, at most "
+                f"{capacity.token_limit - to_generate} fit (max_sequence_length {capacity.max_sequence_length}, "
+                f"{capacity.total_num_pages} pages of {self.page_size} tokens)"
+            )
+        wrong = self._beyond(tokens)
+        if wrong:
+            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
+
+    def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
+        """Refuse parameters that no prompt can be served with.
+
+        Args:
+            params: of one answer, in tokens.
+            bad_words: in tokens.
+            has_form: the answer is to have a form.
+
+        Raises:
+            RequestError: says what does not fit, and the range.
+        """
         if params.n != 1:
             raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
         if params.stop_strings:
             raise RequestError(f"the engine knows no text: stop must be resolved above it, got {shown(params.stop)}")
-        if not len(tokens):
-            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
-        wrong = [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < vocab_size)]
-        if wrong:
-            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
         if params.truncate_prompt_tokens is not None:
             raise RequestError(
                 f"prompts are cut above the engine: truncate_prompt_tokens must be None, got "
                 f"{params.truncate_prompt_tokens}"
             )
-        capacity = self.capacity
-        to_generate = 0 if params.max_tokens == 0 else 1
-        if len(tokens) + to_generate > capacity.token_limit:
-            raise RequestError(
-                f"the prompt has {len(tokens)} tokens; with {('none', 'one token')[to_generate]} to generate, at most "
-                f"{capacity.token_limit - to_generate} fit (max_sequence_length {capacity.max_sequence_length}, "
-                f"{capacity.total_num_pages} pages of {self.page_size} tokens)"
-            )
-        self._check_sampling(request)
-
-    def _check_sampling(self, request: Request) -> None:
-        params, limits = request.sampling_params, self.sampling
         if params.bad_words:
             raise RequestError(
                 f"the engine knows no text: bad_words must be resolved above it, got {shown(params.bad_words)}"
             )
         if params.structured_outputs is not None:
             raise RequestError("the engine knows no text: structured_outputs must be resolved above it, to a grammar")
-        if request.grammar is not None and params.allowed_token_ids is not None:
+        if has_form and params.allowed_token_ids is not None:
             raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
-        bad_words, stop_ids = request.bad_words_token_ids, self.stop_ids(request)
+        stop_ids = (*self.stop_ids(params), *self.held_back_ids(params))
         for name, count, key in (
             ("logprobs", self.counted(params.logprobs), "max_logprobs"),
             ("prompt_logprobs", self.counted(params.prompt_logprobs), "max_logprobs"),
@@ -80,11 +93,7 @@ class RequestRules:
             ("logit_bias", len(params.logit_bias or ()), "max_logit_biases"),
             ("bad_words", len(bad_words), "max_bad_words"),
         ):
-            limit = getattr(limits, key)
-            if count is not None and count > limit:
-                raise RequestError(
-                    f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {shown(count)}"
-                )
+            self.check_count(name, count, key)
         long = next((word for word in bad_words if not 1 <= len(word) <= BAD_WORD_LENGTH), None)
         if long is not None:
             raise RequestError(f"bad_words: each is 1..{BAD_WORD_LENGTH} tokens, got one of {len(long)}")
@@ -101,6 +110,33 @@ class RequestRules:
         if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
             raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")
 
+    def check_count(self, name: str, count: int | None, key: str) -> None:
+        """Refuse more of something than there is room for in a row.
+
+        Args:
+            name: of what is counted.
+            count: of it; None: there is none.
+            key: of `SamplingCapacity`.
+
+        Raises:
+            RequestError: there is more.
+        """
+        limit = getattr(self.sampling, key)
+        if count is not None and count > limit:
+            raise RequestError(
+                f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {shown(count)}"
+            )
+
+    def _beyond(self, tokens: Sequence[int]) -> list[Any]:
+        """Return those of some tokens that are none; what is right is looked at as fast as can be."""
+        if (
+            type(tokens) is list
+            and set(map(type, tokens)) == {int}
+            and 0 <= min(tokens) <= max(tokens) < self.vocab_size
+        ):
+            return []
+        return [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < self.vocab_size)]
+
     def counted(self, logprobs: int | None) -> int | None:
         """Return how many log-probabilities are asked for; -1 is all of the vocabulary."""
         return self.vocab_size if logprobs == -1 else logprobs
@@ -112,8 +148,13 @@ class RequestRules:
         logprobs, prompt_logprobs = self.counted(params.logprobs), self.counted(params.prompt_logprobs)
         return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def stop_ids(self, request: Request) -> tuple[int, ...]:
-        """Return the tokens that end the answer to a request."""
-        params = request.sampling_params
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
         eos = () if params.ignore_eos else self.eos_token_ids
         return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
+
+    def held_back_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that are masked before `min_tokens`, as those that end an answer are, but end none."""
+        if not (params.min_tokens and params.ignore_eos):
+            return ()
+        return tuple(token for token in self.eos_token_ids if token not in (params.stop_token_ids or ()))

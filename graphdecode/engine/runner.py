@@ -2,58 +2,74 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
-from graphdecode.buffers import StepBuffers, on_device
+from graphdecode.buckets import ShapeLadder, StepShape
+from graphdecode.buffers import Batch, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.mixed_steps import MixedSteps
-from graphdecode.engine.prefill import Prefill, PromptChunk
-from graphdecode.engine.steps import (
-    DecodeStep,
-    Drafting,
-    HeldStep,
-    RowInputs,
-    SpeculativeStep,
-    Step,
-    StepLogprobs,
-    StepSetting,
-    StepTokens,
-)
-from graphdecode.graphs import GraphManager, GraphReport
-from graphdecode.models import Model
+from graphdecode.engine.prompts import PromptChunk, Prompts
+from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
+from graphdecode.graphs import Backend, BucketReport, GraphManager, GraphReport, GraphTable
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.instructions import instructions
+from graphdecode.models import MixingModel, Model
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_HOST = torch.device("cpu")  # compared with a device, whose type torch would write as a text at each step
+_HERE = nullcontext()
+
+
+class LaunchPlan(NamedTuple):
+    """What to launch of what is staged: all that the ranks of a model have to agree on."""
+
+    # the step as it is: rows that feed tokens, 0 for chunks by themselves; the queries of each; tokens of the chunks;
+    # and whether it runs in halves, between which the host does something
+    wanted: StepShape
+    steps: int = 1  # at most `steps_per_launch`; fewer run if all rows finish before. One with chunks, or in halves
+    chunks: Sequence[PromptChunk] = ()  # of prompts
+    catches_up: bool = False  # the chunks are for the source of drafts alone: tokens that plain steps fed
+
+    @classmethod
+    def of_chunks(cls, chunks: Sequence[PromptChunk], rows: int = 0, *, catches_up: bool = False) -> LaunchPlan:
+        """Return the plan of a pass of chunks, by themselves or along with some rows."""
+        return cls(StepShape(rows, 1, sum(len(chunk.token_ids) for chunk in chunks)), 1, chunks, catches_up)
+
+    def to_bytes(self) -> bytes:
+        """Return it for another rank; of chunks their lengths, for what they hold is staged."""
+        sizes = [(len(chunk.token_ids), len(chunk.scored), chunk.num_logprobs) for chunk in self.chunks]
+        return json.dumps([self.wanted, self.steps, sizes, self.catches_up]).encode()
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> LaunchPlan:
+        """Return the plan that `to_bytes` wrote, with chunks of the right lengths."""
+        wanted, steps, sizes, catches_up = json.loads(data)
+        chunks = [PromptChunk(range(tokens), 0, (), range(scored), logprobs) for tokens, scored, logprobs in sizes]
+        return cls(StepShape(*wanted), steps, chunks, catches_up)
 
 
 class Launch(NamedTuple):
-    """Steps that are under way.
+    """Steps that are under way."""
 
-    Attributes:
-        num_rows: rows that they run over.
-        steps: the numbers of their entries in the rings since the beginning; those that did not run leave no tokens.
-        bucket: rows that were computed.
-        started: in seconds of `time.perf_counter`.
-        done: what tells the host that they have come to their end; None where the launch is the work.
-        queries: of a row in each step, which has as many entries.
-    """
-
-    num_rows: int
+    num_rows: int  # rows that they run over
+    # the numbers of their entries in the rings since the beginning; those that did not run leave no tokens
     steps: range
-    bucket: int
-    started: float
+    bucket: int  # rows that were computed
+    started: float  # in seconds of `time.perf_counter`
+    # what tells the host that they have come to their end; None where the launch is the work
     done: torch.cuda.Event | None
-    queries: int = 1
+    queries: int = 1  # of a row in each step, which has as many entries
+    # for each chunk of prompts by themselves the log-probabilities of the tokens that it has scored, or None
+    scores: Sequence[StepLogprobs | None] = ()
 
     @property
     def num_steps(self) -> int:
@@ -66,13 +82,21 @@ def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Conca
 
     @wraps(entry)
     def guarded(self: Runner, *arguments: P.args, **options: P.kwargs) -> T:
-        device = self.model.device
-        if device == _HOST:  # asked here, for a context that does nothing costs each step some microseconds
+        if self.is_on_host:  # asked here, for a context that does nothing costs each step its time
             return entry(self, *arguments, **options)
-        with on_device(device):
+        with on_device(self.model.device):
             return entry(self, *arguments, **options)
 
     return guarded
+
+
+def computed_in(model: Model) -> str:
+    """Return the dtype that a model computes in, the forms of its weights, and on a CPU whose operators do it."""
+    forms = dict.fromkeys(str(choice["path"]) for choice in model.linear_choices(1).values())
+    told = f"{str(model.dtype).removeprefix('torch.')} over {' and '.join(forms) or 'plain'} weights"
+    if model.device.type != "cpu":
+        return told
+    return f"{told}, {instructions().name if native.library() is not None else 'by torch'}"
 
 
 class Runner:
@@ -88,6 +112,12 @@ class Runner:
         step: makes the kind of step that is captured.
         mixes: let steps take prompts along where this kind of step and the model can.
         around: is entered around each capture, with what is captured.
+
+    Attributes:
+        table: the graphs of steps and prompts.
+        buffers: every tensor that the step reads or writes.
+        graphs: the table's face for those who look at steps of one query a row.
+        prompts: what passes of prompts read and write.
     """
 
     def __init__(
@@ -107,123 +137,53 @@ class Runner:
         self.cache = cache
         self.capacity = capacity
         self.prefill_budget = prefill_budget
+        self.is_on_host = model.device.type == "cpu"
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
         pages = (cache.page_size, cache.max_pages_per_row)
-        setting = StepSetting(model, cache.layers, *pages, config, batch_invariant, around)
+        # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
+        mixes = mixes and not batch_invariant and config.backend != "eager" and isinstance(model, MixingModel)
+        setting = StepSetting(model, cache.layers, *pages, config, batch_invariant, prefill_budget, mixes)
         self.sampling_capacity = setting.sampling_capacity
         self.step = step(setting)
-        self.drafting: Drafting | None = getattr(self.step, "drafting", None)
-        drafting = self.drafting
-        self._prefill = Prefill(setting, prefill_budget, follow=None if drafting is None else drafting.prefill)
-        self._mixed = MixedSteps.of(setting, self.step, self._prefill) if mixes else None
-        self.graphs = GraphManager(
-            self.step,
+        self.buffers = self.step.buffers
+        self.prompts = Prompts(setting)
+        constants = [*model.constants, *self.step.constants]
+        buffers = (self.buffers, self.prompts.buffers)
+        self.table = GraphTable(
+            self._run,
             self.buffers,
-            config.ladder,
-            constants=[*model.constants, *(() if drafting is None else drafting.constants)],
-            backend=config.backend,
-            warmup_steps=config.warmup_steps,
+            ShapeLadder([*self.step.shapes(), *self.prompts.shapes], config.max_batch_size),
+            Backend(*buffers, constants=constants, name=config.backend, warmup_steps=config.warmup_steps),
+            prompts=self.prompts.buffers,
             capture_when=config.capture_when,
             choices=model.linear_choices,
+            computed_in=computed_in(model),
             loop=self.step.loop,
-            halves=self._held_step.halves if self.holds_forms else None,
-            wider=None if drafting is None else drafting.wider,
-            around=lambda bucket, queries: around(f"bucket {bucket}" + f" x {queries}" * (queries > 1)),
+            around=lambda shape: around(str(shape)),
         )
+        self.graphs = GraphManager.of(self.table)
 
-    @property
-    def holds_forms(self) -> bool:
-        """Whether this kind of step can hold rows to forms."""
-        return isinstance(self.step, HeldStep)
-
-    @property
-    def guided_rows(self) -> Collection[int]:
-        """The staged rows that hold to their forms by themselves, without masks of the host's."""
-        return self._held_step.guided_rows if self.holds_forms else ()
-
-    @property
-    def prompt_buffers(self) -> StepBuffers:
-        """Every tensor that a pass of prompts reads or writes."""
-        return self._prefill.buffers
-
-    @property
-    def _held_step(self) -> HeldStep:
-        return cast(HeldStep, self.step)
-
-    @property
-    def buffers(self) -> StepBuffers:
-        """Every tensor that the step reads or writes."""
-        return self.step.buffers
+    def _run(self, shape: StepShape, batch: Batch) -> None:
+        """What is captured of a shape."""
+        chunks = self.prompts.chunks(shape.prompt_tokens) if shape.prompt_tokens else None
+        if shape.rows:
+            self.step.run(shape, batch, chunks)
+        elif chunks is not None:
+            self.prompts.run(chunks)
 
     @_on_its_device
-    def prefill(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
-        """Compute the keys and values of some sequences' next tokens, all chunks in one pass.
-
-        Returns:
-            For each chunk the log-probabilities of the tokens that it has scored, or None.
-        """
-        self.stage_chunks(chunks)
-        return self.compute(chunks)
-
-    @_on_its_device
-    def stage_chunks(self, chunks: Sequence[PromptChunk]) -> None:
-        """Tell the device of chunks that go along with the next launch."""
-        self._prefill.stage(chunks)
-
-    @_on_its_device
-    def compute(self, chunks: Sequence[PromptChunk]) -> list[StepLogprobs | None]:
-        """Do what `prefill` does once the chunks are staged."""
-        return self._prefill.compute(chunks)
-
-    @_on_its_device
-    def catch_up(self, chunks: Sequence[PromptChunk]) -> None:
-        """Let the source of drafts see tokens that plain steps fed, all chunks in one pass."""
-        self.stage_chunks(chunks)
-        self.follow_staged(chunks)
-
-    @_on_its_device
-    def follow_staged(self, chunks: Sequence[PromptChunk]) -> None:
-        """Do what `catch_up` does once the chunks are staged."""
-        self._prefill.follow(chunks)
-
-    @_on_its_device
-    def warm_up(self) -> None:
-        """Compute a prompt that is nobody's, so that no kernel is compiled while the first ones are served."""
-        self._prefill.warm_up()
-
-    @_on_its_device
-    def capture_prompts(self, progress: bool = True) -> None:
-        """Capture the passes of short prompts, as `graphs` are captured; without it they run operator by operator.
-
-        Args:
-            progress: show a bar on standard error.
-        """
-        if self._mixed is not None:
-            self._mixed.capture(progress)
-        self._prefill.capture(progress, are_rare=self._mixed is not None and bool(self._mixed.graphs))
-
-    def reports(self) -> dict[str, GraphReport]:
-        """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
-        found = {"steps": self.graphs.report(), "prompts": self._prefill.report()}
-        if self._mixed is not None and self._mixed.graphs:
-            found["mixed"] = self._mixed.report()
-        return found
-
-    def takes_along(self, num_rows: int, num_tokens: int) -> bool:
-        """Whether so many tokens of prompts are to go along with a step of so many rows; see `launch`."""
-        return self._mixed is not None and self._mixed.takes(num_rows, num_tokens)
-
-    @_on_its_device
-    def stage(self, rows: Sequence[RowInputs]) -> None:
-        """Tell the device everything about its rows; for when the membership changed."""
-        self.step.stage(rows)
+    def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
+        """Tell the device everything about rows, for when the membership changed, and of chunks of the next launch."""
+        if rows:
+            self.step.stage(rows)
+        if chunks:
+            self.prompts.stage(chunks)
 
     @_on_its_device
     def begin(self, num_rows: int) -> None:
         """Do what `stage` has the device do with rows, once they are staged."""
-        if isinstance(self.step, SpeculativeStep):
-            self.step.begin(num_rows)
+        self.step.begin(num_rows)
 
     @_on_its_device
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
@@ -232,51 +192,64 @@ class Runner:
 
     @_on_its_device
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Tell the device which tokens some of the staged rows may sample next; for when only that has changed.
+        """Tell the device which tokens some staged rows, by number, may sample next; when only that has changed."""
+        self.step.stage_masks(masks)
+
+    def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
+        """Start what is staged: one launch; or two, of the halves of one step.
 
         Args:
-            masks: by row.
+            plan: what to launch.
+            meanwhile: what the host does between halves, while the first one is computed; it stages masks.
         """
-        self._held_step.stage_masks(masks)
+        first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
+        with _HERE if self.is_on_host else on_device(self.model.device):
+            if not wanted.rows:
+                return Launch(0, range(first, first), 0, started, None, scores=self._pass(plan))
+            is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
+            try:
+                shape = self.table.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
+                if shape is None:
+                    shape = self._beyond(plan)
+            except BaseException:
+                self.step.rewind(first)  # the host would look for later tokens in the wrong places
+                raise
+            self.steps_launched += plan.steps * wanted.queries
+            if not self.is_on_host:
+                done = torch.cuda.Event()
+                done.record()
+        return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
+
+    def _beyond(self, plan: LaunchPlan) -> StepShape:
+        """Run a step that takes more along than any graph holds."""
+        wanted, batch = plan.wanted, self.buffers.narrow(plan.wanted.rows)
+        chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
+        self.table.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
+        return wanted
+
+    def _pass(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
+        """Compute prompts by themselves.
+
+        What is scored is outside of the table, for its logits are looked at as they come; and so is what a source of
+        drafts does with a prompt, which is no part of the model's pass.
+        """
+        wanted = plan.wanted
+        scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
+        chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
+        is_scored = any(chunk.scored for chunk in plan.chunks)
+        if not plan.catches_up and (is_scored or self.table.run(wanted) is None):
+            passed = self.table.run_beyond(wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
+            scores = self.prompts.score(plan.chunks, passed)
+        if self.step.drafting is not None:
+            self.step.drafting.prefill(chunks)
+        return scores
 
     @_on_its_device
-    def launch(
-        self,
-        num_rows: int,
-        num_steps: int = 1,
-        queries: int = 1,
-        *,
-        meanwhile: Callable[[], None] | None = None,
-        along: Sequence[PromptChunk] = (),
-    ) -> Launch:
-        """Start steps of the staged rows: one launch; or two, of the halves of one step.
-
-        Args:
-            num_rows: rows that were staged.
-            num_steps: at most `steps_per_launch`; fewer run if all rows finish before.
-            queries: of a row; one of the step's.
-            meanwhile: what the host does while one step of one query is computed, up to its logits; it stages masks.
-            along: staged chunks of prompts whose keys and values one step of one query computes in the same pass.
-        """
-        first, started = self.steps_launched, time.perf_counter()
-        try:
-            if along and self._mixed is not None:
-                bucket = self._mixed.run(num_rows, along)
-            elif meanwhile is not None:
-                bucket = self.graphs.replay_halves(num_rows, meanwhile)
-            elif self.steps_per_launch == 1:
-                bucket = self.graphs.replay(num_rows, queries)
-            else:
-                bucket = self.graphs.launch(num_rows, num_steps, queries)
-        except BaseException:
-            self.step.rewind(first)  # the host would look for later tokens in the wrong places
-            raise
-        self.steps_launched += num_steps * queries
-        done = None
-        if self.model.device != _HOST:
-            done = torch.cuda.Event()
-            done.record()
-        return Launch(num_rows, range(first, self.steps_launched), bucket, started, done, queries)
+    def warm_up(self) -> None:
+        """Compute prompts that are nobody's, so that no kernel is compiled while the first ones are served."""
+        for chunks in self.prompts.dummies():
+            self.prompts.stage(chunks)
+            self._pass(LaunchPlan.of_chunks(chunks))
 
     @_on_its_device
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
@@ -290,12 +263,19 @@ class Runner:
             launch.done.synchronize()
         return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)
 
+    def reports(self) -> dict[str, GraphReport]:
+        """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
+        found = {"steps": self.table.report(), "prompts": self.table.report("prompts")}
+        largest = self.prefill_budget
+        if largest not in [bucket.bucket for bucket in found["prompts"].buckets]:
+            beyond = BucketReport(largest, "eager", choices=self.model.linear_choices(largest))
+            found["prompts"].buckets.append(beyond)
+        mixed = self.table.report("mixed")
+        return found | ({"mixed": mixed} if mixed.buckets else {})
+
     @_on_its_device
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
-        if self.model.device != _HOST:
+        if not self.is_on_host:
             torch.cuda.synchronize(self.model.device)
-        self.graphs.close()
-        if self._mixed is not None:
-            self._mixed.close()
-        self._prefill.close()
+        self.table.close()

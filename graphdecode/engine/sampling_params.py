@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
@@ -18,13 +19,6 @@ MAX_STOP_STRINGS = 256
 MAX_STOP_LENGTH = 256  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
-_SWITCHES = (
-    "ignore_eos",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "include_stop_str_in_output",
-    "detokenize",
-)
 
 
 def _is_number(value: Any) -> bool:
@@ -36,9 +30,60 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
+def _is_switch(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
 def _is_listed(value: Any) -> bool:
     # a tensor or an array is a collection too, but none that could be asked whether it is empty
     return value is None or (isinstance(value, Sequence | Set) and not isinstance(value, str | bytes | bytearray))
+
+
+def _is_count(value: Any) -> bool:
+    return value is None or (_is_integer(value) and value >= -1)
+
+
+def _are_ids(value: Any) -> bool:
+    return _is_listed(value) and all(_is_integer(token) and token >= 0 for token in value or ())
+
+
+# what a field may be, whatever the others are, in words and as a test
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "n": (f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n) and 1 <= n <= MAX_ANSWERS),
+    "temperature": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
+    "top_k": ("an integer >= -1", lambda k: _is_integer(k) and -1 <= k < 2**31),
+    "top_p": ("a number in (0, 1]", lambda p: _is_number(p) and 0 < p <= 1),
+    "min_p": ("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1),
+    "seed": ("None or a 64-bit integer", lambda s: s is None or (_is_integer(s) and -(2**63) <= s < 2**63)),
+    "repetition_penalty": ("a number in [0.001, 1000]", lambda value: _is_number(value) and 1e-3 <= value <= 1e3),
+    "presence_penalty": ("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2),
+    "frequency_penalty": ("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2),
+    "truncate_prompt_tokens": ("None, -1 or an integer >= 1", lambda kept: _is_count(kept) and kept != 0),
+    "logprobs": ("None or an integer >= -1", _is_count),
+    "prompt_logprobs": ("None or an integer >= -1", _is_count),
+    "ignore_eos": ("True or False", _is_switch),
+    "skip_special_tokens": ("True or False", _is_switch),
+    "spaces_between_special_tokens": ("True or False", _is_switch),
+    "include_stop_str_in_output": ("True or False", _is_switch),
+    "detokenize": ("True or False", _is_switch),
+    "structured_outputs": (
+        "None or a StructuredOutputsParams",
+        lambda form: form is None or isinstance(form, StructuredOutputsParams),
+    ),
+    "logit_bias": (
+        "a dict of token ids >= 0 with finite values",
+        lambda bias: (
+            bias is None or (isinstance(bias, Mapping) and _are_ids(list(bias)) and all(map(_is_number, bias.values())))
+        ),
+    ),
+    "stop_token_ids": ("a list of token ids >= 0", _are_ids),
+    "allowed_token_ids": ("a list of token ids >= 0", _are_ids),
+    "bad_words": (
+        "a list of texts, none of them empty",
+        lambda words: _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
+    ),
+    "stop": ("text, or a list of texts", lambda stop: isinstance(stop, str) or _is_listed(stop)),
+}
 
 
 @refusing(SAMPLING_PARAMS)
@@ -71,8 +116,8 @@ class SamplingParams:
         ignore_eos: go on after the model's end-of-sequence token.
         max_tokens: how many tokens to generate at most; the engine's capacity is a limit as well, and the only one
             with None. 0 is for `prompt_logprobs` with `n=1`: the prompt is scored, and nothing generated.
-        min_tokens: until this many tokens are there, end-of-sequence and stop tokens are masked, and stop texts that
-            come up do not stop.
+        min_tokens: until this many tokens are there, stop tokens and end-of-sequence ones are masked, with
+            `ignore_eos` too, and stop texts that come up do not stop.
         logprobs: return the log-probabilities of this many most likely tokens, and of the sampled one; at most the
             engine's `max_logprobs`, and -1 is all of the vocabulary.
         prompt_logprobs: return the log-probabilities of this many most likely tokens at each place of the prompt, and
@@ -118,55 +163,9 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._check("n", _is_integer(self.n) and 1 <= self.n <= MAX_ANSWERS, f"an integer in 1..{MAX_ANSWERS}")
-        self._check("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number >= 0")
-        self._check("top_k", _is_integer(self.top_k) and -1 <= self.top_k < 2**31, "an integer >= -1")
-        self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number in (0, 1]")
-        self._check("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number in [0, 1]")
-        self._check(
-            "seed",
-            self.seed is None or (_is_integer(self.seed) and -(2**63) <= self.seed < 2**63),
-            "None or a 64-bit integer",
-        )
-        self._check(
-            "repetition_penalty",
-            _is_number(self.repetition_penalty) and 1e-3 <= self.repetition_penalty <= 1e3,
-            "a number in [0.001, 1000]",
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            value = getattr(self, name)
-            self._check(name, _is_number(value) and -2 <= value <= 2, "a number in [-2, 2]")
-        self._check_lengths()
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            self._check(name, value is None or (_is_integer(value) and value >= -1), "None or an integer >= -1")
-        for name in _SWITCHES:
-            self._check(name, isinstance(getattr(self, name), bool), "True or False")
-        form = self.structured_outputs
-        self._check(
-            "structured_outputs",
-            form is None or isinstance(form, StructuredOutputsParams),
-            "None or a StructuredOutputsParams",
-        )
-        self._check_tokens()
-        object.__setattr__(self, "stop_strings", self._checked_stop())
-
-    def _checked_stop(self) -> tuple[str, ...]:
-        self._check("stop", isinstance(self.stop, str) or _is_listed(self.stop), "text, or a list of texts")
-        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
-        self._check(
-            "stop", all(isinstance(s, str) and s for s in strings), "text, or a list of texts, none of them empty"
-        )
-        longest = max(map(len, strings), default=0)
-        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
-        self._check(
-            "stop", self.detokenize or not strings, "None where detokenize is False: without text none is found"
-        )
-        return strings
-
-    def _check_lengths(self) -> None:
-        limit, kept = self.max_tokens, self.truncate_prompt_tokens
+        for name, (expected, is_good) in _RANGES.items():
+            self._check(name, is_good(getattr(self, name)), expected)
+        limit = self.max_tokens
         scores_alone = self.prompt_logprobs is not None and self.n == 1
         self._check(
             "max_tokens",
@@ -178,34 +177,29 @@ class SamplingParams:
             _is_integer(self.min_tokens) and self.min_tokens >= 0 and (limit is None or self.min_tokens <= limit),
             "an integer >= 0" if limit is None else f"an integer in 0..max_tokens={shown(limit)}",
         )
-        self._check(
-            "truncate_prompt_tokens",
-            kept is None or (_is_integer(kept) and (kept == -1 or kept >= 1)),
-            "None, -1 or an integer >= 1",
-        )
-
-    def _check_tokens(self) -> None:
-        bias = {} if self.logit_bias is None else self.logit_bias
-        self._check(
-            "logit_bias",
-            isinstance(bias, Mapping) and all(_is_integer(k) and k >= 0 and _is_number(v) for k, v in bias.items()),
-            "a dict of token ids >= 0 with finite values",
-        )
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            self._check(
-                name,
-                _is_listed(ids) and all(_is_integer(token) and token >= 0 for token in ids or ()),
-                "a list of token ids >= 0",
-            )
         allowed = self.allowed_token_ids
         self._check("allowed_token_ids", allowed is None or len(allowed) > 0, "None or a list of at least one token id")
-        words = self.bad_words
-        self._check(
-            "bad_words",
-            _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
-            "a list of texts, none of them empty",
-        )
+        strings = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        self._check("stop", len(strings) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} texts")
+        are_texts = all(isinstance(text, str) and text for text in strings)
+        self._check("stop", are_texts, "text, or a list of texts, none of them empty")
+        longest = max(map(len, strings), default=0)
+        self._check("stop", longest <= MAX_STOP_LENGTH, f"of at most {MAX_STOP_LENGTH} characters, not {longest}")
+        is_made = self.detokenize or not strings
+        self._check("stop", is_made, "None where detokenize is False: without text none is found")
+        object.__setattr__(self, "stop_strings", strings)
+
+    def of_answer(self, seed: int, prompt_logprobs: int | None) -> SamplingParams:
+        """Return these for one of the answers; they are not checked again, for that looks at each token id in them.
+
+        Args:
+            seed: of the answer.
+            prompt_logprobs: None where another answer brings them.
+        """
+        own = copy(self)
+        object.__setattr__(own, "seed", seed)
+        object.__setattr__(own, "prompt_logprobs", prompt_logprobs)
+        return own
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:

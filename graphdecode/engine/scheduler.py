@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 import time
 from bisect import bisect_right, insort
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
-from graphdecode.engine.prefill import PromptChunk
+from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.sequence import Sequence
 
 _TURN = attrgetter("turn")
@@ -177,10 +178,8 @@ class Scheduler:
 
     def steps_with_pages(self) -> int:
         """Return how many next tokens of every decoding sequence its pages suffice for."""
-        return min(map(self._tokens_with_pages, self.decoding), default=0)
-
-    def _tokens_with_pages(self, sequence: Sequence) -> int:
-        return sys.maxsize if not self._may_grow(sequence) else self._room(sequence) - sequence.cached_length
+        growing = filter(self._may_grow, self.decoding)
+        return min((self._room(sequence) - sequence.cached_length for sequence in growing), default=sys.maxsize)
 
     def _room(self, sequence: Sequence) -> int:
         return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size
@@ -230,12 +229,7 @@ class Scheduler:
         self.add(last)
 
     def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
-        """Forget a sequence wherever it stands, and give back what it holds.
-
-        Args:
-            sequence: which.
-            findable: its pages may serve others; False where what is in them is not to be trusted.
-        """
+        """Forget a sequence wherever it stands; its pages may serve others, unless they are not to be findable."""
         if sequence in self._admitted:
             self._release(sequence, findable=findable)
         elif sequence in self.waiting:
@@ -258,3 +252,26 @@ class Scheduler:
             self.decoding.remove(sequence)
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
+
+
+def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:
+    """Return the chunks, in passes of at most `max_tokens`, that bring a source of drafts up to date.
+
+    One token that is missing is no gap: drafting begins with the last two.
+    """
+    passes: list[list[PromptChunk]] = []
+    room = 0
+    for sequence in sequences:
+        if sequence.drafted_length >= sequence.cached_length - 1:
+            continue
+        pages = cache.pages_of(sequence.request_id)
+        while sequence.drafted_length < sequence.cached_length:
+            if room == 0:
+                passes.append([])
+                room = max_tokens
+            start = sequence.drafted_length
+            end = min(start + room, sequence.cached_length)
+            passes[-1].append(PromptChunk(sequence.token_ids[start:end], start, pages))
+            room -= end - start
+            sequence.drafted_length = end
+    return passes

@@ -10,6 +10,7 @@ from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import TokenLogprobs
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
+from graphdecode.kernels.sampling.sampling_slots import WITHOUT_FINITE
 
 
 @dataclass(eq=False)
@@ -19,50 +20,31 @@ class Sequence:
     Keys and values are kept for all tokens but the last: the last one is fed to the next decode step, which writes its
     keys and values and samples its successor. A prompt is no different: its last token is fed to a decode step, so a
     token is sampled in one place only, and a sequence that was preempted goes on exactly where it was.
-
-    Attributes:
-        request_id: names it, in the engine and in the cache.
-        token_ids: prompt and answer.
-        params: what was asked for.
-        prompt_length: tokens of the prompt.
-        max_length: tokens that prompt and answer may have together.
-        stop_ids: tokens that end it.
-        eos_token_ids: those of them that are the model's.
-        sampling: what the step is told of it.
-        metrics: times and counts.
-        precedence: of the request, its priority and its turn: the lowest is served first and gives way last.
-        cached_length: tokens whose keys and values are in the cache; the one book of it.
-        drafted_length: tokens that a source of drafts with keys of its own has seen.
-        finish_reason: "stop", "length" or "error" once it has ended; None before.
-        stop_reason: the request's stop token that ended it.
-        prompt_logprobs: of the prompt's tokens from the second on, as far as they are computed.
-        has_told_prompt: whether an event has brought them to the owner.
-        constraint: holds the answer to a form; None: it may have any.
-        mask_is_stale: whether `sampling.token_mask` is not what the constraint allows next.
-        failure: why the constraint cannot be kept any further; the answer ends with it.
-        is_complete: whether the constraint has ended the answer.
     """
 
-    request_id: int
-    token_ids: list[int]
-    params: SamplingParams
-    prompt_length: int
-    max_length: int
-    stop_ids: tuple[int, ...]
-    eos_token_ids: tuple[int, ...]
-    sampling: RowSampling
-    metrics: RequestMetrics
+    request_id: int  # names it, in the engine and in the cache
+    token_ids: list[int]  # prompt and answer
+    params: SamplingParams  # what was asked for
+    prompt_length: int  # tokens of the prompt
+    max_length: int  # tokens that prompt and answer may have together
+    stop_ids: tuple[int, ...]  # tokens that end it
+    eos_token_ids: tuple[int, ...]  # those of them that are the model's
+    sampling: RowSampling  # what the step is told of it
+    metrics: RequestMetrics  # times and counts
+    # of the request, its priority and its turn: the lowest is served first and gives way last
     precedence: tuple[int, float] = (0, 0.0)
-    cached_length: int = 0
-    drafted_length: int = 0
-    finish_reason: str | None = None
-    stop_reason: int | None = None
+    cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
+    drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
+    finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
+    stop_reason: int | None = None  # the request's stop token that ended it
+    # of the prompt's tokens from the second on, as far as they are computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    has_told_prompt: bool = False
-    constraint: Constraint | None = None
-    mask_is_stale: bool = False
-    failure: ConstraintError | None = None
-    is_complete: bool = False
+    has_told_prompt: bool = False  # whether an event has brought them to the owner
+    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
+    mask_is_stale: bool = False  # whether `sampling.token_mask` is not what the constraint allows next
+    failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
+    error_code: str | None = None  # of its error, as an event has it
+    is_complete: bool = False  # whether the constraint has ended the answer
 
     @property
     def turn(self) -> tuple[int, float, int]:
@@ -113,17 +95,18 @@ class Sequence:
         Raises:
             ConstraintError: the constraint cannot be kept any further.
         """
-        self.cached_length = len(self.token_ids)
-        self.token_ids.append(token_id)
+        tokens, constraint = self.token_ids, self.constraint
+        self.cached_length = len(tokens)
+        tokens.append(token_id)
         if token_id in self.stop_ids and self.num_generated > self.params.min_tokens:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
-        elif self.constraint is not None and self.constraint.accept(token_id):
+        elif constraint is not None and constraint.accept(token_id):
             self.finish_reason, self.is_complete = "stop", True
-        elif self.is_full:
+        elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
-        else:
-            self.mask_is_stale = self.constraint is not None
+        elif constraint is not None:
+            self.mask_is_stale = True
 
     def fill_mask(self) -> None:
         """Let `sampling.token_mask` be what the constraint allows next; what it cannot do is kept as the failure."""
@@ -137,25 +120,21 @@ class Sequence:
             self.mask_is_stale = False
 
     def fail(self, why: int | ConstraintError) -> str:
-        """End it, for no token can be chosen; return an error that says so.
-
-        Args:
-            why: one of NO_CHOICE, or what its constraint says.
-        """
+        """End it, for no token can be chosen (see NO_CHOICE, or its constraint); return an error that says so."""
         self.finish_reason = "error"
+        if isinstance(why, ConstraintError) or (self.constraint is not None and why == WITHOUT_FINITE):
+            self.error_code = "form_too_complex"
         if isinstance(why, ConstraintError):
             return f"request {self.request_id} was ended: {why}"
+        if self.constraint is not None and why == WITHOUT_FINITE:
+            return f"request {self.request_id} was ended: its grammar cannot be followed further: bad_words forbid all"
         return (
             f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"
         )
 
     def row_inputs(self, pages: SequenceOf[int]) -> RowInputs:
-        """Return what a step is told of it.
-
-        Args:
-            pages: of the cache that it owns.
-        """
+        """Return what a step is told of it, and of its pages of the cache."""
         may_draft = self.constraint is None
         guide = None if self.constraint is None else self.constraint.guide
         return RowInputs(self.token_ids, self.prompt_length, pages, self.sampling, may_draft, guide)

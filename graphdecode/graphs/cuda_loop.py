@@ -4,38 +4,79 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.graphs.capture import CudaStepGraph
+from graphdecode.graphs.cuda import CudaStepGraph
 from graphdecode.graphs.loop import LoopControl, SingleLaunches, StepLoop
-from graphdecode.graphs.loop_condition import NAME, compile_condition
 
 try:
-    from cuda.bindings import driver
+    from cuda.bindings import driver, nvrtc
 except ImportError:  # without cuda-python steps are launched one by one
-    driver = None
+    driver = nvrtc = None
 
 WHILE_NODES_SINCE = 12040  # the driver's CUDA version
 _BODY_KINDS = {"kernel", "memcpy", "memset", "graph", "empty", "conditional"}
 _MAX_UNROLLED_NODES = 100_000  # the driver takes microseconds and kilobytes for each
 _COUNT_BYTES = 4
+CONDITION = b"graphdecode_loop_goes_on"
+
+# The declaration stands for a header, which NVRTC would need a toolkit for; the function is the compiler's own.
+CONDITION_SOURCE = b"""
+typedef unsigned long long cudaGraphConditionalHandle;
+extern "C" __device__ void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
+
+extern "C" __global__ void graphdecode_loop_goes_on(
+    cudaGraphConditionalHandle handle, int *count, const int *limit, const int *running, const int *live_rows,
+    long long *tally)
+{
+    int steps = *count + 1;
+    *count = steps;
+    tally[0] += 1;
+    tally[1] += *live_rows;
+    cudaGraphSetConditional(handle, steps < *limit && *running > 0);
+}
+"""
 
 
 class LoopRefusedError(GraphdecodeError, RuntimeError):
     """This kind of loop cannot be had here; the message says why."""
 
 
-class CudaLoops:
-    """Makes the loops of a manager's buckets; the condition's kernel is compiled once, for the first.
+def compile_condition(capability: tuple[int, int]) -> bytes:
+    """Return the kernel's code for a kind of GPU, such as (9, 0): a cubin.
 
-    Args:
-        control: the loop's slots.
-        device: where they are.
+    Raises:
+        RuntimeError: there is no NVRTC, or it refuses.
     """
+    if nvrtc is None:
+        raise RuntimeError("cuda-python is not installed")
+    major, minor = capability
+    option = f"--gpu-architecture=sm_{major}{minor}".encode()
+    (program,) = _compiled(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
+    try:
+        _compiled(nvrtc.nvrtcCompileProgram(program, 1, [option]))
+        (size,) = _compiled(nvrtc.nvrtcGetCUBINSize(program))
+        code = b" " * size
+        _compiled(nvrtc.nvrtcGetCUBIN(program, code))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return code
+
+
+def _compiled(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+    error, *values = answer
+    if int(error) != 0:
+        raise RuntimeError(f"NVRTC refused to compile the loop's condition: {error.name}")
+    return tuple(values)
+
+
+class CudaLoops:
+    """Makes the loops of a back end; the condition's kernel is compiled once, for the first."""
 
     def __init__(self, control: LoopControl, device: torch.device) -> None:
         self._control = control
@@ -45,16 +86,18 @@ class CudaLoops:
     def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> StepLoop:
         """Return the best loop over a captured step that the driver grants."""
         refusals = []
+        loop: StepLoop
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
             try:
                 with torch.cuda.device(self._device):
                     loop = make(step, epilogue)
+                break
             except LoopRefusedError as refusal:
                 refusals.append(f"{name}: {refusal}")
-            else:
-                loop.reason = "; ".join(refusals) or None
-                return loop
-        return self._single_launches(step, epilogue, "; ".join(refusals))
+        else:
+            loop = SingleLaunches(self._control, step.replay, None if epilogue is None else epilogue.replay)
+        loop.reason = "; ".join(refusals) or None
+        return loop
 
     def close(self) -> None:
         """Release the condition's kernel; all loops are closed."""
@@ -62,16 +105,12 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def _single_launches(
-        self, step: CudaStepGraph, epilogue: CudaStepGraph | None, reason: str | None
-    ) -> SingleLaunches:
-        return SingleLaunches(self._control, step.replay, epilogue.replay if epilogue else None, reason)
-
     def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> WhileLoop:
         _require_driver()
         (version,) = _call(driver.cuDriverGetVersion)
         if version < WHILE_NODES_SINCE:
-            raise LoopRefusedError(f"needs a driver for CUDA 12.4, this one is for {_readable(version)}")
+            readable = f"{version // 1000}.{version % 1000 // 10}"
+            raise LoopRefusedError(f"needs a driver for CUDA 12.4, this one is for {readable}")
         unfit = sorted(set(step.kinds) - _BODY_KINDS)
         if unfit:
             raise LoopRefusedError(f"the step holds nodes that no body may hold: {', '.join(unfit)}")
@@ -82,15 +121,14 @@ class CudaLoops:
                 self._condition = str(error)
         if isinstance(self._condition, str):
             raise LoopRefusedError(self._condition)
-        return WhileLoop(self._control, self._condition, step, epilogue, self._device)
+        return WhileLoop(self._control, step, epilogue, self._device, self._condition)
 
     def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> UnrolledLoop:
         _require_driver()
         nodes = self._control.loop.max_steps * step.kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
             raise LoopRefusedError(f"{nodes} nodes are more than {_MAX_UNROLLED_NODES}")
-        fewer = self._single_launches(step, epilogue, None)
-        return UnrolledLoop(self._control, step, epilogue, self._device, fewer)
+        return UnrolledLoop(self._control, step, epilogue, self._device)
 
 
 class _Condition:
@@ -100,37 +138,65 @@ class _Condition:
         code = compile_condition(torch.cuda.get_device_capability(device))
         (module,) = _call(driver.cuModuleLoadData, code)
         self.close = weakref.finalize(self, driver.cuModuleUnload, module)
-        (self.function,) = _call(driver.cuModuleGetFunction, module, NAME)
+        (self.function,) = _call(driver.cuModuleGetFunction, module, CONDITION)
 
 
-class _OuterGraph:
-    """A graph made of others, launched as one; destroyed by `close`, or when nobody holds it any more.
+class GraphLoop(SingleLaunches):
+    """All steps of a launch in one graph; destroyed by `close`, or when nobody holds it any more.
 
-    Args:
-        build: adds the nodes to a graph, given its handle.
-        device: where it runs.
-        condition: the kernel that it launches, which is not unloaded before.
+    The kernel of its condition, if it launches one, is not unloaded before.
+
+    Raises:
+        LoopRefusedError: the driver refuses.
     """
 
-    def __init__(self, build: Callable[[Any], None], device: torch.device, condition: _Condition | None = None) -> None:
+    def __init__(
+        self,
+        control: LoopControl,
+        step: CudaStepGraph,
+        epilogue: CudaStepGraph | None,
+        device: torch.device,
+        condition: _Condition | None = None,
+    ) -> None:
+        super().__init__(control, step.replay, None if epilogue is None else epilogue.replay)
         self._device = device
         (graph,) = _call(driver.cuGraphCreate, 0)
         handles: list[Any] = [(driver.cuGraphDestroy, graph)]
-        self.close = weakref.finalize(self, _destroy, handles, condition)
+        self._release = weakref.finalize(self, _destroy, handles, condition)
         try:
-            build(graph)
+            (context,) = _call(driver.cuCtxGetCurrent)
+            last = self._add_steps(graph, context, step, condition)
+            if epilogue is not None:
+                _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, epilogue.raw_graph())
             (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
-            self.close()
+            self._release()
             raise
         handles.insert(0, (driver.cuGraphExecDestroy, self._exec))
 
-    def launch(self) -> None:
+    @abstractmethod
+    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
+        """Add the nodes of the steps, and return the last."""
+
+    def _set_count(self, graph: Any, context: Any, value: int) -> Any:
+        """Add a node that writes the count, before all others, and return it."""
+        write = driver.CUDA_MEMSET_NODE_PARAMS()
+        write.dst = driver.CUdeviceptr(self._control.count.data_ptr())
+        write.value, write.elementSize = value, _COUNT_BYTES
+        write.width = write.height = 1
+        (node,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, write, context)
+        return node
+
+    def _launch_graph(self) -> None:
         """Launch on the current stream of the graph's device, which need not be the current one."""
         with torch.cuda.device(self._device):
             (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
         if int(error) != 0:
             raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
+
+    def close(self) -> None:
+        """Release the graph."""
+        self._release()
 
 
 def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
@@ -138,66 +204,43 @@ def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition 
         destroy(handle)
 
 
-class WhileLoop(StepLoop):
+class WhileLoop(GraphLoop):
     """The step as the body of a WHILE node: as many steps as the slots say, in one launch.
 
     The count is cleared, the body runs, and behind each step the condition's kernel counts it, adds it and
     the live rows to a tally of all launches, and decides.
-
-    Args:
-        control: the slots.
-        condition: the kernel.
-        step: the captured step.
-        epilogue: what runs behind the loop, or None.
-        device: where they are.
-
-    Raises:
-        LoopRefusedError: the driver refuses.
     """
 
     kind = "while"
 
-    def __init__(
-        self,
-        control: LoopControl,
-        condition: _Condition,
-        step: CudaStepGraph,
-        epilogue: CudaStepGraph | None,
-        device: torch.device,
-    ) -> None:
+    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
+        assert condition is not None
+        control = self._control
         self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
         tensors = (control.count, control.limit, control.running, control.live_rows, self._tally)
         slots = [tensor.data_ptr() for tensor in tensors]
-
-        def build(graph: Any) -> None:
-            (context,) = _call(driver.cuCtxGetCurrent)
-            (handle,) = _call(
-                driver.cuGraphConditionalHandleCreate, graph, context, 1, driver.CU_GRAPH_COND_ASSIGN_DEFAULT
-            )
-            cleared = _set_count(graph, control, 0, context)
-            loop = driver.CUgraphNodeParams()
-            loop.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-            loop.conditional.handle = handle
-            loop.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
-            loop.conditional.size = 1
-            loop.conditional.ctx = context
-            (node,) = _call(driver.cuGraphAddNode, graph, [cleared], None, 1, loop)
-            body = loop.conditional.phGraph_out[0]
-            (ran,) = _call(driver.cuGraphAddChildGraphNode, body, None, 0, step.raw_graph())
-            decide = driver.CUDA_KERNEL_NODE_PARAMS()
-            decide.func = condition.function
-            for size in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
-                setattr(decide, size, 1)
-            decide.kernelParams = ((int(handle), *slots), (ctypes.c_uint64, *[ctypes.c_void_p] * len(slots)))
-            _call(driver.cuGraphAddKernelNode, body, [ran], 1, decide)
-            if epilogue is not None:
-                _call(driver.cuGraphAddChildGraphNode, graph, [node], 1, epilogue.raw_graph())
-
-        self._outer = _OuterGraph(build, device, condition)
+        (handle,) = _call(driver.cuGraphConditionalHandleCreate, graph, context, 1, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
+        cleared = self._set_count(graph, context, 0)
+        loop = driver.CUgraphNodeParams()
+        loop.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+        loop.conditional.handle = handle
+        loop.conditional.type = driver.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_WHILE
+        loop.conditional.size = 1
+        loop.conditional.ctx = context
+        (node,) = _call(driver.cuGraphAddNode, graph, [cleared], None, 1, loop)
+        body = loop.conditional.phGraph_out[0]
+        (ran,) = _call(driver.cuGraphAddChildGraphNode, body, None, 0, step.raw_graph())
+        decide = driver.CUDA_KERNEL_NODE_PARAMS()
+        decide.func = condition.function
+        for size in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
+            setattr(decide, size, 1)
+        decide.kernelParams = ((int(handle), *slots), (ctypes.c_uint64, *[ctypes.c_void_p] * len(slots)))
+        _call(driver.cuGraphAddKernelNode, body, [ran], 1, decide)
+        return node
 
     def launch(self, num_steps: int) -> int:
         """Launch the loop; how many steps it runs is in the slot, and how many ran the condition's kernel counts."""
-        self._outer.launch()
+        self._launch_graph()
         return 0
 
     def counted(self) -> tuple[int, int]:
@@ -205,78 +248,29 @@ class WhileLoop(StepLoop):
         steps, rows = self._tally.tolist()
         return steps, rows
 
-    def close(self) -> None:
-        """Release the graph."""
-        self._outer.close()
 
-
-class UnrolledLoop(StepLoop):
-    """The step as often as a launch may be asked for, one after the other in one graph; rows that finished are inert.
-
-    Args:
-        control: the slots.
-        step: the captured step.
-        epilogue: what runs behind the steps, or None.
-        device: where they are.
-        fewer: takes the launches of fewer steps, which this graph does not hold.
-
-    Raises:
-        LoopRefusedError: the driver refuses.
-    """
+class UnrolledLoop(GraphLoop):
+    """The step as often as a launch may be asked for, one after another in one graph; rows that finished are inert."""
 
     kind = "unrolled"
 
-    def __init__(
-        self,
-        control: LoopControl,
-        step: CudaStepGraph,
-        epilogue: CudaStepGraph | None,
-        device: torch.device,
-        fewer: StepLoop,
-    ) -> None:
-        self._num_steps = control.loop.max_steps
-        self._fewer = fewer
-
-        def build(graph: Any) -> None:
-            (context,) = _call(driver.cuCtxGetCurrent)
-            last = _set_count(graph, control, self._num_steps, context)
-            for _ in range(self._num_steps):
-                (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, step.raw_graph())
-            if epilogue is not None:
-                _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, epilogue.raw_graph())
-
-        self._outer = _OuterGraph(build, device)
+    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
+        last = self._set_count(graph, context, self._control.loop.max_steps)
+        for _ in range(self._control.loop.max_steps):
+            (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, step.raw_graph())
+        return last
 
     def launch(self, num_steps: int) -> int:
-        """Launch the graph, or the steps one by one where they are fewer; none is left out."""
-        if num_steps == self._num_steps:
-            self._outer.launch()
-        else:
-            self._fewer.launch(num_steps)
+        """Launch the graph, or the steps one by one where they are fewer than it holds; none is left out."""
+        if num_steps != self._control.loop.max_steps:
+            return super().launch(num_steps)
+        self._launch_graph()
         return num_steps
-
-    def close(self) -> None:
-        """Release the graph."""
-        self._outer.close()
-
-
-def _set_count(graph: Any, control: LoopControl, value: int, context: Any) -> Any:
-    """Add a node that writes the count, before all others, and return it."""
-    write = driver.CUDA_MEMSET_NODE_PARAMS()
-    write.dst = driver.CUdeviceptr(control.count.data_ptr())
-    write.value, write.elementSize = value, _COUNT_BYTES
-    write.width = write.height = 1
-    (node,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, write, context)
-    return node
 
 
 def _require_driver() -> None:
     if driver is None:
         raise LoopRefusedError("cuda-python is not installed")
-
-
-def _readable(version: int) -> str:
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _call(function: Callable[..., tuple], *arguments: Any) -> tuple[Any, ...]:

@@ -70,8 +70,12 @@ HAZARDS = {
         "put what changes into a slot, and read it on the device",
     ),
     "mixed-rows": (
-        "live rows depend on what stands in the rows past them, and in a padded bucket these hold anything",
+        "what is kept depends on what stands in the rows past the live ones; in a padded bucket these hold anything",
         "keep to a row, or leave the others out: torch.where(torch.arange(rows, device=...) < live_rows, ..., 0)",
+    ),
+    "unseen-work": (
+        "no operator of the thread that runs the step did its work: a graph would hold nothing of it",
+        "do all work in the thread that calls the step, and on a GPU on its stream",
     ),
     "unregistered-launch": (
         "a Triton kernel is launched outside of any registered operator: it can be neither recorded nor checked",
@@ -111,12 +115,7 @@ class CaptureError(GraphdecodeError, RuntimeError):
 
     @classmethod
     def of(cls, error: BaseException, operator: str | None = None) -> CaptureError:
-        """Return what stands for an error that the step raised, blamed on the step's innermost line.
-
-        Args:
-            error: what was raised.
-            operator: the last operator that ran, if any did.
-        """
+        """Return what stands for an error that the step raised, blamed on its innermost line and the last operator."""
         message = str(error).partition("\n")[0]
         detail = f"{type(error).__name__}: {message}" if message else type(error).__name__
         return cls("failed", operator or type(error).__name__, detail, raised_at(error.__traceback__))

@@ -10,6 +10,7 @@ import torch
 
 from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers
 from graphdecode.errors import ArgumentError
+from graphdecode.graphs.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,6 @@ class Loop:
     count: str = "loop_count"
     epilogue: Callable[[Batch], None] | None = None
 
-    def check(self, buffers: StepBuffers) -> None:
-        """Refuse slots that cannot govern a loop.
-
-        Raises:
-            ValueError: `max_steps` is less than 1, or a slot is missing, used twice, of another shape or dtype, or
-                staged where the loop's own writes would be overwritten.
-        """
-        if self.max_steps < 1:
-            raise ArgumentError(f"max_steps of a loop must be >= 1, got {self.max_steps}")
-        names = (self.running, self.limit, self.count)
-        if len(set(names)) < len(names):
-            raise ArgumentError(f"running, limit and count of a loop must be three slots, got {names}")
-        for name in names:
-            slot = buffers.slots.get(name)
-            if slot is None or slot.dtype != torch.int32 or tuple(slot.shape) != (1,) or slot.staged is not None:
-                raise ArgumentError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
-
 
 class LoopControl:
     """The slots of a loop, where they are in memory.
@@ -58,13 +42,24 @@ class LoopControl:
     Args:
         loop: names them.
         buffers: hold them.
+
+    Raises:
+        ValueError: `max_steps` is less than 1, or a slot is missing, used twice, of another shape or dtype, or staged
+            where the loop's own writes would be overwritten.
     """
 
     def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
+        if loop.max_steps < 1:
+            raise ArgumentError(f"max_steps of a loop must be >= 1, got {loop.max_steps}")
+        names = (loop.running, loop.limit, loop.count)
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"running, limit and count of a loop must be three slots, got {names}")
+        for name in names:
+            slot = buffers.slots.get(name)
+            if slot is None or slot.dtype != torch.int32 or tuple(slot.shape) != (1,) or slot.staged is not None:
+                raise ArgumentError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
         self.loop = loop
-        self.running = buffers.tensors[loop.running]
-        self.limit = buffers.tensors[loop.limit]
-        self.count = buffers.tensors[loop.count]
+        self.running, self.limit, self.count = (buffers.tensors[name] for name in names)
         self.live_rows = buffers.tensors[LIVE_ROWS]
         self._asked_for = 0
         self.ask_for(loop.max_steps)
@@ -83,6 +78,11 @@ class LoopControl:
 class StepLoop(ABC):
     """One bucket's steps, several to a launch.
 
+    Args:
+        control: the slots.
+        step: runs one step.
+        epilogue: runs behind the last, or None.
+
     Attributes:
         kind: "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
             memory that it can read), or "single" (a launch for each step).
@@ -91,6 +91,11 @@ class StepLoop(ABC):
 
     kind: str
     reason: str | None = None
+
+    def __init__(self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None) -> None:
+        self._control = control
+        self._step = step
+        self._epilogue = epilogue
 
     @abstractmethod
     def launch(self, num_steps: int) -> int:
@@ -108,56 +113,28 @@ class StepLoop(ABC):
 
 
 class HostLoop(StepLoop):
-    """The loop of a device whose memory the host reads: the same slots decide, step by step.
-
-    Args:
-        control: the slots.
-        step: runs one step.
-        epilogue: runs behind the last, or None.
-    """
+    """The loop of a device whose memory the host reads: the same slots decide, step by step."""
 
     kind = "host"
 
-    def __init__(self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None) -> None:
-        self._count, self._limit, self._running = (
-            tensor.numpy() for tensor in (control.count, control.limit, control.running)
-        )
-        self._step = step
-        self._epilogue = epilogue
-
     def launch(self, num_steps: int) -> int:
         """Run the steps; how many is read from the slot, as a device would."""
-        self._count[0] = 0
-        goes_on = True
-        while goes_on:
+        control = self._control
+        count, limit, running = (tensor.numpy() for tensor in (control.count, control.limit, control.running))
+        ran = count[0] = 0
+        while not ran or (ran < limit[0] and running[0] > 0):
             self._step()
-            self._count[0] += 1
-            goes_on = self._count[0] < self._limit[0] and self._running[0] > 0
-        ran = int(self._count[0])
+            ran += 1
+            count[0] = ran
         if self._epilogue is not None:
             self._epilogue()
         return ran
 
 
 class SingleLaunches(StepLoop):
-    """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run.
-
-    Args:
-        control: the slots.
-        step: launches one step.
-        epilogue: launched behind the last, or None.
-        reason: why there is no loop.
-    """
+    """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run."""
 
     kind = "single"
-
-    def __init__(
-        self, control: LoopControl, step: Callable[[], None], epilogue: Callable[[], None] | None, reason: str | None
-    ) -> None:
-        self._control = control
-        self._step = step
-        self._epilogue = epilogue
-        self.reason = reason
 
     def launch(self, num_steps: int) -> int:
         """Launch the steps one by one."""
@@ -167,3 +144,12 @@ class SingleLaunches(StepLoop):
         if self._epilogue is not None:
             self._epilogue()
         return num_steps
+
+
+@dataclass(frozen=True)
+class Ready:
+    """How a shape runs."""
+
+    replay: Callable[[], None]  # runs one step
+    loop: StepLoop | None = None  # runs several steps; None where there is no loop
+    graphs: tuple[StepGraph, ...] = ()  # what was captured: nothing, the step, or the step and the loop's epilogue

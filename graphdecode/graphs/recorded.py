@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphdecode.buffers import Batch
-from graphdecode.graphs.errors import CaptureError, caller
-from graphdecode.graphs.nested import leaves, mapped
-from graphdecode.graphs.observer import StepObserver, named_arguments, observed, reshapes_in_place
-from graphdecode.graphs.owners import Owners, is_opaque, storage_address, storage_key
-from graphdecode.graphs.reused_memory import ReusedMemory
-from graphdecode.graphs.step_graph import Argument, Node
+from graphdecode.graphs.errors import CaptureError, caller, definition_of
+from graphdecode.graphs.inspect.observer import (
+    StepObserver,
+    leaves,
+    mapped,
+    named_arguments,
+    observed,
+    reshapes_in_place,
+)
+from graphdecode.graphs.inspect.owners import Owners, is_opaque, storage_address, storage_key
+from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
 from graphdecode.kernels.native.calls import NativeSequence, joined
 from graphdecode.kernels.native.registration import bind
 
@@ -38,6 +43,54 @@ _UNINITIALISED = {
 }
 
 
+_ALIGNMENT = 64  # bytes: a line of a processor's caches
+
+
+class ReusedMemory:
+    """Blocks of memory, and which storage of a step stands for which: what is needed no more is given to later ones.
+
+    The step itself runs over memory of its own. Each storage that it makes stands for a block, until nobody refers to
+    it: replays run the same operators in the same order, so that a later storage may stand for the same block. It is
+    what CUDA's allocator does within a capture. Graphs that run one after another share all blocks.
+
+    Args:
+        blocks: uint8, all there are; new ones are added.
+    """
+
+    def __init__(self, blocks: list[Tensor]) -> None:
+        self.blocks = blocks
+        self._free = list(blocks)
+        self._in_use: dict[int, tuple[StorageWeakRef, Tensor]] = {}
+
+    def hold(self, key: int, tensor: Tensor) -> Tensor:
+        """Let a new storage of the step, which a key identifies, stand for a block; return its first tensor over it."""
+        for one, (storage, block) in list(self._in_use.items()):
+            if storage.expired():
+                self._free.append(block)
+                del self._in_use[one]
+        size = -(-tensor.untyped_storage().nbytes() // _ALIGNMENT) * _ALIGNMENT
+        fitting = [block for block in self._free if size <= block.nbytes]
+        if fitting:
+            found = min(fitting, key=lambda block: block.nbytes)
+            self._free = [block for block in self._free if block is not found]
+        else:
+            found = torch.empty(size, dtype=torch.uint8)
+            self.blocks.append(found)
+        self._in_use[key] = StorageWeakRef(tensor.untyped_storage()), found
+        return _over(found, tensor)
+
+    def standing_for(self, key: int | None, tensor: Tensor) -> Tensor:
+        """Return a tensor over the block that a tensor's storage stands for, or an alias of what is not the step's."""
+        if key not in self._in_use:
+            return tensor.detach()
+        return _over(self._in_use[key][1], tensor)
+
+
+def _over(block: Tensor, tensor: Tensor) -> Tensor:
+    storage = block.untyped_storage()
+    return tensor.new_empty(0).set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 class Recorder(StepObserver):
     """An observer that keeps what it sees as a flat list of calls without arguments.
 
@@ -48,11 +101,11 @@ class Recorder(StepObserver):
         nodes: what each call does, for reports and audits.
     """
 
-    def __init__(self, owners: Owners) -> None:
+    def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners)
         self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory()
+        self.memory = ReusedMemory(blocks)
         self.pool: list[Tensor] = []
         self.nodes: list[Node] = []
 
@@ -140,46 +193,32 @@ def _out_version(func: Any) -> _OutVersion | None:
     return None
 
 
-class RecordedStepGraph:
+class RecordedStepGraph(StepGraph):
     """One bucket's step as a flat list of operators over fixed memory.
 
     Args:
         step: what is recorded; it is run once, and was run under full observation before.
         batch: the views that it is given.
         owners: what it may touch.
-
-    Attributes:
-        kinds: operator -> how often the step runs it.
-        nodes: the operators in order.
-        pool_bytes: memory of the intermediates.
-        moved_bytes: bytes of all tensors that the operators are given; of caches and gathered tables an upper bound.
-        driver_bytes: 0; there is no driver.
-        capture_ms: time of the recording.
-        instantiate_ms: 0.
+        blocks: the pool, which graphs that run one after another share.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
     """
 
-    instantiate_ms = 0.0
-    driver_bytes = 0
-
-    def __init__(self, step: Callable[[Batch], None], batch: Batch, owners: Owners) -> None:
-        recorder, began = Recorder(owners), time.perf_counter()
-        try:
-            with observed(recorder, batch, guards_methods=False) as watched:
-                step(watched)
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError.of(error, recorder.last_operator) from error
+    def __init__(self, step: Step, batch: Batch, owners: Owners, blocks: list[Tensor]) -> None:
+        had = sum(block.nbytes for block in blocks)
+        recorder, began = Recorder(owners, blocks), time.perf_counter()
+        with observed(recorder, batch, guards_methods=False) as watched:
+            step(watched)
+        if not recorder.calls:
+            raise CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step))
         self._calls = joined(recorder.calls)
         self._is_compiled = all(isinstance(call, NativeSequence) for call in self._calls)
         self.capture_ms = 1000 * (time.perf_counter() - began)
         self._pool = recorder.pool
-        self.pool_bytes = sum(block.nbytes for block in recorder.memory.blocks)
+        self.pool_bytes = sum(block.nbytes for block in blocks) - had
         self.nodes = recorder.nodes
-        self.kinds = Counter(node.kind for node in self.nodes)
         tensors = [argument.tensor for node in self.nodes for argument in node.arguments]
         self.moved_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None and not is_opaque(tensor))
 
@@ -204,14 +243,12 @@ class RecordedStepGraph:
 
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
-        if self._is_compiled:
-            self._run()
-        else:
-            # leaves out more of the dispatcher than no_grad: a tenth of a small model's step
+        # inference_mode leaves out more of the dispatcher than no_grad: a tenth of a small model's step
+        if not self._is_compiled:
             with torch.inference_mode():
-                self._run()
-
-    def _run(self) -> None:
+                for call in self._calls:
+                    call()
+            return
         for call in self._calls:
             call()
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from graphdecode.graphs.step_graph import StepGraph
+from graphdecode.buckets import StepShape
+from graphdecode.graphs.loop import Ready
 
 _NAMES_SHOWN = 8
 
@@ -40,6 +41,7 @@ class BucketReport:
             where the manager has no loop.
         loop_reason: why it is not "while" on a GPU.
         launches: how often the loop was launched.
+        eager_runs: steps that ran operator by operator, before there was a graph, or because none holds so many tokens.
         queries: of each row.
         along: tokens beside the rows that the step takes along, such as those of prompts.
     """
@@ -60,8 +62,15 @@ class BucketReport:
     loop: str | None = None
     loop_reason: str | None = None
     launches: int = 0
+    eager_runs: int = 0
     queries: int = 1
     along: int = 0
+
+    @classmethod
+    def of(cls, shape: StepShape, state: str) -> BucketReport:
+        """Return the empty report of a shape; of prompts by themselves the bucket is their tokens."""
+        along = shape.prompt_tokens if shape.rows else 0
+        return cls(shape.rows or shape.prompt_tokens, state, queries=shape.queries, along=along)
 
     @property
     def name(self) -> str:
@@ -74,19 +83,21 @@ class BucketReport:
         """The share of replayed rows that were padding."""
         return 1.0 - self.live_rows / (self.bucket * self.replays) if self.replays else 0.0
 
-    def add_run(self, live_rows: int, steps: int, is_launch: bool) -> None:
-        """Count the steps of a replay or a launch."""
-        self.launches += is_launch
-        self.replays += steps
-        self.live_rows += live_rows * steps
-
-    def add_graphs(self, graphs: Iterable[StepGraph]) -> None:
-        """Add the times and the memory of what was captured."""
-        for graph in graphs:
+    def take(self, ready: Ready, *, is_whole: bool) -> None:
+        """Tell of what runs a shape; of its halves the times and the memory add up, and the rest is the whole's."""
+        for graph in ready.graphs:
             self.capture_ms += graph.capture_ms
             self.instantiate_ms += graph.instantiate_ms
             self.pool_bytes += graph.pool_bytes
             self.driver_bytes += graph.driver_bytes
+        if ready.loop is not None:
+            self.loop, self.loop_reason = ready.loop.kind, ready.loop.reason
+        if is_whole:
+            self.state = "captured" if ready.graphs else "eager"
+        if is_whole and ready.graphs:
+            graph, self.error = ready.graphs[0], None
+            self.nodes, self.kernels = graph.kinds, Counter(node.name for node in graph.nodes)
+            self.moved_bytes = graph.moved_bytes
 
     def as_dict(self) -> dict:
         """Return the report as plain data."""
@@ -96,14 +107,22 @@ class BucketReport:
 
 @dataclass
 class GraphReport:
-    """All buckets of a manager, smallest first."""
+    """All buckets of a manager, smallest first.
+
+    Attributes:
+        backend: "cuda", "recorded" or "eager".
+        buckets: of it.
+        computed_in: what the step's owner says of its dtype, its weights and the processor; "" where it says nothing.
+    """
 
     backend: str
     buckets: list[BucketReport]
+    computed_in: str = ""
 
     def as_dict(self) -> dict:
         """Return the report as plain data, for JSON."""
-        return {"backend": self.backend, "buckets": [bucket.as_dict() for bucket in self.buckets]}
+        buckets = [bucket.as_dict() for bucket in self.buckets]
+        return {"backend": self.backend, "computed_in": self.computed_in, "buckets": buckets}
 
     def to_json(self) -> str:
         """Return the report as JSON."""
@@ -111,7 +130,7 @@ class GraphReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{len(self.buckets)} buckets, {self.backend} backend",
+            f"{len(self.buckets)} buckets, {self.backend} backend" + f", {self.computed_in}" * bool(self.computed_in),
             f"{'bucket':>7} {'state':>9} {'nodes':>6} {'capture ms':>11} {'of it driver':>12} {'pool MiB':>9} "
             f"{'driver MiB':>11} {'moved MiB':>10} {'replays':>8} {'padding':>8}",
         ]
@@ -141,7 +160,9 @@ class GraphReport:
         return (
             f"{b.name:>7} {b.state:>9} {b.nodes.total():>6} {b.capture_ms:>11.1f} {instantiate:>12} "
             f"{b.pool_bytes / 2**20:>9.2f} {driver:>11} {b.moved_bytes / 2**20:>10.1f} "
-            f"{b.replays:>8} {b.padding_share:>8.1%}" + (f"  {b.error}" if b.error else "")
+            f"{b.replays:>8} {b.padding_share:>8.1%}"
+            + (f"  {b.eager_runs} without a graph" if b.eager_runs else "")
+            + (f"  {b.error}" if b.error else "")
         )
 
 

@@ -45,6 +45,11 @@ class AcrossRanks(WeightForm):
         """That of the shard's product, and of the collectives."""
         return [*self.form.workspace, *self.collectives.workspace]
 
+    @property
+    def gives_floats(self) -> bool:
+        """What the shard's product gives."""
+        return self.form.gives_floats
+
     def choice(self, rows: int) -> LinearChoice:
         """Return the path of the shard's product."""
         return self.form.choice(rows)

@@ -85,6 +85,11 @@ class Blocks(WeightForm):
         """The weight where it is in one part."""
         return PanelRows(self.parts[0], self.out_features) if len(self.parts) == 1 else None
 
+    @property
+    def gives_floats(self) -> bool:
+        """Sums are written as they are."""
+        return True
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)

@@ -12,19 +12,20 @@ import torch
 
 from graphdecode.kernels import native
 from graphdecode.kernels.native.cache_folder import cache_folder
+from graphdecode.kernels.native.instructions import instructions
 
 _FILE = "choices.json"
 
 
 def processor_name(device: torch.device) -> str:
-    """Return the name of a GPU, or that of the CPU with the number of threads that torch uses."""
+    """Return the name of a GPU, or that of the CPU with the instructions and the number of threads that are used."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {instructions().name}, {torch.get_num_threads()} threads"
 
 
 def software() -> str:

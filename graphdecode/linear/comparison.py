@@ -1,4 +1,4 @@
-"""What weights of few bits cost on a CPU beside plain ones of their shapes: timed for the report, nothing is chosen.
+"""What weights of few bits cost on a CPU beside plain ones of their shapes: timed where a report asks for it.
 
 A product is timed as a step has it: behind others, with no Python in between. So it is run over copies of its weight,
 which together are more than the caches hold, one after another.
@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphdecode.graphs.dispatch import TorchDispatchMode
-from graphdecode.graphs.observer import named_arguments
+from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
+from graphdecode.graphs.inspect.observer import named_arguments
 from graphdecode.kernels.native.calls import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate
@@ -29,7 +29,7 @@ _PLAIN_BYTES = 8 << 20  # of a plain weight that is made to be measured and drop
 _CACHED_BYTES = 64 << 20  # more than the caches hold
 _COPIES = 32
 _ROWS_OF_READING = 16  # with more of them, arithmetic takes the time, and not reading
-_REPETITIONS = 2  # a start may not wait for the report
+_REPETITIONS = 2
 _GATE = Gate("silu")
 
 Held = TypeVar("Held", WeightForm, ExpertForm)
@@ -62,8 +62,9 @@ def compared(form: WeightForm, plain: Callable[[Tensor], WeightForm], options: F
         ones = torch.ones(part, form.in_features, dtype=options.dtype)
         return timing(plain(ones), form.out_features / part)
 
-    sizes, timings = options.report_sizes or options.batch_sizes, (lambda: timing(form, 1.0), of_plain)
-    return replace(form, choices=options.tuner.compare(form.kind, key, sizes, timings, lambda _: form.nbytes))
+    timings = (lambda: timing(form, 1.0), of_plain)
+    choices = options.tuner.compare(form.kind, key, options.report_sizes, timings, lambda _: form.nbytes)
+    return replace(form, choices=choices)
 
 
 def compared_experts(form: ExpertForm, names: ExpertNames, options: FormOptions) -> ExpertForm:
@@ -109,9 +110,9 @@ def compared_experts(form: ExpertForm, names: ExpertNames, options: FormOptions)
         whole = stacked(own, count, is_gated=names.is_gated)
         return timing(PlainExperts((count, rows, in_features), None, whole, options.batch_invariant))
 
-    kind, sizes = f"{form.kind} of which {names.slots}", options.report_sizes or options.batch_sizes
+    kind, timings = f"{form.kind} of which {names.slots}", (lambda: timing(form), of_plain)
     choices = options.tuner.compare(
-        kind, key, sizes, (lambda: timing(form), of_plain), lambda tokens: form.nbytes * taken(tokens) // experts
+        kind, key, options.report_sizes, timings, lambda tokens: form.nbytes * taken(tokens) // experts
     )
     return replace(form, choices=choices)
 

@@ -88,6 +88,11 @@ class ExpertForm(ABC):
         """Write the product of each listed pair into `out`; see `expert_linear` for the arguments."""
 
     @property
+    def gives_floats(self) -> bool:
+        """Whether the product takes no longer where it is written in float32, as it was summed up."""
+        return False
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All tensors that the product only reads."""
         return [tensor for entry in fields(self) for tensor in tensors_in(getattr(self, entry.name))]

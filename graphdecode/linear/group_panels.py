@@ -69,6 +69,11 @@ class GroupPanels(WeightForm):
         shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
         return cls(shape, bias, held, order, options.batch_invariant)
 
+    @property
+    def gives_floats(self) -> bool:
+        """Sums are written as they are."""
+        return True
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         if self.order is not None:

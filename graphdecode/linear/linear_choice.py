@@ -155,7 +155,8 @@ class LinearTuner:
         Args:
             kind: what the measurement is remembered by, beside the shape; it begins with the form's path.
             weight: [out_features, in_features], on the CPU or nowhere; never read. Of experts there are several.
-            sizes: how many rows a product may have; those that were never measured are.
+            sizes: how many rows a product may have; those that were never measured are, and beside them what was
+                measured before is returned.
             timings: make what measures them, and what measures the plain ones; the first is dropped before the second
                 is made.
             read_bytes: what a product of so many rows reads of them.
@@ -176,7 +177,7 @@ class LinearTuner:
             for rows, own, plain in zip(missing, *map(measured, timings), strict=True):
                 known[rows] = LinearChoice.among(path, None, {path: own, name: plain}, read_bytes(rows))
             self._keep(key, known)
-        return {rows: known[rows] for rows in sizes}
+        return dict(known)
 
     def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.

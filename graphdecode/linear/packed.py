@@ -21,7 +21,9 @@ class Packed(WeightForm):
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
-        """Return why not: oneDNN does not pack the dtype, or not on the device."""
+        """Return why not: oneDNN does not pack the dtype, or not on the device, or rounds what is asked for whole."""
+        if options.in_floats and options.dtype != torch.float32:
+            return "writes no float32"
         probe = torch.empty(0, dtype=options.dtype, device=options.device)
         return "" if can_pack(probe) else "needs oneDNN, float32 or bfloat16, and a CPU"
 

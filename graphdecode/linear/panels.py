@@ -30,6 +30,11 @@ class Panels(WeightForm):
         """Return the weight in panels."""
         return cls(weight.shape, bias, to_panels(weight))
 
+    @property
+    def gives_floats(self) -> bool:
+        """Sums are written as they are."""
+        return True
+
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
         native_linear(out, x, self.panels, self.scales, self.bias)

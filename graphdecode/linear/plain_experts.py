@@ -27,6 +27,11 @@ class PlainExperts(ExpertForm):
         whole = stacked(plain_weights(source, names, options), names.experts, is_gated=names.is_gated)
         return cls(shape_of(source, names), bias, whole, options.batch_invariant)
 
+    @property
+    def gives_floats(self) -> bool:
+        """On a CPU sums are written as they are."""
+        return self.weight.is_cpu
+
     def apply(
         self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:

@@ -34,6 +34,11 @@ class QuantisedExperts(ExpertForm):
     columns: Tensor | None  # int32 [experts, in_features], the input feature of each column; None: as they stand
     batch_invariant: bool
 
+    @property
+    def gives_floats(self) -> bool:
+        """Sums are written as they are."""
+        return True
+
     def apply(
         self, out: Tensor, x: Tensor, order: Tensor, offsets: Tensor, *, slots: int, gate: Gate = NO_GATE
     ) -> None:

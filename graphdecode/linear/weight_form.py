@@ -114,7 +114,9 @@ class FormOptions:
             a GPU slower than the plain one for many rows, on a CPU than that of one or two rows with few bits.
         row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
             [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
-        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): batch_sizes.
+        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): none is, and
+            the report has what was timed before.
+        in_floats: products are written in float32, whatever the dtype of the activations.
 
     Raises:
         ValueError: `batch_sizes` is empty or not positive.
@@ -128,6 +130,7 @@ class FormOptions:
     batch_invariant: bool = False
     row_maxima: Callable[[Tensor], Tensor] | None = None
     report_sizes: tuple[int, ...] = ()
+    in_floats: bool = False
 
     def __post_init__(self) -> None:
         if not self.batch_sizes or min(self.batch_sizes) < 1:
@@ -183,11 +186,21 @@ class WeightForm(ABC):
 
     @abstractmethod
     def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows."""
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features], any number of rows.
+
+        Args:
+            out: of x's dtype, or float32: then what was summed up is not rounded.
+            x: of the model's dtype.
+        """
 
     def fused(self, rows: int) -> FusedProduct | None:
         """Return the product that does more than `apply` in its one launch; None: there is none for so many rows."""
         return None
+
+    @property
+    def gives_floats(self) -> bool:
+        """Whether the product takes no longer where it is written in float32, as it was summed up."""
+        return False
 
     @property
     def row_table(self) -> RowTable | None:

@@ -125,8 +125,11 @@ class Norm(Block):
 class Stream:
     """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
 
-    A norm is computed when something other than a product that takes it into its own launch looks at `hidden`, and so
-    is the product that a block ends with.
+    Blocks take `hidden`, of the model's dtype, for products are made of it. What they give is float32 where their
+    products are written so at no cost, and so is the residual where that is free (`Stem.residual`).
+
+    A norm is computed when something other than a product that takes it into its own launch looks at `hidden`, and the
+    product that a block ends with when something looks at `given`.
 
     Args:
         parts: the tokens of the pass; those of a second part stand behind those of the first in all that it holds.
@@ -157,9 +160,11 @@ class Stream:
             embedded = [stem.run(part) for part in parts]
             self._residual = embedded[0] if len(parts) == 1 else torch.cat(embedded)
         self._all_live: Tensor | None = None
-        self._hidden = torch.empty_like(self._residual)
+        self._hidden = torch.empty_like(self._residual, dtype=stem.embedding.dtype)
         self._norm: Norm | None = None  # of the residual, asked for and not computed
         self._product: tuple[WeightForm, Tensor] | None = None  # what a block gave, not computed
+        self._given: Tensor | None = None  # and what is computed
+        self._rooms: dict[tuple[str, int, torch.dtype], Tensor] = {}  # what layers write and read within themselves
         self._is_whole = True  # nothing is to be added to the residual
         self._post_norm: Norm | None = None
         self._scale = 1.0
@@ -194,12 +199,8 @@ class Stream:
 
     @property
     def hidden(self) -> Tensor:
-        """[t, hidden], what a block takes and what it replaces."""
-        if self._product is not None:
-            linear, x = self._product
-            self._product = None
-            linear.apply(self._hidden, x)
-        elif self._norm is not None:
+        """[t, hidden], what a block takes, of the model's dtype; good until it gives something."""
+        if self._norm is not None:
             norm, self._norm = self._norm, None
             embedded, stem = self.operators.embedding_norm, self._stem
             if stem is None or embedded is None:
@@ -210,6 +211,22 @@ class Stream:
                 embedded(self._hidden, *rows, norm.weight, stem.scale, norm.eps)
         return self._hidden
 
+    @property
+    def given(self) -> Tensor:
+        """[t, hidden], what the last block gave."""
+        if self._product is not None:
+            linear, x = self._product
+            linear.apply(self.open(in_floats=linear.gives_floats), x)
+        assert self._given is not None
+        return self._given
+
+    def open(self, *, in_floats: bool) -> Tensor:
+        """Return memory for what a block gives, [t, hidden], in float32 or the model's dtype; the block writes it."""
+        self._norm = self._product = None
+        is_hidden = not in_floats or self._hidden.dtype == torch.float32
+        self._given = self._hidden if is_hidden else self.room(self._hidden.shape[1], torch.float32)
+        return self._given
+
     def norm(self, norm: Norm | None) -> None:
         """Add what the last block gave to the residual, and make `hidden` the norm of the sum; None: the sum."""
         self._add_product()
@@ -217,8 +234,7 @@ class Stream:
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             after = self._post_norm
             post = (None, 0.0) if after is None else (after.weight, after.eps)
-            hidden = self.hidden
-            self.operators.add_rms_norm(hidden, self.residual, hidden, weight, eps, *post, self._scale)
+            self.operators.add_rms_norm(self._hidden, self.residual, self.given, weight, eps, *post, self._scale)
         elif norm is None:
             self._hidden.copy_(self.residual)
         else:
@@ -241,12 +257,12 @@ class Stream:
         """Return `activation(gate) * up` of the product for `hidden`, [t, out_features / 2]."""
         fused, norm = self._fused(linear), self._norm
         if fused is None:
-            gate_up = self.empty(linear.out_features)
+            gate_up = self.room_of(linear)
             self.feed(linear, gate_up)
-            activated = self.empty(linear.out_features // 2)
+            activated = self.room(linear.out_features // 2)
             self.operators.act_mul(activated, gate_up, activation)
             return activated
-        activated = self.empty(linear.out_features // 2)
+        activated = self.room(linear.out_features // 2)
         if norm is None:
             fused.gated(activated, self.hidden, None, 0.0, activation)
         else:
@@ -254,16 +270,17 @@ class Stream:
         return activated
 
     def give(self, linear: WeightForm, x: Tensor) -> None:
-        """Replace `hidden` by the product for `x` [t, in_features]."""
+        """Give the product for `x` [t, in_features]."""
         self._norm, self._product = None, (linear, x)
 
     def narrowed(self, begin: int, end: int) -> Stream:
         """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
         self._add_product()
-        hidden = self.hidden
         part = copy(self)
-        part._residual, part._hidden = self.residual[begin:end], hidden[begin:end]
-        part._stem = None
+        part._residual, part._hidden = self.residual[begin:end], self.hidden[begin:end]
+        part._given = None if self._is_whole else self.given[begin:end]
+        part._stem = part._product = None
+        part._rooms = {}
         return part
 
     def _add_product(self) -> None:
@@ -279,9 +296,23 @@ class Stream:
     def _fused(self, linear: WeightForm) -> FusedProduct | None:
         return linear.fused(self._residual.shape[0]) if self.operators.fuses_products else None
 
-    def empty(self, columns: int) -> Tensor:
-        """Return memory for each token, [t, columns]."""
-        return self._residual.new_empty((self._residual.shape[0], columns))
+    def room_of(self, linear: WeightForm, use: str = "") -> Tensor:
+        """Return memory for a product of each token, as `room` does: float32 where that costs nothing."""
+        return self.room(linear.out_features, torch.float32 if linear.gives_floats else None, use)
+
+    def room(self, columns: int, dtype: torch.dtype | None = None, use: str = "") -> Tensor:
+        """Return memory for each token as `empty` does, the same each time for one use: layers share it.
+
+        What is still read while a block asks for more names a use of its own.
+        """
+        key = (use, columns, dtype or self._hidden.dtype)
+        if key not in self._rooms:
+            self._rooms[key] = self.empty(*key[1:])
+        return self._rooms[key]
+
+    def empty(self, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for each token, [t, columns]; None: of the model's dtype."""
+        return self._hidden.new_empty((self._hidden.shape[0], columns), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -314,10 +345,10 @@ class Attention(Block):
     sinks: Tensor | None = None
 
     def run(self, stream: Stream, cache: LayerCache) -> None:
-        """Append the tokens' keys and values to the cache, and replace `hidden`."""
-        qkv = stream.empty(self.qkv.out_features)
+        """Append the tokens' keys and values to the cache, and give what they attend to."""
+        qkv = stream.room_of(self.qkv)
         stream.feed(self.qkv, qkv)
-        attended = stream.empty(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
+        attended = stream.room(self.o.in_features).view(qkv.shape[0], -1, self.head_dim)
         turn = self.turn(qkv)
         options = AttentionOptions(self.sm_scale, self.window, self.logits_soft_cap, self.sinks)
         if stream.append_and_attend is not None:
@@ -344,7 +375,7 @@ class FeedForward(Block):
 
     @abstractmethod
     def run(self, stream: Stream) -> None:
-        """Replace `hidden`."""
+        """Take `hidden`, and give what is to be added to the residual."""
 
 
 @dataclass(frozen=True)
@@ -356,7 +387,7 @@ class GatedMlp(FeedForward):
     activation: str
 
     def run(self, stream: Stream) -> None:
-        """Replace `hidden`."""
+        """Take `hidden`, and give what is to be added to the residual."""
         stream.give(self.down, stream.feed_gated(self.gate_up, self.activation))
 
 
@@ -365,48 +396,7 @@ class Layer(Block):
 
     @abstractmethod
     def run(self, stream: Stream, cache: LayerCache) -> None:
-        """Take a stream from the layer before, and leave in `hidden` what is to be added to the residual."""
-
-
-@dataclass(frozen=True)
-class PreNormLayer(Layer):
-    """Attention and an MLP, each behind a norm: `x + scale * attention(norm(x))`, then `x + scale * mlp(norm(x))`."""
-
-    input_norm: Norm
-    attention: Attention
-    post_norm: Norm
-    mlp: FeedForward
-    residual_scale: float = 1.0
-
-    def run(self, stream: Stream, cache: LayerCache) -> None:
-        """Run the layer."""
-        stream.norm(self.input_norm)
-        self.attention.run(stream, cache)
-        stream.change(scale=self.residual_scale)
-        stream.norm(self.post_norm)
-        self.mlp.run(stream)
-        stream.change(scale=self.residual_scale)
-
-
-@dataclass(frozen=True)
-class SandwichLayer(Layer):
-    """Attention and an MLP, each with a norm behind it and perhaps one before: `x + after(attention(before(x)))`."""
-
-    before_attention: Norm | None
-    attention: Attention
-    after_attention: Norm
-    before_mlp: Norm | None
-    mlp: FeedForward
-    after_mlp: Norm
-
-    def run(self, stream: Stream, cache: LayerCache) -> None:
-        """Run the layer."""
-        stream.norm(self.before_attention)
-        self.attention.run(stream, cache)
-        stream.change(self.after_attention)
-        stream.norm(self.before_mlp)
-        self.mlp.run(stream)
-        stream.change(self.after_mlp)
+        """Take a stream from the layer before, and give what is to be added to the residual."""
 
 
 @dataclass(frozen=True)
@@ -427,8 +417,12 @@ class Stem(Block):
         embedding(residual, tokens.ids, self.embedding, tokens.live, self.scale)
 
     def residual(self, tokens: Tokens) -> Tensor:
-        """Return memory for the embedded tokens, [t, hidden]."""
-        return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]))
+        """Return memory for the embedded tokens, [t, hidden].
+
+        It is float32 on a CPU. On a GPU it has the model's dtype: each program of a normed product reads it again.
+        """
+        dtype = self.embedding.dtype if self.embedding.is_cuda else torch.float32
+        return self.embedding.new_empty((tokens.ids.shape[0], self.embedding.shape[1]), dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -440,9 +434,9 @@ class Head(Block):
     soft_cap: float = 0.0
 
     def run(self, stream: Stream) -> Tensor:
-        """Return the logits [t, vocab]."""
+        """Return the logits, float32 [t, vocab]."""
         stream.norm(self.final_norm)
-        logits = stream.empty(self.lm_head.out_features)
+        logits = stream.empty(self.lm_head.out_features, torch.float32)
         stream.feed(self.lm_head, logits)
         if self.soft_cap > 0.0:
             cap_logits(logits, self.soft_cap)

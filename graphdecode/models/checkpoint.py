@@ -61,10 +61,11 @@ class Checkpoint:
             raise UnsupportedModelError(self._no_config())
         settings = read_json(file)
         try:
-            method_of(settings)
+            method = method_of(settings)
             config = config_of({name: value for name, value in settings.items() if name not in CONFIGURATIONS})
         except (UnsupportedModelError, UnsupportedRopeError) as error:
             raise UnsupportedModelError(f"{file}: {error}") from error
+        config = replace(config, few_bits=method is not None and method.of_integers)
         if not generation.exists():
             return config
         settings = read_json(generation)

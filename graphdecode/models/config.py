@@ -87,6 +87,7 @@ class ModelConfig:
         logits_soft_cap: caps them where it is > 0.
         eos_token_ids: tokens that end an answer.
         dtype: of the checkpoint.
+        few_bits: its weights are integers of few bits with scales, which are not of that dtype.
     """
 
     architecture: str
@@ -116,6 +117,7 @@ class ModelConfig:
     logits_soft_cap: float = 0.0
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    few_bits: bool = False
 
 
 def common_fields(settings: dict[str, Any], *, may_be_partial: bool = False) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Decoder:
             attention: its workspaces are planned here, once for all layers.
 
         Returns:
-            Logits [b, vocab], of the model's dtype; those of padding rows are meaningless.
+            Logits, float32 [b, vocab]; those of padding rows are meaningless.
         """
         attention.plan(batch.pre_step_seqlens, batch.live_rows)
         tokens = Tokens(batch.tokens, batch.rows, batch.pre_step_seqlens, batch.live_rows, batch.page_table)
@@ -187,7 +187,7 @@ class Decoder:
             return self._run_layers([Tokens(token_ids, rows, positions, live, page_table)], caches, attend)
 
     def logits(self, stream: Stream, begin: int, end: int) -> Tensor:
-        """Return the logits [end - begin, vocab] of some tokens of a prefill; once, for they are made in place.
+        """Return the logits, float32 [end - begin, vocab], of some tokens of a prefill; once: they are made in place.
 
         Args:
             stream: what `prefill` returned.

@@ -36,8 +36,8 @@ class Experts(Block):
 
     def run(self, hidden: Tensor, order: Tensor, offsets: Tensor) -> Tensor:
         """Return what the experts give for the pairs that `moe_route` listed, [tokens * slots, hidden]."""
-        pairs = hidden.shape[0] * self.slots
-        inner, parts = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]))
+        pairs, dtype = hidden.shape[0] * self.slots, torch.float32 if self.down.gives_floats else None
+        inner, parts = hidden.new_empty((pairs, self.width)), hidden.new_empty((pairs, hidden.shape[1]), dtype=dtype)
         self.gate_up.apply(inner, hidden, order, offsets, slots=self.slots, gate=self.gate)
         self.down.apply(parts, inner, order, offsets, slots=1)
         return parts
@@ -65,9 +65,9 @@ class SparseMlp(FeedForward):
     renormalise: bool
 
     def run(self, stream: Stream) -> None:
-        """Replace `hidden`; all of it stays on the device."""
+        """Take `hidden`, and give what is to be added to the residual; all of it stays on the device."""
         rows, count, slots = stream.hidden.shape[0], self.experts.count, self.experts.slots
-        logits = stream.empty(self.router.out_features)
+        logits = stream.room_of(self.router, "router")
         self.router.apply(logits, stream.hidden)
         ids, order = (logits.new_empty(size, dtype=torch.int32) for size in ((rows, slots), (rows * slots,)))
         offsets = logits.new_empty((count + 1,), dtype=torch.int32)
@@ -75,7 +75,7 @@ class SparseMlp(FeedForward):
         moe_route(ids, weights, order, offsets, logits[:, :count], stream.live, self.renormalise)
         parts = self.experts.run(stream.hidden, order, offsets)
         if self.shared is None:
-            moe_combine(stream.hidden, parts, ids, weights)
+            moe_combine(stream.open(in_floats=self.experts.down.gives_floats), parts, ids, weights)
         else:
             self.shared.run(stream)
-            moe_combine(stream.hidden, parts, ids, weights, logits[:, count:])
+            moe_combine(stream.given, parts, ids, weights, logits[:, count:])

@@ -75,7 +75,7 @@ class Family(ABC):
         final_norm = weights.norm("final_norm", config.rms_norm_eps)
         if config.logits_scale != 1.0:
             final_norm = replace(final_norm, weight=final_norm.weight * config.logits_scale)
-        lm_head, shared = weights.linear("lm_head", tied=stem.embedding), weights.shared
+        lm_head, shared = weights.linear("lm_head", tied=stem.embedding, in_floats=True), weights.shared
         if shared is not None:
             lm_head = Gathered((config.vocab_size, config.hidden_size), None, lm_head, shared, "lm_head")
         return Head(final_norm, lm_head, config.logits_soft_cap)

@@ -15,10 +15,13 @@ from tqdm import tqdm
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS
 from graphdecode.linear.groups import GROUP_TYPES, GroupSource
 from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.tile_sources import TILED_BLOCKS
 from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
@@ -30,13 +33,23 @@ from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.sources import Source, open_source
 from graphdecode.models.split import SplitSource, check_split, split_config
-from graphdecode.models.transformers_backend import AdoptedConfig
+from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
 from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
 
+_EXPANDED = "none"  # what `quantize` is where weights in few bits are to be plain ones
 
-def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+
+def resolve_dtype(
+    dtype: str | torch.dtype, checkpoint: torch.dtype, device: torch.device, *, few_bits: bool = False
+) -> torch.dtype:
     """Return the dtype to compute in: `"auto"` is the checkpoint's, and float32 where a CPU is not fast at it.
+
+    Args:
+        dtype: by name, or `"auto"`.
+        checkpoint: what it says of itself.
+        device: that computes.
+        few_bits: its weights are integers of few bits, which say nothing of activations: `"auto"` is float16 on a CPU.
 
     Raises:
         ValueError: the name is unknown.
@@ -44,6 +57,7 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     if dtype == "auto":
+        checkpoint = torch.float16 if few_bits and device.type == "cpu" else checkpoint
         slow = device.type == "cpu" and not _is_fast_on_cpu(checkpoint)
         return torch.float32 if slow else checkpoint
     if dtype not in DTYPES:
@@ -53,12 +67,14 @@ def resolve_dtype(dtype: str | torch.dtype, checkpoint: torch.dtype, device: tor
 
 def _is_fast_on_cpu(dtype: torch.dtype) -> bool:
     if dtype == torch.float16:  # which compiled kernels alone are fast at, where an instruction widens it
-        return native.library() is not None and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+        return native.library() is not None and instructions().name != "portable"
     return dtype == torch.bfloat16 and _cpu_has_bf16()
 
 
 def _cpu_has_bf16() -> bool:
-    """Whether this CPU multiplies bf16 itself; oneDNN also calls it supported where AVX-512 only imitates it."""
+    """Whether the chosen instructions multiply bf16; oneDNN also calls it supported where AVX-512 only imitates it."""
+    if native.library() is not None:
+        return instructions().has_bf16
     if platform.machine() in ("x86_64", "AMD64"):
         asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     else:
@@ -136,9 +152,10 @@ def load_model(
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
         report_sizes: rows of steps, and tokens of passes of prompts, for which weights of few bits are timed on a CPU,
-            for the report; (): the smallest and the largest of `batch_sizes`.
-        quantize: None, or `"int8"`, `"int4"`, `"fp8"`, `"q8_0"` or `"q4_k"` to round plain weights while they are read;
-            `"gguf"` keeps the blocks of a GGUF file. What a checkpoint has in few bits stays so without being asked.
+            for the report, which takes many seconds; (): none are.
+        quantize: None keeps what a checkpoint has in few bits as it is, the blocks of a GGUF file too, where there are
+            kernels for it; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
+            `"q8_0"` or `"q4_k"` round plain weights while they are read.
         quantize_group_size: columns that share a scale, of `"int4"` and `"int8"`; None: what is usual.
         batch_invariant: take paths whose result for a row has the same bits whatever the number of rows.
         model_impl: who runs it; see `adopted`.
@@ -153,11 +170,12 @@ def load_model(
     source = open_source(model)
     if quantize == "gguf" and not isinstance(source, BlockSource):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
+    expands = quantize == _EXPANDED
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
     sizes = batch_sizes if device.type == "cuda" else tuple(sorted({min(batch_sizes), max(batch_sizes)}))
 
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
-        chosen = resolve_dtype(dtype, config.dtype, device)
+        chosen = resolve_dtype(dtype, config.dtype, device, few_bits=config.few_bits)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
         options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant, report_sizes=tuple(report_sizes))
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
@@ -172,20 +190,18 @@ def load_model(
     if by_transformers is not None:
         if shared is not None:
             check_split(by_transformers.config, shared.count)
+        quantize = None if expands else quantize
         options = options_of(by_transformers.config, by_transformers.config.num_parameters)
         if options.quantize != quantize:
             raise ArgumentError(f"quantize={quantize!r} cannot be had for a model that transformers runs")
-        by_transformers.check_files(source)
-        module = by_transformers.load(options, progress=progress)
-        _return_free_memory()
-        if device.type == "cpu":
-            join_pages(module.constants)
-        return module
+        return _load_adopted(by_transformers, source, options, progress)
     config = source.config()
+    if expands or quantize is None:
+        quantize = "gguf" if not expands and _has_blocks(source, device) else None
     weight_map = family_of(config.architecture).weights_in(config, source.tensors)
     options = options_of(config, sum(math.prod(part.shape) for part in parts(weight_map) if len(part.shape) >= 2))
     _check_weights(source, config)
-    weights_from: TensorSource = source
+    weights_from: TensorSource = _Expanded(source) if expands else source
     if options.quantize != quantize and quantize is not None:
         rounded = quantised_on_load(source, config, quantize, quantize_group_size)
         _check_form(rounded, options, quantize)
@@ -204,7 +220,31 @@ def load_model(
     return _build(split_config(config, shared.count), weights, scales, progress)
 
 
-def _has_groups(source: Source) -> bool:
+def _load_adopted(folder: AdoptedFolder, source: Source, options: FormOptions, progress: bool) -> Model:
+    folder.check_files(source)
+    module = folder.load(options, progress=progress)
+    return_free_memory()
+    if options.device.type == "cpu":
+        join_pages(module.constants)
+    return module
+
+
+class _Expanded:
+    """A source whose weights in few bits are read as plain ones."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self.tensors, self.read = source.tensors, source.read
+
+
+def _has_blocks(source: TensorSource, device: torch.device) -> bool:
+    """Whether weights are in blocks that are multiplied as they are on a device."""
+    if device.type == "cpu" and native.library() is None:
+        return False
+    kinds = TILED_BLOCKS if device.type == "cuda" else GGUF_BLOCKS
+    return isinstance(source, BlockSource) and any(stored.dtype in kinds for stored in source.tensors.values())
+
+
+def _has_groups(source: TensorSource) -> bool:
     """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
     return isinstance(source, GroupSource) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
@@ -238,13 +278,12 @@ def _build(config: ModelConfig, weights: Weights, scales: list[tuple[float, floa
     family = family_of(config.architecture)
     stem = family.stem(config, weights)
     layers = []
-    for index in tqdm(
-        range(config.num_hidden_layers), desc="loading", unit="layer", disable=None if progress else True, leave=False
-    ):
+    numbers = range(config.num_hidden_layers)  # all bars of a process share a lock: none is made that nobody wants
+    for index in tqdm(numbers, desc="loading", unit="layer", disable=None, leave=False) if progress else numbers:
         layers.append(family.layer(config, weights, index))
-        _return_free_memory()
+        return_free_memory()
     decoder = Decoder(config, stem, layers, family.head(config, weights, stem), cache_scales=scales)
-    _return_free_memory()
+    return_free_memory()
     if decoder.device.type == "cuda":
         torch.cuda.empty_cache()  # the cache is sized by what is free, and the choice of products used much
     elif decoder.device.type == "cpu":
@@ -266,7 +305,7 @@ def _check_invariance(config: ModelShape, device: torch.device) -> None:
         raise ArgumentError(f"batch_invariant=True needs {multiple} on a CPU, got {config.head_dim}")
 
 
-def _return_free_memory() -> None:
+def return_free_memory() -> None:
     """Give the system back what was freed: the holes that packing leaves in the heap grow to a fifth of the model."""
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's

@@ -77,6 +77,10 @@ class ModelShape(Protocol):
     def dtype(self) -> torch.dtype:
         """Of the checkpoint."""
 
+    @property
+    def few_bits(self) -> bool:
+        """Whether its weights are integers of few bits, which are not of that dtype."""
+
 
 class Model(Protocol):
     """A decoder over a paged cache, written so that a step of it can be captured.
@@ -118,7 +122,7 @@ class Model(Protocol):
         """Return the path of each product in a step of so many rows, by name and shape, with what was measured."""
 
     def decode(self, batch: Batch, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
-        """Feed each row's token, append its keys and values, and return the logits [b, vocab].
+        """Feed each row's token, append its keys and values, and return the logits, float32 [b, vocab].
 
         Args:
             batch: slots tokens int64 [b], pre_step_seqlens int32 [b], rows int32 [b] (0, 1, ...),
@@ -157,7 +161,7 @@ class Model(Protocol):
         """
 
     def logits(self, passed: Any, begin: int, end: int) -> Tensor:
-        """Return the logits [end - begin, vocab] of some tokens of a prefill, which are those of one row.
+        """Return the logits, float32 [end - begin, vocab], of some tokens of a prefill, which are those of one row.
 
         Args:
             passed: what `prefill` returned; no other pass came after it.
@@ -171,7 +175,7 @@ class MixingModel(Protocol):
     """What a model has beside that of `Model` whose decode steps can take chunks of prompts along."""
 
     def mix(self, batch: Batch, chunks: Chunks, caches: list[LayerCache], attention: PagedDecodeAttention) -> Tensor:
-        """Do what `decode` and `prefill` do in one pass, and return the logits [b, vocab] of the rows.
+        """Do what `decode` and `prefill` do in one pass, and return the logits, float32 [b, vocab], of the rows.
 
         A row may be the one whose prompt ends with a chunk of the pass: it feeds the token behind it.
 

@@ -52,9 +52,9 @@ class SummedMlp(FeedForward):
     place: str
 
     def run(self, stream: Stream) -> None:
-        """Replace `hidden`."""
+        """Give the sum of what the ranks' parts give."""
         self.part.run(stream)
-        self.collectives.all_reduce(stream.hidden, self.place)
+        self.collectives.all_reduce(stream.given, self.place)
 
 
 @dataclass(frozen=True)

@@ -101,24 +101,27 @@ class Weights:
         """Return the norm at a place; None where the map has no such place."""
         return self.norm(place, eps) if place in self._map else None
 
-    def linear(self, place: str, tied: Tensor | None = None, *, is_partial: bool = False) -> WeightForm:
+    def linear(
+        self, place: str, tied: Tensor | None = None, *, is_partial: bool = False, in_floats: bool = False
+    ) -> WeightForm:
         """Return the product at a place, in the form that a decode step reads fastest.
 
         Args:
             place: in the model.
             tied: the plain embedding, which serves where the map has no such place, unless it is in blocks.
             is_partial: leave what a rank has of a sum as it is: something later sums it.
+            in_floats: the product is to be written in float32.
         """
+        options = replace(self._options, in_floats=in_floats)
         if place not in self._map and self._embedding is not None:
             return self._embedding
         if place not in self._map and tied is not None:
-            return tied_linear(tied, self._source, LinearNames(self._names("embedding")), self._options)
+            return tied_linear(tied, self._source, LinearNames(self._names("embedding")), options)
         names = LinearNames(self._names(place), self._names(f"{place}.bias"))
         split = self._map[place][0].split
         if self.shared is not None and split is None:
             # each rank computes it for itself: measured choices may differ between them, and so would the bits
-            return replace(Plain.load(self._source, names, None, self._options), choices={})
-        options = self._options
+            return replace(Plain.load(self._source, names, None, options), choices={})
         if self.shared is not None and split == 1:
             options = replace(options, row_maxima=self.shared.greatest)
         form = load_linear(self._source, names, None, options)

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import torch
 
+from graphdecode.kernels.native.instructions import instructions
+
 _GPU_FIELDS = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.limit")
 
 
 def describe_environment(device: torch.device | str) -> dict[str, str | int | float]:
     """Return the facts that a reader needs to judge a figure: device, driver, versions, commit, clocks, threads.
 
-    `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute.
+    `cache_bytes` is the device's last cache, 0 where the system does not tell; `load_average` is of the last minute;
+    `instructions` are those that compiled kernels may use.
     """
     device = torch.device(device)
     on_gpu = device.type == "cuda"
@@ -27,6 +30,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
         "cache_bytes": torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else _cpu_cache_bytes(),
         "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
+        "instructions": instructions().name,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 0,
         "python": platform.python_version(),

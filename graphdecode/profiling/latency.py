@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from graphdecode.engine.runner import Runner
+from graphdecode.buckets import StepShape
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.errors import ArgumentError
 from graphdecode.profiling.bandwidth import read_bandwidth
@@ -170,7 +171,7 @@ class LatencyProfiler:
                 for _ in range(TRACED_STEPS):
                     with torch.profiler.record_function("decode step"):
                         with torch.profiler.record_function("launch"):
-                            launch = self.runner.launch(count)
+                            launch = self.runner.launch(LaunchPlan(StepShape(count)))
                         with torch.profiler.record_function("read tokens"):
                             self.runner.read(launch)
             profiler.export_chrome_trace(str(path))
@@ -190,16 +191,17 @@ class LatencyProfiler:
         for how far one goes depends on its drafts.
         """
         graphs = self.runner.graphs
-        if len(graphs.queries) == 1:
+        widths = self.runner.table.ladder.queries
+        if len(widths) == 1:
             return []
         times: dict[tuple[int, int], list[float]] = {}
         for turn in range(count + 2):
             for bucket in graphs.buckets:
                 with rows_at(self.runner, bucket, context) as rows:
-                    for queries in graphs.queries:
+                    for queries in widths:
                         self._stage(rows)
                         began = time.perf_counter()
-                        self.runner.read(self.runner.launch(bucket, 1, queries))
+                        self.runner.read(self.runner.launch(LaunchPlan(StepShape(bucket, queries))))
                         if turn > 1:  # the first use captures
                             times.setdefault((bucket, queries), []).append(1e3 * (time.perf_counter() - began))
         return [
@@ -226,7 +228,7 @@ class LatencyProfiler:
             if index % STEPS_PER_STAGING == 0:
                 self._stage(rows)
             began = time.perf_counter()
-            launch = self.runner.launch(len(rows))
+            launch = self.runner.launch(LaunchPlan(StepShape(len(rows))))
             launched = time.perf_counter()
             self.runner.read(launch)
             done = time.perf_counter()
@@ -239,7 +241,7 @@ class LatencyProfiler:
         while len(step_ms) < steps:
             self._stage(rows)
             count = min(STEPS_PER_STAGING, steps - len(step_ms))
-            step_ms += back_to_back_ms(lambda: self.runner.launch(len(rows)), count)
+            step_ms += back_to_back_ms(lambda: self.runner.launch(LaunchPlan(StepShape(len(rows)))), count)
         return launch_us, step_ms, token_ms
 
     def eager(self, rows: Sequence[RowInputs], count: int) -> list[float]:

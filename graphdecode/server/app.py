@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -15,14 +16,14 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from graphdecode.server.body import read_body
-from graphdecode.server.endpoint import GENERATING, B, Endpoint
-from graphdecode.server.guards import HostGuard, KeyGuard, own_names
+from graphdecode.server.body import unless_gone
+from graphdecode.server.endpoint import GENERATING, Endpoint
+from graphdecode.server.guards import HostGuard, KeyGuard, caller_of, own_names
 from graphdecode.server.http_errors import SAYING, HttpError
 from graphdecode.server.live import live
 from graphdecode.server.protocol import Detokenize, Tokenize
 from graphdecode.server.service import Service
-from graphdecode.server.tokens import detokenize, tokenize, tokenizer_info
+from graphdecode.server.tokens import as_it_is, prepared_text, prepared_tokens, tokenizer_info
 
 _PAGE = Path(__file__).parent / "page"
 _PAGE_MAY = "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; frame-ancestors 'none'"
@@ -37,8 +38,8 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models", endpoints.models),
         Route("/v1/models/{model:path}", endpoints.model),
         *[Route(url, endpoints.of(endpoint), methods=["POST"]) for url, endpoint in GENERATING.items()],
-        Route("/tokenize", endpoints.of(Endpoint(Tokenize, tokenize)), methods=["POST"]),
-        Route("/detokenize", endpoints.of(Endpoint(Detokenize, detokenize)), methods=["POST"]),
+        Route("/tokenize", endpoints.of(Endpoint(Tokenize, prepared_tokens, as_it_is)), methods=["POST"]),
+        Route("/detokenize", endpoints.of(Endpoint(Detokenize, prepared_text, as_it_is)), methods=["POST"]),
         Route("/tokenizer_info", endpoints.tokenizer_info),
         Route("/health", endpoints.health),
         Route("/ping", endpoints.health),
@@ -76,15 +77,17 @@ class Endpoints:
         self._service = service
         self._started = int(time.time())
 
-    def of(self, endpoint: Endpoint[B, Response]) -> Callable[[Request], Awaitable[Response]]:
+    def of(self, endpoint: Endpoint[Any, Any, Response]) -> Callable[[Request], Awaitable[Response]]:
         """Return what takes requests to an endpoint."""
 
         async def taken(request: Request) -> Response:
             media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if media_type != "application/json":  # a page of another origin may send the others unasked
                 raise HttpError(415, f"the content type must be application/json, got {media_type[:100]!r}")
-            data = await read_body(request, self._service.limits)
-            return await endpoint.respond(self._service, data, request.headers.get("authorization", ""))
+            async with self._service.bodies.read(request) as data:
+                return await unless_gone(
+                    request.receive, endpoint.respond(self._service, data, caller_of(request.scope))
+                )
 
         return taken
 
@@ -105,7 +108,7 @@ class Endpoints:
 
     async def model(self, request: Request) -> Response:
         """`GET /v1/models/NAME`."""
-        self._service.check_model(request.path_params["model"])
+        self._service.desk.check_model(request.path_params["model"])
         return JSONResponse(self._card())
 
     async def tokenizer_info(self, _: Request) -> Response:

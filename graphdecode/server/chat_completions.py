@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from graphdecode.engine import StructuredOutputsParams
 from graphdecode.server.completions import prompt_logprobs
 from graphdecode.server.cursor import Cursor, Delta
+from graphdecode.server.desk import Desk
 from graphdecode.server.http_errors import HttpError
-from graphdecode.server.protocol import ChatCompletion, Tokenize
+from graphdecode.server.protocol import ChatCompletion, Tokenize, without_large_parts
 from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
-from graphdecode.server.service import LONG_TEXT, Service
-from graphdecode.server.structured import form_of, form_of_calls
+from graphdecode.server.service import Service, answers_of
+from graphdecode.server.structured import Form, form_of, form_of_calls
 from graphdecode.server.tool_calls import ToolCallReader, ToolFormat, format_of
 from graphdecode.text.chat import RenderedChat, render_chat
-from graphdecode.text.intake import Order
+from graphdecode.text.intake import Order, Resolved
 from graphdecode.text.outputs import Logprob
 
 
@@ -27,17 +25,16 @@ class ChatReply(Reply):
 
     Args:
         service: what generates.
-        body: of the request.
+        prepared: of the request.
         order: the conversation's.
-        tools: the form of calls that are to be found in the answers; None: none are.
     """
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body_fields: ChatCompletion
 
-    def __init__(self, service: Service, body: ChatCompletion, order: Order, tools: ToolFormat | None) -> None:
-        super().__init__(service, body, [order])
-        names = frozenset(tool_names(body))
+    def __init__(self, service: Service, prepared: PreparedChat, order: Order) -> None:
+        super().__init__(service, prepared.body, [order])
+        tools, names = prepared.tools, prepared.names
         self._readers = [None if tools is None else ToolCallReader(tools, names) for _ in self.cursors]
         self._call_counts = [0] * len(self.cursors)
 
@@ -109,8 +106,26 @@ def _token(entry: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": entry.logprob, "bytes": list(text.encode())}
 
 
-async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply:
-    """Return the response to a request.
+class PreparedChat(NamedTuple):
+    """What a request for a turn of a conversation comes to.
+
+    Attributes:
+        body: without its large parts.
+        prompt: in tokens.
+        form: of the answers; None: they may have any.
+        tools: how the model writes calls; None: they are not looked for.
+        names: of the functions that may be called.
+    """
+
+    body: ChatCompletion
+    prompt: Resolved
+    form: Form | None
+    tools: ToolFormat | None
+    names: frozenset[str]
+
+
+def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
+    """Return what a request comes to.
 
     Raises:
         HttpError: it cannot be served.
@@ -119,52 +134,59 @@ async def chat(service: Service, body: ChatCompletion, caller: str) -> ChatReply
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    form = format_of(body.chat_template or service.tokenizer.chat_template) if wants_tools else None
-    if wants_tools and form is None:
+    tools = format_of(body.chat_template or desk.tokenizer.chat_template) if wants_tools else None
+    if wants_tools and tools is None:
         raise HttpError(400, "this model's chat template knows of no tools", param="tools")
-    held = await _checked_form(service, body, form)
+    form = _form(desk, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = sampling_params(
-        body, service.sampling_defaults, max_tokens=limit, logprobs=logprobs, structured_outputs=held
-    )
-    if form is not None and form.is_special:
+    params = sampling_params(body, desk.sampling_defaults, max_tokens=limit, logprobs=logprobs)
+    if tools is not None and tools.is_special:
         params = replace(params, skip_special_tokens=False)
-    rendered = await rendered_chat(service, body, with_tools=wants_tools)
-    order = service.order(
-        caller, rendered.text, rendered.token_ids, rendered.ending(params), priority=body.priority or 0
-    )
-    return ChatReply(service, body, order, form)
+    rendered = rendered_chat(desk, body, with_tools=wants_tools)
+    asked = desk.asked(rendered.ending(params), 1, priority=body.priority or 0, has_form=form is not None)
+    prompt = desk.intake.resolved(rendered.text, rendered.token_ids, asked)
+    return PreparedChat(without_large_parts(body), prompt, form, tools, frozenset(tool_names(body)))
 
 
-async def _checked_form(
-    service: Service, body: ChatCompletion, tools: ToolFormat | None
-) -> StructuredOutputsParams | None:
-    """Return the form that the answer must have.
+async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatReply:
+    """Return the response to a request.
 
     Raises:
-        HttpError: it cannot be kept, or there are two.
+        HttpError: it cannot be served.
+    """
+    service.check_room(answers_of([prepared.prompt]))
+    grammar = await service.grammar(prepared.form, caller)
+    (order,) = await service.orders(caller, [prepared.prompt], grammar)
+    return ChatReply(service, prepared, order)
+
+
+def _form(desk: Desk, body: ChatCompletion, tools: ToolFormat | None) -> Form | None:
+    """Return the form that the answer is asked to have.
+
+    Raises:
+        HttpError: there are two.
     """
     asked = form_of(body)
     if tools is None:
         if body.tool_choice not in (None, "none", "auto"):
             raise HttpError(400, "tool_choice needs tools to choose from", param="tool_choice")
-        return await service.checked(asked)
-    opening_id = service.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
+        return asked
+    opening_id = desk.tokenizer.convert_tokens_to_ids(tools.opening) if tools.is_special else None
     calls = form_of_calls(body, tools, opening_id)
     if calls is not None and asked is not None:
         raise HttpError(400, f"{asked.field} and calls of tools that have a form: ask for one", param=asked.field)
-    return await service.checked(asked or calls)
+    return asked or calls
 
 
-async def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
+def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bool = True) -> RenderedChat:
     """Return the prompt that a conversation makes.
 
     Raises:
         HttpError: the request brings a template of its own, and may not.
         ArgumentError: the messages are malformed, there is no template, or it refuses them.
     """
-    if body.chat_template is not None and not service.limits.trust_request_chat_template:
+    if body.chat_template is not None and not desk.limits.trust_request_chat_template:
         raise HttpError(
             400,
             "chat_template is refused: it is a program, and [server] trust_request_chat_template is false",
@@ -172,9 +194,8 @@ async def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, wi
         )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    render = partial(
-        render_chat,
-        service.tokenizer,
+    return render_chat(
+        desk.tokenizer,
         body.messages or [],
         chat_template=body.chat_template,
         add_generation_prompt=begins,
@@ -182,7 +203,6 @@ async def rendered_chat(service: Service, body: ChatCompletion | Tokenize, *, wi
         tools=body.tools if with_tools else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
-    return await asyncio.to_thread(render) if len(repr(body.messages)) > LONG_TEXT else render()
 
 
 def tool_names(body: ChatCompletion) -> list[str]:

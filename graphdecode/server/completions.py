@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphdecode.server.cursor import Cursor, Delta
+from graphdecode.server.desk import Desk
 from graphdecode.server.http_errors import HttpError
-from graphdecode.server.protocol import Completion
+from graphdecode.server.protocol import Completion, without_large_parts
 from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
-from graphdecode.server.service import Service
-from graphdecode.server.structured import form_of
+from graphdecode.server.service import Service, answers_of
+from graphdecode.server.structured import Form, form_of
+from graphdecode.text.intake import Resolved
 from graphdecode.text.outputs import Logprob
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -99,11 +100,25 @@ def prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> list[dic
     """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
     if entries is None:
         return None
-    return [None if each is None else {str(token): asdict(entry) for token, entry in each.items()} for each in entries]
+    return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
 
 
-async def complete(service: Service, body: Completion, caller: str) -> CompletionReply:
-    """Return the response to a request.
+class PreparedCompletion(NamedTuple):
+    """What a request for completions comes to.
+
+    Attributes:
+        body: without its large parts.
+        prompts: in tokens.
+        form: of the answers; None: they may have any.
+    """
+
+    body: Completion
+    prompts: list[Resolved]
+    form: Form | None
+
+
+def prepared_completion(desk: Desk, body: Completion) -> PreparedCompletion:
+    """Return what a request comes to.
 
     Raises:
         HttpError: it cannot be served.
@@ -115,19 +130,24 @@ async def complete(service: Service, body: Completion, caller: str) -> Completio
         raise HttpError(400, "best_of is not supported: ask for n answers and choose", param="best_of")
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     scored = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-    form = await service.checked(form_of(body))
     params = sampling_params(
-        body,
-        service.sampling_defaults,
-        max_tokens=max_tokens,
-        logprobs=body.logprobs,
-        prompt_logprobs=scored,
-        structured_outputs=form,
+        body, desk.sampling_defaults, max_tokens=max_tokens, logprobs=body.logprobs, prompt_logprobs=scored
     )
-    special, priority = body.add_special_tokens is not False, body.priority or 0
-    return CompletionReply(
-        service, body, await service.orders(caller, _prompts(body), params, priority=priority, special=special)
-    )
+    form, special, prompts = form_of(body), body.add_special_tokens is not False, _prompts(body)
+    asked = desk.asked(params, len(prompts), priority=body.priority or 0, has_form=form is not None)
+    resolved = [desk.resolved(prompt, asked, special=special) for prompt in prompts]
+    return PreparedCompletion(without_large_parts(body), resolved, form)
+
+
+async def complete(service: Service, prepared: PreparedCompletion, caller: str) -> CompletionReply:
+    """Return the response to a request.
+
+    Raises:
+        HttpError: it cannot be served.
+    """
+    service.check_room(answers_of(prepared.prompts))  # before a form is read, and anything made for each answer
+    grammar = await service.grammar(prepared.form, caller)
+    return CompletionReply(service, prepared.body, await service.orders(caller, prepared.prompts, grammar))
 
 
 def _prompts(body: Completion) -> list[str | list[int]]:

@@ -2,35 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.server.chat_completions import chat
-from graphdecode.server.completions import complete
+from graphdecode.server.body import LARGE_BYTES
+from graphdecode.server.chat_completions import chat, prepared_chat
+from graphdecode.server.completions import complete, prepared_completion
+from graphdecode.server.desk import Desk
+from graphdecode.server.forked_work import WorkError, WorkLimits
 from graphdecode.server.http_errors import HttpError, as_http_error
-from graphdecode.server.protocol import Body, ChatCompletion, Completion, GeneratingPath, problem_of
+from graphdecode.server.protocol import (
+    Body,
+    ChatCompletion,
+    Completion,
+    GeneratingPath,
+    Generation,
+    problem_of,
+    unknown_fields,
+)
 from graphdecode.server.reply import Reply
 from graphdecode.server.service import Service
 
 B = TypeVar("B", bound=Body)
+P = TypeVar("P")
 R = TypeVar("R", covariant=True)
+
+_MOST_PARTS_HERE = 64  # of a body that is prepared where others wait: some milliseconds
+_LIMITS = WorkLimits(cpu_seconds=20, wall_seconds=60.0, memory_bytes=1 << 30)
 
 
 @dataclass(frozen=True)
-class Endpoint(Generic[B, R]):
+class Endpoint(Generic[B, P, R]):
     """Reads a body, and lets the service answer it.
 
     Attributes:
         kind: of the body.
-        answer: makes the response for a service, a body and its caller.
+        prepare: makes of a body what can be answered in no time; it may run in another process.
+        answer: makes the response for a service, what was prepared and its caller.
     """
 
     kind: type[B]
-    answer: Callable[[Service, B, str], Awaitable[R]]
+    prepare: Callable[[Desk, B], P]
+    answer: Callable[[Service, P, str], Awaitable[R]]
 
     async def respond(self, service: Service, data: bytes, caller: str) -> R:
         """Return the response to a body.
@@ -43,11 +61,44 @@ class Endpoint(Generic[B, R]):
         Raises:
             HttpError: it cannot be served.
         """
+        if issubclass(self.kind, Generation):
+            service.check_room(1)
+        prepared = None
+        if len(data) <= LARGE_BYTES:
+            prepared = self.prepared(service.desk, data, in_child=False)
+        if prepared is None:
+            try:
+                prepared = await service.work.run(_prepared, self, data, limits=_LIMITS, caller=caller, size=len(data))
+            except WorkError as error:
+                raise HttpError(400, f"reading the body {error}") from error
+        result, unknown = prepared
+        service.note_unknown(unknown)
+        with self._as_http_errors():
+            return await self.answer(service, result, caller)
+
+    def prepared(self, desk: Desk, data: bytes, *, in_child: bool) -> tuple[P, tuple[str, ...]] | None:
+        """Return what is made of a body, and the names in it that are not known.
+
+        Args:
+            desk: that makes it.
+            data: the body as it came.
+            in_child: nobody else waits for it; otherwise None comes back for a body that takes long, or brings a
+                template, which is a program.
+
+        Raises:
+            HttpError: it cannot be served.
+        """
         body = self._parsed(data)
-        service.check_model(body.model)
-        service.note_unknown(body.model_extra)
+        desk.check_model(body.model)
+        if not in_child and (body.parts > _MOST_PARTS_HERE or getattr(body, "chat_template", None) is not None):
+            return None
+        with self._as_http_errors():
+            return self.prepare(desk, body), unknown_fields(body)
+
+    @contextmanager
+    def _as_http_errors(self) -> Iterator[None]:
         try:
-            return await self.answer(service, body, caller)
+            yield
         except HttpError:
             raise
         except GraphdecodeError as error:
@@ -61,7 +112,11 @@ class Endpoint(Generic[B, R]):
             raise HttpError(400, message, param=str(place[0]) if place else None, code=code) from None
 
 
-GENERATING: dict[GeneratingPath, Endpoint[Any, Reply]] = {
-    "/v1/completions": Endpoint(Completion, complete),
-    "/v1/chat/completions": Endpoint(ChatCompletion, chat),
+def _prepared(desk: Desk, endpoint: Endpoint[Any, Any, Any], data: bytes) -> Any:
+    return endpoint.prepared(desk, data, in_child=True)
+
+
+GENERATING: dict[GeneratingPath, Endpoint[Any, Any, Reply]] = {
+    "/v1/completions": Endpoint(Completion, prepared_completion, complete),
+    "/v1/chat/completions": Endpoint(ChatCompletion, prepared_chat, chat),
 }

@@ -10,20 +10,25 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.rules import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
+from graphdecode.server.forms import KEPT_BYTES, ReadForm, TaughtForms
+from graphdecode.server.http_errors import RESTARTING
 from graphdecode.server.wire import (
     Abort,
     Add,
+    Alive,
+    EngineSetup,
     Finish,
+    Forget,
     PackedEvent,
     Ready,
     Refused,
-    Setup,
+    Teach,
     Vitals,
     framed,
     receive,
@@ -32,9 +37,27 @@ from graphdecode.server.wire import (
 
 _DIED = "the engine's process ended before the answer was complete"
 _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the last one again and again
+_LISTENED = 4  # times within a silence, for it may be this process that stood still
+_FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that reads a form keeps what it once took
+_EVENTS_AT_ONCE = 16
+_LARGE_SECONDS = 5.0  # that a form is kept which takes more than all are to take
 _END_SECONDS = 5.0  # for the process to end by itself
 
 log = logging.getLogger(__name__)
+
+
+class Silence(NamedTuple):
+    """How long nothing may come from the engine's process before it is ended.
+
+    Attributes:
+        starting_seconds: until it says for the first time that it runs.
+        loading_seconds: while it loads.
+        serving_seconds: while it serves.
+    """
+
+    starting_seconds: float = 300.0
+    loading_seconds: float = 60.0
+    serving_seconds: float = 6.0
 
 
 class EngineClient:
@@ -44,6 +67,7 @@ class EngineClient:
         setup: what the process loads.
         on_events: takes what it tells of requests.
         on_vitals: takes how it is.
+        silence: that is no death.
 
     Attributes:
         ready: what a process said when it had loaded; None before the first one has.
@@ -52,11 +76,18 @@ class EngineClient:
     """
 
     def __init__(
-        self, setup: Setup, *, on_events: Callable[[Sequence[Event]], None], on_vitals: Callable[[Vitals], None]
+        self,
+        setup: EngineSetup,
+        *,
+        on_events: Callable[[Sequence[Event]], None],
+        on_vitals: Callable[[Vitals], None],
+        silence: Silence | None = None,
     ) -> None:
         self._setup = setup
         self._on_events = on_events
         self._on_vitals = on_vitals
+        self._silence = silence or Silence()
+        self._taught = TaughtForms()  # what the process knows of grammars
         self._numbers = itertools.count()
         self._metrics: dict[int, RequestMetrics] = {}  # of the requests that the process knows
         self._process: subprocess.Popen[bytes] | None = None
@@ -66,6 +97,8 @@ class EngineClient:
         self.ready: Ready | None = None
         self.serves = False
         self.restarts = 0
+        self._watch: asyncio.Task[None] | None = None
+        self._heard = False  # since somebody listened last
 
     @property
     def rules(self) -> RequestRules:
@@ -94,6 +127,7 @@ class EngineClient:
         reader = await self._spawn()
         await self._loaded(reader)
         self._life = asyncio.create_task(self._live(reader), name="engine")
+        self._watch = asyncio.create_task(self._watched(), name="heartbeat")
 
     async def _spawn(self) -> asyncio.StreamReader:
         if self._writer is not None:
@@ -101,14 +135,24 @@ class EngineClient:
         here, there = socket.socketpair()
         self._socket = here
         with there:
-            self._process = start_child("graphdecode.server.engine_process", [there.fileno()])
+            self._process = start_child("graphdecode.server.engine_process", [there.fileno()], _FEW_ARENAS)
+        self._taught = TaughtForms()
         reader, self._writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
         self._write(self._setup)
         return reader
 
     async def _loaded(self, reader: asyncio.StreamReader) -> None:
+        message, patience = Alive(), self._silence.starting_seconds
         try:
-            message = await receive(reader)
+            while isinstance(message, Alive):
+                async with asyncio.timeout(patience):
+                    message = await receive(reader)
+                patience = self._silence.loading_seconds
+        except TimeoutError:
+            if self._process is not None:
+                self._process.kill()
+            still = "the engine's process stood still while it was loading the model"
+            raise AnswerError(f"{still}: nothing came from it for {patience:g} s") from None
         except (asyncio.IncompleteReadError, OSError):
             raise AnswerError("the engine's process ended while it was loading the model") from None
         if isinstance(message, Refused):
@@ -121,7 +165,7 @@ class EngineClient:
         while True:
             with contextlib.suppress(asyncio.IncompleteReadError, OSError):
                 while True:
-                    self._take(await receive(reader))
+                    await self._take(await receive(reader))
             self.serves = False
             self._give_up_all()
             reader = await self._started_again()
@@ -143,11 +187,33 @@ class EngineClient:
                 log.warning("the engine serves again after %.1f s", time.monotonic() - began)
                 return reader
 
-    def _take(self, message: Any) -> None:
+    async def _watched(self) -> None:
+        """End the process when it stands still, as if it had ended by itself."""
+        silent = 0
+        while True:
+            await asyncio.sleep(self._silence.serving_seconds / _LISTENED)
+            silent = 0 if self._heard or not self.serves else silent + 1
+            self._heard = False
+            if silent == _LISTENED:
+                nothing_s = self._silence.serving_seconds
+                log.error("the engine's process stands still: nothing came from it for %g s", nothing_s)
+                self.serves = False
+                if self._process is not None:
+                    self._process.kill()
+
+    async def _take(self, message: Any) -> None:
+        self._heard = True
+        if isinstance(message, Alive):
+            return
         if isinstance(message, Vitals):
             self._on_vitals(message)
-        else:
-            self._on_events([self._event(packed) for packed in message if packed[0] in self._metrics])
+            return
+        for first in range(0, len(message), _EVENTS_AT_ONCE):
+            if first:
+                await asyncio.sleep(0)  # events may bring much to decode, and others wait
+                self._heard = True
+            packed = message[first : first + _EVENTS_AT_ONCE]
+            self._on_events([self._event(each) for each in packed if each[0] in self._metrics])
 
     def _event(self, packed: PackedEvent) -> Event:
         event = unpack_event(packed, self._metrics[packed[0]])
@@ -157,7 +223,12 @@ class EngineClient:
 
     def _give_up_all(self) -> None:
         lost, self._metrics = self._metrics, {}
-        self._on_events([Event(each, [], None, "error", None, metrics, _DIED) for each, metrics in lost.items()])
+        self._on_events(
+            [
+                Event(each, [], None, "error", None, metrics, _DIED, error_code=RESTARTING)
+                for each, metrics in lost.items()
+            ]
+        )
 
     def _write(self, message: Any) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -170,11 +241,29 @@ class EngineClient:
             AnswerError: the engine is being started again.
         """
         if not self.serves:
-            raise AnswerError("the engine is being started again; try again in a few seconds")
+            raise AnswerError("the engine is being started again; try again in a few seconds", RESTARTING)
+        if request.grammar is not None and not self.knows(request.grammar):  # forgotten since it was read
+            self.teach(ReadForm(request.grammar, None, KEPT_BYTES + 1))  # nobody knows its size any more
         request_id = next(self._numbers)
         self._metrics[request_id] = RequestMetrics(time.perf_counter())
         self._write(Add(request_id, request))
         return request_id
+
+    def knows(self, grammar: str) -> bool:
+        """Whether the process keeps a grammar."""
+        return grammar in self._taught
+
+    def teach(self, form: ReadForm) -> None:
+        """Have the process know a grammar that it does not, and forget others where they become too many."""
+        self._write(Teach(form.grammar, form.automaton))
+        for other in self._taught.add(form):
+            self._write(Forget(other))
+        if form.nbytes > KEPT_BYTES:  # it stays for those who ask at once, and no longer
+            asyncio.get_running_loop().call_later(_LARGE_SECONDS, self._let_go, form.grammar)
+
+    def _let_go(self, grammar: str) -> None:
+        if self._taught.drop(grammar):
+            self._write(Forget(grammar))
 
     def abort(self, request_id: int) -> None:
         """See `Engine.abort`."""
@@ -192,8 +281,9 @@ class EngineClient:
         Args:
             at_once: do not wait for its step to end.
         """
-        if self._life is not None:
-            self._life.cancel()
+        for task in (self._life, self._watch):
+            if task is not None:
+                task.cancel()
         if at_once and self._process is not None:
             self._process.kill()
         self._end_process()

@@ -12,6 +12,7 @@ import gc
 import logging
 import socket
 import sys
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -20,15 +21,34 @@ from typing import Any
 from graphdecode.distributed import RankError
 from graphdecode.distributed.child import leave_signals
 from graphdecode.engine import Engine, Event, RequestMetrics
-from graphdecode.engine.constraint import Constraint
+from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton
 from graphdecode.engine.loading import load_engine
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
+from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.bandwidth import read_bandwidth
-from graphdecode.server.wire import Abort, Add, Finish, Ready, Refused, Setup, Vitals, Wire, pack_event
+from graphdecode.server.forked_work import STACK_BYTES
+from graphdecode.server.http_errors import REFUSED
+from graphdecode.server.wire import (
+    HEARTBEAT_SECONDS,
+    Abort,
+    Add,
+    Alive,
+    EngineSetup,
+    Finish,
+    Forget,
+    Ready,
+    Refused,
+    Teach,
+    Vitals,
+    Wire,
+    pack_event,
+)
+from graphdecode.text.grammar import Grammars
 from graphdecode.text.xgrammar_grammars import grammars_of
 
 _VITALS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
+_STACK_BYTES = 4 * STACK_BYTES  # of threads: reading a form that was read in a child overflows none of them
 _READERS = 2  # grammars that are read at a time
 _LOOK_EVERY_SECONDS = 0.005  # for messages, while grammars are read and there is nothing else to do
 
@@ -41,16 +61,19 @@ class EngineProcess:
     Args:
         engine: captured already.
         wire: where requests come from, and events go.
+        grammars: reads forms; None: requests bring none.
     """
 
-    def __init__(self, engine: Engine, wire: Wire) -> None:
+    def __init__(self, engine: Engine, wire: Wire, grammars: Grammars | None = None) -> None:
         self._engine = engine
+        self._grammars = grammars
         self._wire = wire
         self._theirs: dict[int, int] = {}  # the engine's number of a request -> that of the other side
         self._ours: dict[int, int] = {}
         self._begun: set[int] = set()  # whose first event went out
-        # a grammar may take long to read, and nobody's step waits for it: their number of a request -> its reading
-        self._reading: dict[int, tuple[Future[Constraint], Add]] = {}
+        # a grammar may take long to read, and nobody's step waits for it; None: nobody has asked for it yet
+        self._taught: dict[str, Future[Any] | None] = {}
+        self._reading: dict[int, tuple[Future[Any], Add]] = {}  # their number of a request -> what it waits for
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="grammar")
         self._told = 0.0  # when the vitals went out
 
@@ -81,15 +104,21 @@ class EngineProcess:
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Add):
-            grammar, constrain = message.request.grammar, self._engine.constrain
-            if grammar is None or constrain is None:
+            grammar = message.request.grammar
+            if grammar is None or grammar not in self._taught:
                 self._add(message)
             else:
-                self._reading[message.request_id] = self._readers.submit(constrain, grammar), message
+                self._reading[message.request_id] = self._compiled(grammar), message
+        elif isinstance(message, Teach):
+            self._taught[message.grammar] = None if message.automaton is None else _known(message.automaton)
+        elif isinstance(message, Forget):
+            self._leave(self._taught.pop(message.grammar, None))
+            self._readers.submit(return_free_memory)  # what it was is scattered over the heap
         elif isinstance(message, Finish):
             self._engine.finish(self._forget(message.request_id), message.num_tokens)
         elif isinstance(message, Abort):
-            self._reading.pop(message.request_id, None)
+            future, _ = self._reading.pop(message.request_id, (None, None))
+            self._leave(future)
             self._engine.abort(self._forget(message.request_id))
 
     def _add_read(self) -> None:
@@ -99,14 +128,47 @@ class EngineProcess:
         for request_id, (future, message) in list(self._reading.items()):
             if future.done():
                 del self._reading[request_id]
-                self._add(message)
+                self._add(message, future)
 
-    def _add(self, message: Add) -> None:
+    def _compiled(self, grammar: str) -> Future[Any]:
+        """Return what a grammar that was taught becomes."""
+        assert self._grammars is not None
+        known = self._taught[grammar]
+        if known is None or known.cancelled():
+            known = self._taught[grammar] = self._readers.submit(self._grammars.compiled, grammar)
+        return known
+
+    def _leave(self, future: Future[Any] | None) -> None:
+        """Read a grammar no more that nobody waits for, unless that has begun."""
+        if future is not None and not any(future is other for other, _ in self._reading.values()):
+            future.cancel()
+
+    def _held(self, compiled: Future[Any]) -> Constraint:
+        """Return what holds an answer to a grammar that was read.
+
+        Raises:
+            GraphdecodeError: it could not be read.
+        """
+        assert self._grammars is not None
+        error = compiled.exception()
+        if error is None:
+            try:
+                return self._grammars.held(compiled.result())
+            except Exception as failed:  # of a library: its owner is told, and nobody else
+                error = failed
+        if isinstance(error, GraphdecodeError):
+            raise error
+        log.error("a form that was read in a child cannot be read here", exc_info=error)  # Rust's panics too
+        raise AnswerError(f"the form could not be read: {type(error).__name__}")
+
+    def _add(self, message: Add, compiled: Future[Any] | None = None) -> None:
         try:
-            ours = self._engine.add(message.request)
+            constraint = None if compiled is None else self._held(compiled)
+            ours = self._engine.add(message.request, constraint)
         except GraphdecodeError as error:
             metrics = RequestMetrics(time.perf_counter())
-            refusal = Event(message.request_id, [], None, "error", None, metrics, str(error))
+            code = REFUSED if isinstance(error, ArgumentError | ConstraintError) else None
+            refusal = Event(message.request_id, [], None, "error", None, metrics, str(error), error_code=code)
             self._wire.send([pack_event(refusal, message.request_id, whole=True)])
         else:
             self._theirs[ours], self._ours[message.request_id] = message.request_id, ours
@@ -161,28 +223,44 @@ class EngineProcess:
         stats.launch_seconds.clear()
 
 
+def _known(automaton: TokenAutomaton) -> Future[Any]:
+    known: Future[Any] = Future()
+    known.set_result(automaton)
+    return known
+
+
+def _beat(wire: Wire) -> None:
+    """Tell the other side now and then that this process runs, be its step as long as it may."""
+    with suppress(OSError):
+        while True:
+            time.sleep(HEARTBEAT_SECONDS)
+            wire.send(Alive())
+
+
 def main() -> None:
     """Load what the first message asks for, say so, and serve."""
     leave_signals()
+    threading.stack_size(_STACK_BYTES)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     wire = Wire(socket.socket(fileno=int(sys.argv[1])))
     try:
         (setup,) = wire.receive(wait=True)
     except EOFError:
         return
-    assert isinstance(setup, Setup)
+    assert isinstance(setup, EngineSetup)
+    threading.Thread(target=_beat, args=(wire,), name="heartbeat", daemon=True).start()
     began = time.perf_counter()
     try:
         engine = load_engine(setup.model, setup.config, progress=setup.progress)
     except GraphdecodeError as error:
         wire.send(Refused(str(error)))
         return
+    grammars = None
     if setup.tokenizer is not None:
         rules, backend = engine.rules, setup.config.structured_outputs_backend
-        reader = grammars_of(backend, setup.tokenizer, rules.vocab_size, rules.eos_token_ids)
+        grammars = grammars_of(backend, setup.tokenizer, rules.vocab_size, rules.eos_token_ids)
         try:
-            reader.load()
-            engine.constrain = reader.constraint
+            grammars.load()
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
     load_seconds = time.perf_counter() - began
@@ -191,7 +269,7 @@ def main() -> None:
     wire.send(Ready(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, floor))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
-    EngineProcess(engine, wire).serve()
+    EngineProcess(engine, wire, grammars).serve()
     engine.close()
 
 

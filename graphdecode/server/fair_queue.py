@@ -7,7 +7,9 @@ last.
 
 from __future__ import annotations
 
-_CALLERS_KEPT = 10_000
+from collections import OrderedDict
+
+CALLERS_KEPT = 10_000
 
 
 class FairQueue:
@@ -15,19 +17,19 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._now = 0.0
-        self._ends: dict[str, float] = {}  # caller -> when all that it asked for is served
+        self._ends: OrderedDict[str, float] = OrderedDict()  # caller -> when all that it asked for is served
 
     def turn(self, caller: str, tokens: int) -> float:
         """Return the turn of a request; the lowest comes first.
 
         Args:
-            caller: whose it is.
+            caller: whose it is; of the many that there may be, who has not asked for longest is forgotten.
             tokens: that it takes at most.
         """
-        turn = max(self._now, self._ends.get(caller, 0.0))
+        turn = max(self._now, self._ends.pop(caller, 0.0))
         self._ends[caller] = turn + tokens
-        if len(self._ends) > _CALLERS_KEPT:
-            self._ends = {each: end for each, end in self._ends.items() if end > self._now}
+        if len(self._ends) > CALLERS_KEPT:
+            self._ends.popitem(last=False)
         return turn
 
     def began(self, turn: float) -> None:

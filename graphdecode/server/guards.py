@@ -1,16 +1,21 @@
-"""Who is let in: by the name that the server was called by, and by the key."""
+"""Who is let in: by the name that the server was called by, and by the key; and whose a request is then."""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
-from collections.abc import Sequence
-from ipaddress import ip_address
+from collections.abc import MutableMapping, Sequence
+from ipaddress import IPv6Address, ip_address
+from typing import Any
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.http_errors import HttpError
+
+_KEY = "graphdecode.key"  # in a scope: the digest of the key that let it in
+_NETWORK_BYTES = 8  # of an address of IPv6; what is behind them one client may choose
 
 
 class HostGuard:
@@ -64,7 +69,22 @@ class KeyGuard:
                 wrong = HttpError(401, "the API key is missing or wrong", code="invalid_api_key")
                 await JSONResponse(wrong.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
+            scope[_KEY] = hashlib.blake2b(key.strip(), digest_size=16).hexdigest()
         await self._app(scope, receive, send)
+
+
+def caller_of(scope: MutableMapping[str, Any]) -> str:
+    """Return whose a request is, as far as nobody can say so himself: a key's that let it in, else an address's."""
+    if _KEY in scope:
+        return str(scope[_KEY])
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return host
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is None:
+        return address.packed[:_NETWORK_BYTES].hex()
+    return host
 
 
 def own_names(limits: ServerConfig) -> tuple[str, ...] | None:

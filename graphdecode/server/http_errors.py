@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from graphdecode.engine.request import ContextLengthError
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 
-_ENGINE_AWAY = re.compile("is being started again|process ended")
+RESTARTING, REFUSED = "restarting", "refused"  # codes of answers that were given up, beside those of `Event`
+_STATUS = {RESTARTING: 503, REFUSED: 400, "form_too_complex": 400}  # the latter are the asker's affair
 _NAMED = re.compile(r"([a-z_]+)(?: (?:must|names|is|has|holds)\b|:)")
 
 
@@ -42,6 +45,11 @@ class HttpError(GraphdecodeError):
         self.code = code
         self.headers = headers or {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how another process makes it again."""
+        again = partial(HttpError, param=self.param, code=self.code, headers=self.headers)
+        return again, (self.status, str(self))
+
     @property
     def body(self) -> dict[str, Any]:
         """Return what OpenAI's clients read."""
@@ -62,10 +70,11 @@ def as_http_error(error: GraphdecodeError, fields: frozenset[str]) -> HttpError:
     if isinstance(error, ArgumentError):
         found = _NAMED.match(str(error))
         param = found[1] if found and found[1] in fields else None
-        too_long = "tokens; with one token to generate" in str(error)
-        return HttpError(400, str(error), param=param, code="context_length_exceeded" if too_long else None)
-    if isinstance(error, AnswerError) and _ENGINE_AWAY.search(str(error)):
-        return HttpError(503, str(error), code="restarting", headers={"Retry-After": "5"})
+        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
+        return HttpError(400, str(error), param=param, code=code)
+    if isinstance(error, AnswerError) and error.code in _STATUS:
+        headers = {"Retry-After": "5"} if error.code == RESTARTING else None
+        return HttpError(_STATUS[error.code], str(error), code=error.code, headers=headers)
     return HttpError(500, str(error))
 
 

@@ -8,7 +8,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -50,6 +50,7 @@ class Reply(Response, ABC):
         self.orders = orders
         self.cursors = cursors_of(orders)
         self.background = None
+        self._promise_kept: Callable[[], None] = _nothing
         self.status_code = 200
         self._usage_wanted = bool(body.stream_options and body.stream_options.include_usage)
         self._usage_always = bool(body.stream_options and body.stream_options.continuous_usage_stats)
@@ -81,7 +82,12 @@ class Reply(Response, ABC):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send, until the client goes away."""
+        """Generate and send, until the client goes away.
+
+        Raises:
+            HttpError: there is no room for it now.
+        """
+        self._promise_kept = self.service.promise(len(self.cursors))
         work = asyncio.ensure_future(
             self._stream(send) if self.body_fields.stream else self._whole(scope, receive, send)
         )
@@ -92,6 +98,7 @@ class Reply(Response, ABC):
             for task in (work, gone):
                 task.cancel()
             results = await asyncio.gather(work, gone, return_exceptions=True)
+            self._promise_kept()
         if self.service.limits.log_requests:
             self._log()
         if self.service.tracer is not None:
@@ -116,6 +123,7 @@ class Reply(Response, ABC):
                 asyncio.timeout(service.request_timeout),
             ):
                 began = False
+                self._promise_kept()  # the next line hands them in
                 async for _ in news:
                     if not began:
                         began = True
@@ -130,21 +138,34 @@ class Reply(Response, ABC):
         Raises:
             HttpError: the answer was given up.
         """
+        choices = [choice async for choice in self._choices()]
+        return self._head | {"choices": choices, "usage": self.usage()}
+
+    async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Generate, and give the finished choices; others have their turn between two of them.
+
+        Raises:
+            HttpError: the answer was given up.
+        """
         try:
             async with contextlib.aclosing(self._news()) as news:
                 async for _ in news:
                     pass
         except (GraphdecodeError, TimeoutError) as error:
             raise self._failure(error) from error
-        choices = [self.whole_choice(cursor) for cursor in self.cursors]
-        return self._head | {"choices": choices, "usage": self.usage()}
+        for cursor in self.cursors:
+            yield self.whole_choice(cursor)
+            await asyncio.sleep(0)
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            response = JSONResponse(await self.whole())
+            choices = [sse.as_json(choice) async for choice in self._choices()]
         except HttpError as failed:
-            response = JSONResponse(failed.body, failed.status, failed.headers)
-        await response(scope, receive, send)
+            await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
+        else:
+            head, usage = sse.as_json(self._head), sse.as_json(self.usage())
+            body = b"".join([head[:-1], b',"choices":[', b",".join(choices), b'],"usage":', usage, b"}"])
+            await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -176,6 +197,10 @@ class Reply(Response, ABC):
             return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
         assert isinstance(error, GraphdecodeError)
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+def _nothing() -> None:
+    """Nothing was promised."""
 
 
 async def _send_more(send: Send, data: bytes) -> None:

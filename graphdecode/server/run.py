@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -104,6 +105,8 @@ async def run(
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
         if not serving.done():
+            gc.collect()
+            gc.freeze()  # what was loaded stays, and looking through it takes a tenth of a second
             on_ready()
         await asyncio.wait((serving, asyncio.ensure_future(life.drained())), return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
@@ -130,6 +133,7 @@ def make_server(app: ASGIApp, limits: ServerConfig) -> _Server:
         log_config=None,
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # a client on this machine could say with each request that it is another one
         backlog=_BACKLOG,
         http=protocol_with(limits),
         ws="none",

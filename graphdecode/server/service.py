@@ -5,29 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from graphdecode.config import EngineConfig, ServerConfig
-from graphdecode.engine import RequestError, SamplingParams, StructuredOutputsParams
+from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
+from graphdecode.server.body import Bodies
+from graphdecode.server.desk import Desk, Serves
 from graphdecode.server.engine_client import EngineClient
 from graphdecode.server.fair_queue import FairQueue
-from graphdecode.server.http_errors import HttpError, as_http_error
+from graphdecode.server.forked_work import ForkedWork
+from graphdecode.server.forms import Forms
+from graphdecode.server.http_errors import RESTARTING, HttpError
 from graphdecode.server.metrics import Metrics
-from graphdecode.server.protocol import ChatCompletion, Completion
 from graphdecode.server.structured import Form
 from graphdecode.server.tracing import Tracer, otlp_tracer
-from graphdecode.server.wire import Setup
+from graphdecode.server.wire import EngineSetup
 from graphdecode.text.async_front import AsyncFront
 from graphdecode.text.grammar import is_available
-from graphdecode.text.intake import Intake, Order
-from graphdecode.text.prompts import as_prompt
+from graphdecode.text.intake import Intake, Order, Resolved
 from graphdecode.text.router import Router
 
-LONG_TEXT = 10_000  # characters: tokenised in a thread, for it takes longer than others should wait
-_FIELDS = frozenset(Completion.model_fields) | frozenset(ChatCompletion.model_fields)
+_WORK_MODULES = ("graphdecode.server.endpoint",)  # what is done in children is of them, or of what they import
 _KEY_VARIABLE = "GRAPHDECODE_API_KEY"
 _RETRY_AFTER = {"Retry-After": "1"}
 
@@ -71,9 +74,13 @@ class Service:
         self.sampling_defaults = SamplingParams(**sampling_defaults)
         self.request_timeout = limits.request_timeout_s or None
         self.draining = False
+        self._promised = 0  # answers that have room, and are not handed in yet
+        self._forms_backend = config.structured_outputs_backend
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
-        setup = Setup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
+        setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
+        self.work = ForkedWork(lambda: partial(Desk.warm, self.desk), _WORK_MODULES)
         self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
+        self.forms = Forms(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
         self.intake = Intake(self.client, tokenizer, structured_outputs_backend=config.structured_outputs_backend)
         self.front = AsyncFront(self.router, _steps_by_itself)
@@ -81,6 +88,7 @@ class Service:
         endpoint = limits.otlp_traces_endpoint
         self.tracer: Tracer | None = None if endpoint is None else otlp_tracer(name, endpoint, version)
         self.queue = FairQueue()
+        self.bodies = Bodies(limits)
         self._unknown_fields: set[str] = set()
 
     async def start(self) -> None:
@@ -97,6 +105,20 @@ class Service:
     def _take_vitals(self, vitals: Any) -> None:
         self.metrics.take_vitals(vitals)
 
+    @cached_property
+    def desk(self) -> Desk:
+        """What makes bodies ready for the engine, which has been started."""
+        serves = Serves(self.client.rules, self.client.seed)
+        return Desk(
+            self.model_name,
+            self.tokenizer,
+            self.limits,
+            self.sampling_defaults,
+            serves,
+            self._forms_backend,
+            self._max_open,
+        )
+
     @property
     def api_keys(self) -> list[str]:
         """Of those who may use /v1; none: everybody may."""
@@ -112,7 +134,7 @@ class Service:
         """Answers under way."""
         return self.client.num_open
 
-    def admit(self, answers: int) -> None:
+    def check_room(self, answers: int) -> None:
         """Refuse a request for which there is no room.
 
         Args:
@@ -124,73 +146,53 @@ class Service:
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers=_RETRY_AFTER)
         if not self.client.serves:
-            raise HttpError(503, "the engine is being started again", code="restarting", headers={"Retry-After": "5"})
-        if self.num_open + answers > self._max_open:
-            raise HttpError(
-                429, f"{self.num_open} requests run or wait already", code="queue_full", headers=_RETRY_AFTER
-            )
+            raise HttpError(503, "the engine is being started again", code=RESTARTING, headers={"Retry-After": "5"})
+        taken = self.num_open + self._promised
+        if taken + answers > self._max_open:
+            raise HttpError(429, f"{taken} requests run or wait already", code="queue_full", headers=_RETRY_AFTER)
 
-    async def orders(
-        self,
-        caller: str,
-        prompts: list[str | list[int]],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        special: bool = True,
-    ) -> list[Order]:
+    def promise(self, answers: int) -> Callable[[], None]:
+        """Keep room for answers until what comes back is called, which is when they are handed in, or given up.
+
+        Raises:
+            HttpError: there is none; see `check_room`.
+        """
+        self.check_room(answers)
+        self._promised += answers
+        promise = ExitStack()
+        promise.callback(self._keep, answers)
+        return promise.close
+
+    def _keep(self, answers: int) -> None:
+        self._promised -= answers
+
+    async def orders(self, caller: str, prompts: list[Resolved], grammar: str | None) -> list[Order]:
         """Return the orders of some prompts.
 
         Args:
             caller: whose they are.
-            prompts: texts or token ids.
-            params: of all of them.
-            priority: the lowest is served first.
-            special: add the special tokens that the tokenizer begins a text with.
+            prompts: with one and the same parameters.
+            grammar: of their answers; None: they may have any form.
 
         Raises:
-            HttpError: one can never be served, or there are too many of them.
-            ArgumentError: one is no prompt.
+            HttpError: there is no room for them.
         """
-        limits = self.limits
-        if not prompts or len(prompts) > limits.max_prompts:
-            raise HttpError(400, f"prompt must be 1..{limits.max_prompts} prompts, got {len(prompts)}", param="prompt")
-        self._check_answers(params)
-        self.admit(len(prompts) * params.n)
-        return [
-            self._order(caller, prompt, await self.encode(prompt, special=special), params, priority)
-            for prompt in map(as_prompt, prompts)
-        ]
+        orders, kept = [], self.promise(answers_of(prompts))
+        try:
+            for prompt in prompts:
+                orders.append(self._order(caller, prompt, grammar))
+                await asyncio.sleep(0)  # there may be hundreds, and others wait
+        finally:
+            kept()  # the response promises it again, once it is sent
+        return orders
 
-    def order(
-        self, caller: str, text: str, token_ids: list[int], params: SamplingParams, *, priority: int = 0
-    ) -> Order:
-        """Return the order of one prompt that was tokenised already.
+    def _order(self, caller: str, prompt: Resolved, grammar: str | None) -> Order:
+        limit, params = self.client.rules.capacity.token_limit, prompt.asked.params
+        most = min(len(prompt.token_ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
+        return self.intake.opened(prompt, grammar, self.queue.turn(caller, most * params.n))
 
-        Raises:
-            HttpError: it can never be served, or not now.
-        """
-        self._check_answers(params)
-        self.admit(params.n)
-        return self._order(caller, text, token_ids, params, priority)
-
-    def _check_answers(self, params: SamplingParams) -> None:
-        if params.n > self.limits.max_answers:
-            raise HttpError(400, f"n must be at most {self.limits.max_answers}, got {params.n}", param="n")
-
-    def _order(
-        self, caller: str, prompt: str | list[int], ids: list[int], params: SamplingParams, priority: int
-    ) -> Order:
-        order = self.intake.order(prompt, ids, params, priority=priority)
-        if order.output.error is not None:
-            raise as_http_error(RequestError(order.output.error), _FIELDS)
-        limit = self.client.rules.capacity.token_limit
-        most = min(len(ids) + (limit if params.max_tokens is None else params.max_tokens), limit)
-        turn = self.queue.turn(caller, most * params.n)
-        return Order(order.output, [(replace(request, turn=turn), answer) for request, answer in order.requests])
-
-    async def checked(self, form: Form | None) -> StructuredOutputsParams | None:
-        """Return the form of an answer, once it is known that it can be kept.
+    async def grammar(self, form: Form | None, caller: str) -> str | None:
+        """Return the grammar of a form, once it is known that it can be kept; None is any form.
 
         Raises:
             HttpError: it cannot; the message names what is in the way.
@@ -198,37 +200,16 @@ class Service:
         if form is None:
             return None
         try:
-            await asyncio.to_thread(self.intake.grammars.grammar, form.params)  # a large one takes seconds
+            return await self.forms.grammar(form.params, caller)
         except ArgumentError as error:
             raise HttpError(400, form.said(error), param=form.field) from error
-        return form.params
 
-    async def encode(self, prompt: str | list[int], *, special: bool = True) -> list[int]:
-        """Return a prompt's token ids."""
-        if isinstance(prompt, str) and len(prompt) > LONG_TEXT:
-            return await asyncio.to_thread(self.intake.encode, prompt, special=special)
-        return self.intake.encode(prompt, special=special)
-
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model; None is this one.
-
-        Raises:
-            HttpError: it is for another one.
-        """
-        if name is not None and name != self.model_name:
-            raise HttpError(
-                404,
-                f"the model {name[:200]!r} does not exist; there is {self.model_name!r}",
-                param="model",
-                code="model_not_found",
-            )
-
-    def note_unknown(self, fields: dict[str, Any] | None) -> None:
+    def note_unknown(self, names: Iterable[str]) -> None:
         """Log the names of fields that are ignored, each of them once."""
-        new = set(fields or ()) - self._unknown_fields
+        new = set(names) - self._unknown_fields
         if new and len(self._unknown_fields) < 100:
             self._unknown_fields |= new
-            log.warning("ignored fields: %s", ", ".join(sorted(name[:40] for name in new)))
+            log.warning("ignored fields: %s", ", ".join(sorted(new)))
 
     def close(self, *, at_once: bool = False) -> None:
         """End the engine; answers under way end with an error.
@@ -236,10 +217,16 @@ class Service:
         Args:
             at_once: do not wait for its step to end.
         """
+        self.work.close()
         self.client.close(at_once=at_once)
         self.router.close()
         if self.tracer is not None:
             self.tracer.close()
+
+
+def answers_of(prompts: Iterable[Resolved]) -> int:
+    """Return how many answers some prompts ask for."""
+    return sum(prompt.asked.params.n for prompt in prompts)
 
 
 def _steps_by_itself() -> None:

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, written by hand: this is what the server does for each token."""
+"""Answers as JSON and as server-sent events, written by hand: this is what the server does for each token."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import json
 from typing import Any
 
 DONE = b"data: [DONE]\n\n"
-_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_dumps = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def as_json(data: Any) -> bytes:
+    """Return what goes into a response."""
+    return _dumps(data).encode("utf-8", "replace")
 
 
 def event(data: Any) -> bytes:
     """Return one event."""
-    return b"data: " + _dumps(data).encode("utf-8", "replace") + b"\n\n"
+    return b"data: " + as_json(data) + b"\n\n"

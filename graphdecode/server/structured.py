@@ -12,6 +12,7 @@ from graphdecode.errors import ArgumentError, shown
 from graphdecode.server.http_errors import HttpError
 from graphdecode.server.protocol import ChatCompletion, Generation
 from graphdecode.server.tool_calls import ToolFormat
+from graphdecode.text.grammar import MAX_GRAMMAR_LENGTH
 
 # llguidance's options for arguments: what cannot be kept is refused, and JSON is spaced as chat templates write it
 _STRICTLY = {
@@ -78,10 +79,23 @@ def _structured_outputs(given: dict[str, Any] | None) -> Form | None:
 
 
 def _made(given: dict[str, Any], field: str) -> Form:
+    """Return a form whose schema is a text: it is read again elsewhere, if it is not too long for that."""
     try:
+        if isinstance(given.get("json"), dict):
+            given = {**given, "json": _text_of(given["json"])}
+        for name, text in given.items():
+            if isinstance(text, str) and len(text) > MAX_GRAMMAR_LENGTH:
+                raise ArgumentError(f": {name} must have at most {MAX_GRAMMAR_LENGTH} characters, got {len(text)}")
         return Form(StructuredOutputsParams(**given), field)
     except ArgumentError as error:
         raise HttpError(400, field + str(error).removeprefix("structured_outputs"), param=field) from error
+
+
+def _text_of(schema: dict[str, Any]) -> str:
+    try:
+        return json.dumps(schema, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:  # an integer of 5,000 digits
+        raise ArgumentError(f": json cannot be read: {error}") from error
 
 
 def form_of_calls(body: ChatCompletion, form: ToolFormat, opening_id: int | None) -> Form | None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-_DECODER = json.JSONDecoder()
+_MARKS = re.compile(r'[{}\[\]"]')  # between values
+_IN_TEXT = re.compile(r'["\\]')
 _BETWEEN = "\n; "  # what stands between two calls, or behind the last one
 
 
@@ -67,6 +70,36 @@ def format_of(chat_template: str | None) -> ToolFormat | None:
     return next((form for form in FORMATS if chat_template and form.sign in chat_template), None)
 
 
+class _Extent:
+    """Finds where a JSON object or array ends in a text that comes in pieces, looking at each character once."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    def end(self, piece: str) -> int | None:
+        """Return behind which character of the next piece it ends; None: not in this one."""
+        at = 0
+        while at < len(piece):
+            if self._is_escaped:
+                self._is_escaped = False
+                at += 1
+                continue
+            found = (_IN_TEXT if self._in_text else _MARKS).search(piece, at)
+            if found is None:
+                return None
+            mark, at = found[0], found.end()
+            if self._in_text:
+                self._is_escaped, self._in_text = mark == "\\", mark != '"'
+            elif mark == '"':
+                self._in_text = True
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                if self._depth <= 0:
+                    return at
+        return None
+
+
 class ToolCallReader:
     """Takes an answer's text piece by piece, and tells calls from content.
 
@@ -81,6 +114,9 @@ class ToolCallReader:
         self._form = form
         self._names = names
         self._text = ""  # that is neither content nor a call yet
+        self._pieces: list[str] = []  # behind it, in which a call that has begun does not end
+        self._extent: _Extent | None = None  # of that call, as far as it has come
+        self._found: tuple[Any, int] | None = None  # what it says, and where that ends, while its closing is waited for
         self._is_inside = False  # it begins like a call, behind white space
         self._is_behind = False  # a call came last
         self._may_begin = True  # where calls are bare: at the beginning, and behind another call
@@ -92,7 +128,11 @@ class ToolCallReader:
             piece: of the text.
             final: nothing follows.
         """
-        self._text += piece
+        if self._extent is not None and not final and self._extent.end(piece) is None:
+            self._pieces.append(piece)
+            return "", []
+        self._text = "".join([self._text, *self._pieces, piece])
+        self._pieces, self._extent = [], None
         content, calls = "", list[ToolCall]()
         while True:
             if not self._is_inside:
@@ -134,6 +174,7 @@ class ToolCallReader:
     def _no_call(self) -> str:
         """Return as content what looked like the beginning of a call."""
         self._is_inside = self._may_begin = False
+        self._found = None
         opening = self._form.opening
         return self._release(self._text.find(opening) + len(opening) if opening else len(self._text))
 
@@ -142,10 +183,20 @@ class ToolCallReader:
         form = self._form
         body = self._text.lstrip()[len(form.opening) :]
         start = len(body) - len(body.lstrip())
-        try:
-            value, end = _DECODER.raw_decode(body, start)
-        except (json.JSONDecodeError, RecursionError):
+        if start == len(body):
             return [] if final else None
+        if self._found is None:
+            extent = _Extent()
+            length = extent.end(body[start:]) if body[start] in "{[" else 0
+            if length is None and not final:
+                self._extent = extent
+                return None
+            end = start + (length or 0)
+            try:
+                self._found = json.loads(body[start:end], parse_float=_finite, parse_constant=_no_number), end
+            except (ValueError, RecursionError):
+                return []
+        value, end = self._found
         rest = body[end:].lstrip()
         if form.closing:
             if not rest.startswith(form.closing):
@@ -156,6 +207,7 @@ class ToolCallReader:
         return self._taken(value, rest)
 
     def _taken(self, value: Any, rest: str) -> list[ToolCall]:
+        self._found = None
         calls = list(self._calls(value))
         if calls:
             self._text = rest
@@ -170,3 +222,12 @@ class ToolCallReader:
                 continue
             arguments = item.get("arguments", item.get("parameters", {}))
             yield ToolCall(item["name"], arguments if isinstance(arguments, str) else json.dumps(arguments))
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number that JSON could say again")

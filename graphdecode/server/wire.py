@@ -6,6 +6,7 @@ import pickle
 import select
 import socket
 import struct
+import threading
 from asyncio import StreamReader
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple
 
 from graphdecode.config import EngineConfig
 from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.engine.rules import RequestRules
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20
+HEARTBEAT_SECONDS = 1.0
 
 
-class Setup(NamedTuple):
+class EngineSetup(NamedTuple):
     """The first message to the engine's process: what it loads.
 
     Attributes:
@@ -35,11 +38,33 @@ class Setup(NamedTuple):
     tokenizer: str | None = None
 
 
+class Alive(NamedTuple):
+    """The engine's process runs, however long its step may take."""
+
+
 class Add(NamedTuple):
     """A request, under the number that its sender gave it."""
 
     request_id: int
     request: Request
+
+
+class Teach(NamedTuple):
+    """A grammar that requests will name, known to be good: it is read when this comes, and kept.
+
+    Attributes:
+        grammar: its text.
+        automaton: that it became; None: it is no such grammar.
+    """
+
+    grammar: str
+    automaton: TokenAutomaton | None
+
+
+class Forget(NamedTuple):
+    """A grammar that no further request will name, unless it is taught again."""
+
+    grammar: str
 
 
 class Finish(NamedTuple):
@@ -174,14 +199,17 @@ class Wire:
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
         self._unread = bytearray()
+        self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Send a message.
+        """Send a message; any thread may.
 
         Raises:
             OSError: the other side is gone.
         """
-        self._socket.sendall(framed(message))
+        data = framed(message)
+        with self._sending:
+            self._socket.sendall(data)
 
     def receive(self, *, wait: bool) -> list[Any]:
         """Return what has come.

@@ -6,12 +6,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from graphdecode.engine import Event, SamplingParams, TokenLogprobs
 from graphdecode.text.detokenizer import Detokenizer
-from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
+from graphdecode.text.outputs import CompletionOutput, GrowingText, Later, Logprob, RequestOutput
 
 
 class Answer:
@@ -36,6 +35,7 @@ class Answer:
         self.output = output
         self.request = request
         self.pieces: deque[str] = deque()
+        self._text = GrowingText()
         self.on_news: Callable[[], None] = _nothing
         self._tokenizer = tokenizer
         self._includes_stop = params.include_stop_str_in_output
@@ -71,7 +71,7 @@ class Answer:
                 self._show(final=False)
             else:
                 self.request.metrics.num_preemptions += event.metrics.num_preemptions
-                self._end(reason, stop_reason, event.error)
+                self._end(reason, stop_reason, event.error, event.error_code)
         self.on_news()
         return stop is not None
 
@@ -95,11 +95,20 @@ class Answer:
         self.on_news()
 
     def snapshot(self) -> CompletionOutput:
-        """Return what there is so far, which later events do not change."""
+        """Return what there is so far, which later events do not change; who reads none of it pays for no copy."""
         with self._changing:
             output = self.output
-            logprobs = None if output.logprobs is None else list(output.logprobs)
-            return replace(output, token_ids=list(output.token_ids), logprobs=logprobs)
+            tokens, logprobs = output.token_ids, output.logprobs  # which only grow
+            so_far = slice(len(tokens))
+            return CompletionOutput(
+                output.index,
+                self._text.now(),
+                Later(lambda: tokens[so_far]),
+                output.finish_reason,
+                output.stop_reason,
+                None if logprobs is None else Later(lambda: logprobs[so_far]),
+                output.cumulative_logprob,
+            )
 
     def _take_tokens(self, event: Event) -> str | None:
         """Take the tokens; return the stop text that ended them, if one did."""
@@ -115,7 +124,9 @@ class Answer:
                 return stop
         return None
 
-    def _end(self, reason: str, stop_reason: str | int | None, error: str | None) -> None:
+    def _end(
+        self, reason: str, stop_reason: str | int | None, error: str | None, error_code: str | None = None
+    ) -> None:
         """Show all of the text, and be finished."""
         if self._detokenizer is not None and not isinstance(stop_reason, str):
             late_stop = self._detokenizer.finish()
@@ -123,6 +134,7 @@ class Answer:
                 reason, stop_reason = "stop", late_stop
         self._show(final=True)
         if error is not None:
+            self.request.error_code = error_code
             self.request.error = error
         self.request.metrics.finished_time = time.perf_counter()
         self.output.stop_reason = stop_reason
@@ -132,7 +144,8 @@ class Answer:
         """Bring the visible text up to date, for readers of the output and of the stream."""
         piece = self._detokenizer.take(final) if self._detokenizer is not None else ""
         if piece:
-            self.output.text += piece
+            self._text.add(piece)
+            self.output.text = self._text.now()
             self.pieces.append(piece)
 
     def _take_logprobs(self, token: int, logprobs: TokenLogprobs) -> None:

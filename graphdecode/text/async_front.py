@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import threading
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
-from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
+from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.text.intake import Order
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import Router
 
-_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Bell]"
+_Bells: TypeAlias = "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Bell]"
 
 
 class AsyncFront:
@@ -32,6 +31,7 @@ class AsyncFront:
         self.router = router
         self._on_work = on_work
         self._bells: _Bells = weakref.WeakKeyDictionary()
+        self._named: dict[str, list[Order]] = {}  # what runs by a name that its asker gave
 
     async def outputs(self, order: Order, request_id: str | None) -> AsyncGenerator[RequestOutput, None]:
         """Hand an order in, and yield all there is of it each time that there is more; leaving it gives it up.
@@ -46,10 +46,22 @@ class AsyncFront:
         """
         if request_id is not None:
             order.output.request_id = request_id
-        async with contextlib.aclosing(self.follow([order])) as news:
-            async for _ in news:
-                outputs = [answer.snapshot() for answer in order.answers]
-                yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
+            self._named.setdefault(request_id, []).append(order)
+        try:
+            async with contextlib.aclosing(self.follow([order])) as news:
+                async for _ in news:
+                    outputs = [answer.snapshot() for answer in order.answers]
+                    yield replace(order.output, outputs=outputs, metrics=replace(order.output.metrics))
+        finally:
+            if request_id is not None:
+                self._named[request_id].remove(order)
+                if not self._named[request_id]:
+                    del self._named[request_id]
+
+    def abort(self, names: Iterable[str]) -> None:
+        """End what runs by some names where it is."""
+        orders = [order for name in names for order in self._named.get(name, ())]
+        self.router.give_up([answer for order in orders for answer in order.answers])
 
     async def follow(self, orders: Sequence[Order]) -> AsyncGenerator[None, None]:
         """Hand orders in, and come back each time that there is news; leaving it gives the answers up.
@@ -60,7 +72,9 @@ class AsyncFront:
             ArgumentError: one was refused.
             AnswerError: the engine was closed, or a step of it failed.
         """
-        _raise_first(orders, ArgumentError)
+        for order in orders:
+            if order.output.error is not None:
+                raise ArgumentError(order.output.error)
         answers = [answer for order in orders for answer in order.answers]
         news, bell = asyncio.Event(), self._bell()
         for answer in answers:
@@ -73,40 +87,41 @@ class AsyncFront:
                 await news.wait()
                 news.clear()
                 finished = all(answer.finished for answer in answers)
-                _raise_first(orders, AnswerError)
+                for order in orders:
+                    if order.output.error is not None:
+                        raise AnswerError(order.output.error, order.output.error_code)
                 yield
         finally:
             self.router.give_up(answers)
 
-    def _bell(self) -> _Bell:
+    def _bell(self) -> Bell:
         loop = asyncio.get_running_loop()
-        return self._bells.setdefault(loop, _Bell(loop))
+        return self._bells.setdefault(loop, Bell(loop))
 
 
-def _raise_first(orders: Sequence[Order], kind: type[GraphdecodeError]) -> None:
-    for order in orders:
-        if order.output.error is not None:
-            raise kind(order.output.error)
-
-
-class _Bell:
+class Bell:
     """Wakes tasks of one event loop from any thread: once for all that have news at the same time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread = threading.get_ident()  # the loop's, for it runs
-        self._news: deque[asyncio.Event] = deque()
+        self._books = threading.Lock()
+        self._news: list[asyncio.Event] = []
 
     def ring(self, news: asyncio.Event) -> None:
         """Let an event be set by its loop."""
         if threading.get_ident() == self._thread:
             news.set()
             return
-        self._news.append(news)
-        if len(self._news) == 1:  # else the loop was called already, and has not come this far
+        with self._books:
+            self._news.append(news)
+            is_called = len(self._news) > 1
+        if not is_called:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
                 self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
-        while self._news:
-            self._news.popleft().set()
+        with self._books:
+            all_news, self._news = self._news, []
+        for news in all_news:
+            news.set()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Unpack
 
@@ -89,6 +89,14 @@ class AsyncLLM:
         chat = render_chat(self.llm.tokenizer, messages, **options)
         ending = chat.ending(params)
         return self._outputs(partial(self.llm.intake.order, chat.text, chat.token_ids, ending), ending, request_id)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End what runs by some names where it is, with the reason "abort"; a name that nothing runs by is no error.
+
+        Args:
+            request_id: what `generate` or `chat` was told to call it, or several.
+        """
+        self._front.abort([request_id] if isinstance(request_id, str) else request_id)
 
     def _outputs(
         self, make: Callable[[], Order], params: SamplingParams, request_id: str | None

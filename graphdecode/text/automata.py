@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import ConstraintError, FilledOneByOne, Guide, allow
-from graphdecode.engine.token_automaton import TokenAutomaton
+from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.byte_automaton import byte_automaton
 from graphdecode.text.regex_pattern import Either, Pattern, Ranges, UnknownPatternError, literal, parse
@@ -55,6 +54,12 @@ class TokenAutomata:
             return _Walk(self._spelled, by_byte, accepts, matcher, self._eos_token_ids).automaton(self._vocab_size)
         except (UnknownPatternError, RecursionError):
             return None
+
+    def warm(self) -> None:
+        """Make what all automata share."""
+        _ = self._spelled
+        for name in "dws":
+            self._class_of(name)
 
     def _pattern(self, grammar: str) -> Pattern | None:
         if _CHOICES.fullmatch(grammar) and len(grammar) <= _MOST_CHOICES_LENGTH:
@@ -233,7 +238,7 @@ class _Spelled:
         return tokens[order], states[order]
 
 
-class AutomatonConstraint(FilledOneByOne):
+class AutomatonConstraint(Constraint):
     """Holds one answer to an automaton; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
@@ -244,17 +249,13 @@ class AutomatonConstraint(FilledOneByOne):
     def __init__(self, automaton: TokenAutomaton, eos_token_ids: Sequence[int]) -> None:
         self._automaton = automaton
         self._eos_token_ids = eos_token_ids
+        self.num_words = automaton.masks.shape[1]
         self._state = 0
 
     @property
     def guide(self) -> Guide:
         """The automaton, and where the answer stands in it."""
         return Guide(self._automaton, self._state)
-
-    @property
-    def num_words(self) -> int:
-        """Of a mask."""
-        return self._automaton.masks.shape[1]
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""

@@ -86,6 +86,10 @@ def render_chat(
         )
     conversation = [_as_message(message, f"messages[{place}]") for place, message in enumerate(_listed(messages))]
     template = _template_of(tokenizer, chat_template, tools)
+    for place, message in enumerate(conversation):
+        if message["role"] not in _ROLES and message["role"] not in template:  # templates may have roles of their own
+            expected = f"one of {', '.join(_ROLES)}, or one that the chat template names"
+            raise ArgumentError(f"messages[{place}].role must be {expected}, got {message['role']!r:.80}")
     variables = dict(chat_template_kwargs or {})
 
     def rendered(conversation: list[dict[str, Any]], **how: bool) -> str:
@@ -117,6 +121,9 @@ def as_conversations(messages: Any) -> list[list[Message]]:
     if isinstance(items[0], Mapping):
         return [items]
     return [_listed(item) for item in items]
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 def _listed(messages: Any) -> list[Any]:
@@ -166,16 +173,25 @@ def _as_call(call: Any) -> Any:
         return call
     try:
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
+
+
+def read_template(file: Path) -> str:
+    """Return the chat template in a file.
+
+    Raises:
+        ArgumentError: it cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"chat_template {file}: {cause(error)}") from error
 
 
 def _template_of(tokenizer: Any, template: str | Path | None, tools: Sequence[Tool] | None) -> str:
     if isinstance(template, Path):
-        try:
-            return template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ArgumentError(f"chat_template {template}: {cause(error)}") from error
+        return read_template(template)
     if template is None and not tokenizer.chat_template:
         raise ArgumentError(
             "this model has no chat template: give one as chat_template (a Jinja text, or the path of a file; "

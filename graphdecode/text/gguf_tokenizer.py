@@ -54,6 +54,10 @@ class _Vocabulary:
         if len(self.kinds) != len(self.tokens):
             raise self.fault(f"token_type has {len(self.kinds)} entries, and there are {len(self.tokens)} tokens")
 
+    def has(self, name: str) -> bool:
+        """Whether the file says anything of a field."""
+        return f"{_PREFIX}{name}" in self.fields
+
     def array(self, name: str, *kinds: type) -> list[Any]:
         """Return a list of texts or of numbers."""
         value = self.fields.get(f"{_PREFIX}{name}")
@@ -145,7 +149,8 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     """Return BPE over bytes (GPT-2's), whose merges the file lists."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in vocabulary.array("merges", str))]
+    listed: list[str] = vocabulary.array("merges", str) if vocabulary.has("merges") else []  # tokens may be bytes alone
+    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
     wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
     if wrong is not None:
         raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")

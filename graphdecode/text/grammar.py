@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError, allow
+from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
-from graphdecode.engine.token_automaton import TokenAutomaton
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import AutomatonConstraint, TokenAutomata
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 _KEPT = 64  # grammars that stay compiled: clients ask for the same few again and again
 MAX_GRAMMAR_LENGTH = 1 << 20  # characters
 _WORTH_THREADS_BYTES = 1024  # of one mask
+_PLAIN = {"NoExtensionBias": "no text has this form"}  # what llguidance says
 
 
 def is_available() -> bool:
@@ -109,18 +109,39 @@ class Grammars:
             ConstraintError: it cannot be read.
         """
         try:
-            vocabulary = self.load()
             with self._books:
                 compiled = self._compiled.get(grammar)
                 if compiled is not None:
                     self._compiled.move_to_end(grammar)
             if compiled is None:
-                with _taken("grammar"):
-                    matcher = _compile(vocabulary, grammar)
-                    compiled = self._automata.of(grammar, matcher) or matcher
+                compiled = self.compiled(grammar)
                 self._keep(self._compiled, grammar, compiled)
         except ArgumentError as error:
             raise ConstraintError(str(error)) from error
+        return self.held(compiled)
+
+    def warm(self) -> None:
+        """Make what all forms share.
+
+        Raises:
+            ArgumentError: as `load`.
+        """
+        self._automata.warm()
+
+    def compiled(self, grammar: str) -> LLMatcher | TokenAutomaton:
+        """Return what constraints are made of; an automaton can be sent to other processes.
+
+        Raises:
+            ArgumentError: it cannot be read, or nothing has this form.
+            ConstraintError: likewise.
+        """
+        vocabulary = self.load()
+        with _taken("grammar"):
+            matcher = _compile(vocabulary, grammar)
+            return self._automata.of(grammar, matcher) or matcher
+
+    def held(self, compiled: LLMatcher | TokenAutomaton) -> Constraint:
+        """Return what holds one answer to a grammar, made of what `compiled` gave."""
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)
         return TokenGrammar(compiled.deep_copy(), self._together, self._eos_token_ids)
@@ -171,9 +192,10 @@ def _compile(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
     # an error goes to the owner of the answer, and to the log: without the text and the state of the grammar
     limits = LLParserLimits(verbose_errors=False)
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # the first one takes longest, and its copies have it
     if matcher.is_error():
-        raise ConstraintError(f"the grammar cannot be read: {matcher.get_error()}")
-    matcher.compute_bitmask()  # the first one takes longest, and its copies have it
+        raise ConstraintError(f"the grammar cannot be read: {_reason(matcher)}")
     return matcher
 
 
@@ -188,7 +210,8 @@ class _Together:
         from llguidance import LLExecutor
 
         self._executor = LLExecutor()
-        self._words = np.zeros((1, -(-vocab_size // MASK_BITS)), dtype=np.int32)
+        self.num_words = -(-vocab_size // MASK_BITS)
+        self._words = np.zeros((1, self.num_words), dtype=np.int32)
         self._address = self._words.ctypes.data
 
     def fill(self, matchers: Sequence[LLMatcher]) -> np.ndarray:
@@ -206,7 +229,7 @@ class _Together:
         return self._words
 
 
-class TokenGrammar:
+class TokenGrammar(Constraint):
     """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
@@ -215,11 +238,10 @@ class TokenGrammar:
         eos_token_ids: tokens that the matcher allows by itself where the answer may end.
     """
 
-    guide = None  # it is the library that knows what may come next
-
     def __init__(self, matcher: LLMatcher, together: _Together, eos_token_ids: Sequence[int]) -> None:
         self._matcher = matcher
         self._together = together
+        self.num_words = together.num_words
         self._eos_token_ids = eos_token_ids
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
@@ -229,7 +251,7 @@ class TokenGrammar:
 
     @classmethod
     def fill_all(
-        cls, constraints: Sequence[TokenGrammar], stop_ids: Sequence[Sequence[int]]
+        cls, constraints: Sequence[Self], stop_ids: Sequence[Sequence[int]]
     ) -> list[np.ndarray | ConstraintError]:
         """Return for several answers what `fill` writes, or why it cannot; see `Constraint.fill_all`."""
         found: list[np.ndarray | ConstraintError] = []
@@ -259,7 +281,13 @@ class TokenGrammar:
 
 
 def _failure(matcher: LLMatcher) -> ConstraintError:
-    return ConstraintError(f"its grammar cannot be followed further: {matcher.get_error()}")
+    return ConstraintError(f"its grammar cannot be followed further: {_reason(matcher)}")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return in plain words why a matcher has stopped with an error."""
+    reason = matcher.get_error().removesuffix("<non-verbose/>").partition(";")[0].strip()
+    return _PLAIN.get(reason, reason)
 
 
 def _schema_text(params: StructuredOutputsParams) -> str:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
-from graphdecode.engine import Request, RequestError, RequestMetrics, SamplingParams
+from graphdecode.engine import Request, RequestMetrics, SamplingParams
 from graphdecode.engine.constraint import ConstraintError
 from graphdecode.engine.engine import as_int64, derived_seed
 from graphdecode.errors import ArgumentError, shown
@@ -38,6 +38,36 @@ class Order:
     def answers(self) -> list[Answer]:
         """The answers, `n` of them, or none."""
         return [answer for _, answer in self.requests]
+
+
+class Asked(NamedTuple):
+    """What all prompts of a request ask for, in tokens; it can be sent to another process.
+
+    Attributes:
+        params: of all answers.
+        of_answer: of one answer, as the engine takes them.
+        bad_words: tokens of each spelling of a word that the answers must not have.
+        priority: the lowest is served first.
+    """
+
+    params: SamplingParams
+    of_answer: SamplingParams
+    bad_words: list[list[int]]
+    priority: int
+
+
+class Resolved(NamedTuple):
+    """A prompt in tokens; it can be sent to another process.
+
+    Attributes:
+        prompt: the text; None: it was given as token ids.
+        token_ids: of the prompt, cut as the parameters ask for it.
+        asked: of its answers.
+    """
+
+    prompt: str | None
+    token_ids: list[int]
+    asked: Asked
 
 
 class Intake:
@@ -80,15 +110,7 @@ class Intake:
             return prompt
         if self._tokenizer is None:
             raise ArgumentError("there is no tokenizer (skip_tokenizer_init): give token ids, and not a text")
-        try:
-            with self._encoding:
-                ids = list(self._tokenizer(prompt, verbose=False, add_special_tokens=special).input_ids)
-        except BaseException as error:
-            if not is_tokenizers_own(error):
-                raise
-            raise ArgumentError(
-                f"the tokenizer fails at the prompt {shown(prompt)}: {type(error).__name__}: {error}"
-            ) from error
+        (ids,) = self._encoded([prompt], "the prompt", special=special)
         if not ids and self._tokenizer.bos_token_id is not None:
             ids = [self._tokenizer.bos_token_id]
         return ids
@@ -107,35 +129,82 @@ class Intake:
         Raises:
             ArgumentError: the parameters are of text, and there is no tokenizer.
         """
-        if self._tokenizer is None and (params.stop_strings or params.bad_words):
-            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
-        number = next(self._numbers)
-        token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
-        outputs = [CompletionOutput(index) for index in range(params.n)]
-        text = prompt if isinstance(prompt, str) else None
-        output = RequestOutput(number, text, token_ids, outputs, RequestMetrics(time.perf_counter()))
-        seed = derived_seed(self._engine.seed, number) if params.seed is None else params.seed
-        tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
-        own = replace(params, n=1, stop=None, bad_words=None, structured_outputs=None, truncate_prompt_tokens=None)
-        bad_words = [tokens for word in dict.fromkeys(params.bad_words or ()) for tokens in self._spellings(word)]
-        requests: list[tuple[Request, Answer]] = []
+        self._check_tokenizer(params)
         try:
+            asked = self.asked(params, priority=priority, has_form=params.structured_outputs is not None)
+            resolved = self.resolved(prompt, token_ids, asked)
             grammar = self._grammar(params)
             if grammar is not None and self._reads_grammars:
                 self.grammars.constraint(grammar)
         except (ArgumentError, ConstraintError) as error:
-            return _refused(output, str(error))
-        for answer_output in outputs:
+            token_ids = self._truncated(token_ids, params, is_text=isinstance(prompt, str))
+            return _refused(self._output(prompt if isinstance(prompt, str) else None, token_ids, params.n), str(error))
+        return self.opened(resolved, grammar)
+
+    def asked(self, params: SamplingParams, *, priority: int = 0, has_form: bool = False) -> Asked:
+        """Return what a request asks for, whatever its prompts are.
+
+        Args:
+            params: of all answers.
+            priority: the lowest is served first.
+            has_form: the answers are to have a form.
+
+        Raises:
+            ArgumentError: the parameters are of text, and there is no tokenizer, or one that fails at it.
+            RequestError: no prompt can be served with them.
+        """
+        self._check_tokenizer(params)
+        words, rules = tuple(dict.fromkeys(params.bad_words or ())), self._engine.rules
+        rules.check_count("bad_words", len(words), "max_bad_words")  # before each of them is spelled
+        bad_words = self._spellings(words) if words else []
+        named: dict[str, Any] = {
+            name: tuple(dict.fromkeys(ids))  # each answer takes them along
+            for name in ("stop_token_ids", "allowed_token_ids")
+            if (ids := getattr(params, name)) is not None
+        }
+        params = replace(params, bad_words=None, structured_outputs=None, **named)
+        of_answer = replace(params, n=1, stop=None, truncate_prompt_tokens=None)
+        rules.check_sampling(of_answer, bad_words, has_form=has_form)
+        return Asked(params, of_answer, bad_words, priority)
+
+    def resolved(self, prompt: str | list[int], token_ids: list[int], asked: Asked) -> Resolved:
+        """Return a prompt with all that takes a tokenizer done; see `order`.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        token_ids = self._truncated(token_ids, asked.params, is_text=isinstance(prompt, str))
+        self._engine.rules.check_prompt(token_ids, asked.params.max_tokens)
+        return Resolved(prompt if isinstance(prompt, str) else None, token_ids, asked)
+
+    def opened(self, resolved: Resolved, grammar: str | None, turn: float = 0.0) -> Order:
+        """Return the order of a prompt; see `order`.
+
+        Args:
+            resolved: what `resolved` gave, here or in another process.
+            grammar: of its answers; None: they may have any form.
+            turn: of its answers, among requests of one priority.
+        """
+        params, of_answer, bad_words, priority = resolved.asked
+        output = self._output(resolved.prompt, resolved.token_ids, params.n)
+        seed = derived_seed(self._engine.seed, int(output.request_id)) if params.seed is None else params.seed
+        tokenizer = None if self._tokenizer is None else self._tokenizer.backend_tokenizer
+        requests: list[tuple[Request, Answer]] = []
+        for answer_output in output.outputs:
             index = answer_output.index
             scored = params.prompt_logprobs if index == 0 else None  # once is enough
-            single = replace(own, seed=as_int64(seed + index), prompt_logprobs=scored)
-            request = Request(token_ids, single, bad_words, grammar, priority)
+            own = of_answer.of_answer(as_int64(seed + index), scored)
+            request = Request(resolved.token_ids, own, bad_words, grammar, priority, turn)
             requests.append((request, Answer(answer_output, output, params, tokenizer)))
-        try:
-            self._engine.rules.check(requests[0][0])
-        except RequestError as error:
-            return _refused(output, str(error))
         return Order(output, requests)
+
+    def _output(self, prompt: str | None, token_ids: list[int], answers: int) -> RequestOutput:
+        outputs = [CompletionOutput(index) for index in range(answers)]
+        return RequestOutput(next(self._numbers), prompt, token_ids, outputs, RequestMetrics(time.perf_counter()))
+
+    def _check_tokenizer(self, params: SamplingParams) -> None:
+        if self._tokenizer is None and (params.stop_strings or params.bad_words):
+            raise ArgumentError("there is no tokenizer (skip_tokenizer_init): stop and bad_words must be None")
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -167,15 +236,29 @@ class Intake:
             return token_ids[:1] + token_ids[len(token_ids) - kept + 1 :]
         return token_ids[-kept:]
 
-    def _spellings(self, word: str) -> list[list[int]]:
-        """Return the tokens of a word, at the beginning of a text and behind a space, where these are others."""
-        word = word.lstrip()
-        with self._encoding:
-            plain, spaced = (
-                list(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
-                for text in (word, f" {word}")
-            )
-        return [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+    def _spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of words, at the beginning of a text and behind a space, where these are others."""
+        plain = self._encoded([word.lstrip() for word in words], "bad_words", special=False)
+        spaced = self._encoded([f" {word.lstrip()}" for word in words], "bad_words", special=False)
+        spellings = []
+        for first, other in zip(plain, spaced, strict=True):
+            spellings += [first] if other[-len(first) :] == first else [first, other]
+        return spellings
+
+    def _encoded(self, texts: Sequence[str], name: str, *, special: bool) -> list[list[int]]:
+        """Return the tokens of some texts.
+
+        Raises:
+            ArgumentError: the tokenizer fails at one.
+        """
+        try:
+            with self._encoding:
+                return list(self._tokenizer(list(texts), verbose=False, add_special_tokens=special).input_ids)
+        except BaseException as error:
+            if not is_tokenizers_own(error):
+                raise
+            told = shown(texts[0] if len(texts) == 1 else list(texts))
+            raise ArgumentError(f"the tokenizer fails at {name} {told}: {type(error).__name__}: {error}") from error
 
 
 def _refused(output: RequestOutput, error: str) -> Order:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Unpack, cast
@@ -106,6 +108,10 @@ class LLM:
     def model(self) -> Model:
         """The decoder."""
         return self.engine.model
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, as vLLM calls it; None where there is none."""
+        return self.tokenizer
 
     @property
     def device(self) -> torch.device:
@@ -235,9 +241,6 @@ class LLM:
         """Hand orders in, and come back when all of them are served."""
         answers = [answer for order in orders for answer in order.answers]
         unfinished = list(reversed(answers))
-        bar = tqdm(
-            total=len(answers), desc="generating", unit="answer", leave=False, disable=None if use_tqdm else True
-        )
 
         def done() -> bool:
             while unfinished and unfinished[-1].finished:
@@ -245,22 +248,30 @@ class LLM:
             return not unfinished
 
         try:
-            with DeferredInterrupt() as interrupt:
+            with DeferredInterrupt() as interrupt, self._bar(len(answers), wanted=use_tqdm) as bar:
                 self.router.submit(request for order in orders for request in order.requests)
 
                 def between() -> None:
                     interrupt.check()
-                    if not bar.disable:
+                    if bar is not None:
                         bar.update(sum(answer.finished for answer in answers) - bar.n)
 
                 self.router.wait(done, between)
         except BaseException:
             self.router.give_up(answers)
             raise
-        finally:
-            bar.close()
         self._check_open()
         return [order.output for order in orders]
+
+    @staticmethod
+    def _bar(total: int, *, wanted: bool) -> tqdm[NoReturn] | nullcontext[None]:
+        """Return a progress bar where somebody sees it; all bars of a process share a lock, so no others are made.
+
+        It belongs where Ctrl-C is deferred: else the lock could stay held.
+        """
+        if not wanted or sys.stderr is None or not sys.stderr.isatty():
+            return nullcontext()
+        return tqdm(total=total, desc="generating", unit="answer", leave=False)
 
     def stream(
         self,

@@ -2,9 +2,88 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any, Generic, TypeVar, overload
 
 from graphdecode.engine import RequestMetrics
+
+T = TypeVar("T")
+
+
+class Later(Generic[T]):
+    """A value that is made when it is first read.
+
+    Args:
+        make: makes it; called once, or once for each thread that reads it at the same time.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._made: list[T] = []
+
+    def read(self) -> T:
+        """Return the value."""
+        make = self._make
+        if make is not None:
+            self._made, self._make = [make()], None
+        return self._made[0]
+
+
+class GrowingText:
+    """Text that pieces are added to; as it was at any time it can be had later, and is joined no sooner."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._length = 0
+        self._joined = (0, "")  # how many of the pieces, and their text
+
+    def add(self, piece: str) -> None:
+        """Add a piece at the end."""
+        self._pieces.append(piece)
+        self._length += len(piece)
+
+    def now(self) -> Later[str]:
+        """Return the text as it is now."""
+        return Later(partial(self._first, len(self._pieces), self._length))
+
+    def _first(self, count: int, length: int) -> str:
+        joined, text = self._joined
+        if joined < count:
+            text += "".join(self._pieces[joined:count])
+            self._joined = (count, text)
+        return text[:length]
+
+
+class _Read(Generic[T]):
+    """A field that may be set to a `Later`, whose value it has then; without any it is what `make` makes."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._left_out = Later(make)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Later[T]: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+
+    def __get__(self, instance: object | None, owner: type) -> T | Later[T]:
+        if instance is None:
+            return self._left_out
+        value = vars(instance)[self._name]
+        return value.read() if isinstance(value, Later) else value
+
+    def __set__(self, instance: object, value: T | Later[T]) -> None:
+        vars(instance)[self._name] = self._make() if value is self._left_out else value
+
+
+def _none() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -35,12 +114,15 @@ class CompletionOutput:
     """
 
     index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
+    text: _Read[str] = _Read(str)
+    token_ids: _Read[list[int]] = _Read(list)
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: _Read[list[dict[int, Logprob]] | None] = _Read(_none)
     cumulative_logprob: float | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 @dataclass
@@ -56,6 +138,7 @@ class RequestOutput:
         prompt_logprobs: None for the first token of the prompt, and token id -> `Logprob` for each other one; None
             where they were not asked for, and before the first tokens of the answer.
         error: why the request was refused or given up; None where it was served.
+        error_code: what sort of error that was, where a program might want to know: see `Event`.
     """
 
     request_id: int | str
@@ -65,3 +148,9 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error_code: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it changes any more: all answers have ended, or it was refused."""
+        return self.error is not None or all(output.finish_reason is not None for output in self.outputs)

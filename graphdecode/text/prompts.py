@@ -35,6 +35,8 @@ def as_prompt(prompt: Any) -> str | list[int]:
             raise ArgumentError(f"a prompt is no valid text: {error}") from error
         return prompt
     ids = _listed(prompt)
+    if type(ids) is list and set(map(type, ids)) == {int}:  # of a million, each would be looked at for a while
+        return list(ids)
     if not isinstance(ids, Sequence) or isinstance(ids, bytes | bytearray) or not all(map(_is_token, ids)):
         raise ArgumentError(f"{_EXPECTED}, got {shown(prompt)}")
     return [int(token) for token in ids]

@@ -157,4 +157,4 @@ def _at_once(out: Path) -> Iterator[Path]:
 
 def counted(names: list[str], progress: bool) -> Iterator[str]:
     """Go through names, with a bar on standard error if one is wanted."""
-    return iter(tqdm(names, desc="quantising", unit="tensor", disable=None if progress else True, leave=False))
+    return iter(tqdm(names, desc="quantising", unit="tensor", disable=None, leave=False) if progress else names)

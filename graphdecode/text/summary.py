@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.instructions import instructions
 from graphdecode.text.llm import LLM
 from graphdecode.text.outputs import RequestOutput
 
@@ -54,4 +55,6 @@ def _kernels(device: torch.device) -> str:
     if device.type == "cuda":
         return "Triton kernels"
     reason = native.why_not()
-    return "compiled kernels" if reason is None else f"torch's operators ({' '.join(reason.split())})"
+    if reason is None:
+        return f"compiled kernels ({instructions().name})"
+    return f"torch's operators ({' '.join(reason.split())})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError, FilledOneByOne, allow
+from graphdecode.engine.constraint import Constraint, ConstraintError, allow
 from graphdecode.engine.structured_outputs import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
@@ -74,19 +74,26 @@ class XGrammars(Grammars):
             self._compiled_by_xgrammar(text)
         return text
 
-    def constraint(self, grammar: str) -> Constraint:
-        """Return what holds one answer to a grammar; see `Grammars.constraint`."""
-        if not grammar.startswith(_MARK):
-            return super().constraint(grammar)
-        from xgrammar import GrammarMatcher
+    def warm(self) -> None:
+        """Make what all forms share; see `Grammars.warm`."""
+        super().warm()
+        _ = self._compiler
 
-        try:
-            self.load()
-            with _named("grammar"):
-                matcher = GrammarMatcher(self._compiled_by_xgrammar(grammar))
-        except ArgumentError as error:
-            raise ConstraintError(str(error)) from error
-        return XGrammarConstraint(matcher, self._vocab_size, self._eos_token_ids)
+    def compiled(self, grammar: str) -> Any:
+        """Return what constraints are made of; see `Grammars.compiled`."""
+        if not grammar.startswith(_MARK):
+            return super().compiled(grammar)
+        self.load()
+        with _named("grammar"):
+            return self._compiled_by_xgrammar(grammar)
+
+    def held(self, compiled: Any) -> Constraint:
+        """Return what holds one answer to a grammar; see `Grammars.held`."""
+        from xgrammar import CompiledGrammar, GrammarMatcher
+
+        if not isinstance(compiled, CompiledGrammar):
+            return super().held(compiled)
+        return XGrammarConstraint(GrammarMatcher(compiled), self._vocab_size, self._eos_token_ids)
 
     def _compiled_by_xgrammar(self, text: str) -> CompiledGrammar:
         from xgrammar import Grammar, GrammarMatcher
@@ -115,7 +122,7 @@ class XGrammars(Grammars):
         return GrammarCompiler(vocabulary, max_threads=1, cache_enabled=False)
 
 
-class XGrammarConstraint(FilledOneByOne):
+class XGrammarConstraint(Constraint):
     """Holds one answer to a grammar; see `graphdecode.engine.constraint.Constraint`.
 
     Args:
@@ -124,18 +131,12 @@ class XGrammarConstraint(FilledOneByOne):
         eos_token_ids: tokens that the matcher allows by itself where the answer may end.
     """
 
-    guide = None
-
     def __init__(self, matcher: GrammarMatcher, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.num_words = -(-vocab_size // MASK_BITS)
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._mask: np.ndarray | None = None  # of the next token, where it is known already
-
-    @property
-    def num_words(self) -> int:
-        """Of a mask."""
-        return -(-self._vocab_size // MASK_BITS)
 
     def mask(self) -> np.ndarray:
         """Return int32 [ceil(vocab / 32)]: which tokens the library allows next; bits beyond them are 0."""

@@ -11,7 +11,7 @@ from ..cache.page_scales import PageScales
 from ..cache.rope_append import rope_append
 from ..native.library import LANES
 from ..native.registration import operator
-from ..native.signature import CODES, AnyElement, Float32, Int32, Written
+from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from .decode_attention import decode_attention
 from .split_append import append_attention_triton
 
@@ -27,7 +27,7 @@ def _is_served(
     **_options: float | PageScales | None,
 ) -> bool:
     dense = (out, k_cache, v_cache, qkv, page_table)
-    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (qkv.dtype, *CODES)
+    is_known = k_cache.dtype == v_cache.dtype and k_cache.dtype in (out.dtype, *CODES)
     return is_known and k_cache.shape[3] % LANES == 0 and all(tensor.is_contiguous() for tensor in dense)
 
 
@@ -36,7 +36,7 @@ def append_attention(
     out: Written[Tensor],
     k_cache: Written[AnyElement],
     v_cache: Written[AnyElement],
-    qkv: Tensor,
+    qkv: Wide,
     page_table: Int32,
     kv_lens: Int32,
     plan: Int32,
@@ -61,10 +61,11 @@ def append_attention(
 
     Args:
         out: [rows, num_qo_heads, head_dim], contiguous; 0 for rows without a token.
-        k_cache: [pages, page_size, num_kv_heads, head_dim], channels side by side, of qkv's type, fp8, or int8 with
+        k_cache: [pages, page_size, num_kv_heads, head_dim], channels side by side, of out's type, fp8, or int8 with
             `scales`; the last page is the trash page.
         v_cache: the same shape.
-        qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], rows may be strided: queries, keys, values.
+        qkv: [rows, (num_qo_heads + 2 num_kv_heads) head_dim], rows may be strided: queries, keys, values, of out's
+            dtype, or fp32.
         page_table: int32 [rows, pages of a row]. On a GPU it, the plan and all older keys were written at least two
             launches before this one.
         kv_lens: int32 [>= rows], tokens of each row, the new one included; 0 for padding, which comes last.

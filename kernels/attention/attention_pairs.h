@@ -91,9 +91,9 @@ static void read_scales(float *to, const uint16_t *scales, const struct paged *r
 
 #ifdef WITH_PAIRS
 
-/* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow. */
+/* 2^v to 4e-6 of it, which bf16 does not see; 0 below the smallest normal float, for smaller ones are slow; NaN of NaN. */
 static inline vec exp2_lanes(vec v) {
-    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_GE_OQ);
+    __mmask16 is_normal = _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     vec rest = (vec)_mm512_reduce_ps((__m512)v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* v - floor(v) */
     vec sum = splat(0.01355575f);
     sum = sum * rest + 0.05203237f;

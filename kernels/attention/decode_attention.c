@@ -40,9 +40,9 @@ static int mask_block(float *logits, int64_t first, int64_t position, int64_t wi
     return begin < end;
 }
 
-/* cap * tanh(logit / cap) of a block; tanh(x) = 1 - 2 / (e^2x + 1). */
-static void cap_logits(float *logits, float cap) {
-    for (int64_t j = 0; j < BLOCK; j += LANES) {
+/* cap * tanh(logit / cap) of whole vectors; tanh(x) = 1 - 2 / (e^2x + 1). */
+static void cap_logits(float *logits, int64_t count, float cap) {
+    for (int64_t j = 0; j < count; j += LANES) {
         vec twice = load_f32(logits + j) * (2.0f / cap);
         store_f32(logits + j, cap - 2.0f * cap / (exp_lanes(twice) + 1.0f));
     }
@@ -221,7 +221,7 @@ static void NAME(attend_span)(const struct NAME(part) *p, float *at) {
         }
         for (int64_t r = 0; r < heads * queries; r++) {
             float *own = logits + r * BLOCK;
-            if (a->soft_cap > 0.0) cap_logits(own, (float)a->soft_cap);
+            if (a->soft_cap > 0.0) cap_logits(own, BLOCK, (float)a->soft_cap);
             if (mask_block(own, first, p->seen.position + r % queries / group, a->window_left))
                 soften(own, count, p->sums + r * dim, p->largest + r, p->total + r, dim);
             else
@@ -403,7 +403,7 @@ static void NAME(merge_spans)(const void *given, int64_t begin, int64_t end) {
         for (int64_t span = first; span < last; span++) {
             const float *from = NAME(partial_of)(job, row, span) + entry * (dim + 2);
             float higher = from[dim] > top ? from[dim] : top;
-            if (higher == -INFINITY) continue; /* it sees nothing yet */
+            if (higher == -INFINITY && from[dim + 1] == 0.0f) continue; /* it sees nothing yet */
             shrinks[0] = NAME(shrunk)(a, top - higher), shrinks[1] = NAME(shrunk)(a, from[dim] - higher);
             for (int64_t i = 0; i < dim; i += LANES)
                 store_f32(sums + i, load_f32(sums + i) * shrinks[0] + load_f32(from + i) * shrinks[1]);

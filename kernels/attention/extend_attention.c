@@ -1,8 +1,8 @@
 /* Causal attention of each row's newest tokens over the row's own pages; see extend_attention.py for the formula.
  *
- * Some tokens of a row, and all heads that share a key head, are done together: a block of keys is turned once, so that
- * a vector holds one feature of many keys, and serves them all. Keys are taken BLOCK at a time with a running maximum
- * and sum, as in decode_attention.c, which comes before this file in the unit.
+ * Some tokens of a row, and all heads that share a key head, are done together, and each lane of a vector is a query: a
+ * key or value that was widened once serves them all, and nothing is added up across lanes. Keys are taken BLOCK at a
+ * time with a running maximum and sum, as in decode_attention.c, which comes before this file in the unit.
  *
  * Where the processor multiplies bf16, some hundred queries share keys that become panels (attention_pairs.h), or tiles
  * (attention_tiles.h).
@@ -12,82 +12,109 @@
 
 #ifndef GRAPHDECODE_EXTEND_ATTENTION
 #define GRAPHDECODE_EXTEND_ATTENTION
-#define KEY_VECTORS (BLOCK / LANES)
-#define TOGETHER 4      /* queries whose sums stay in registers */
-#define QUERIES 32      /* about so many share a block of keys */
+#if LANES == 8 || defined(__SSE2__) && LANES == 4 /* of 16 registers */
+#define QUERY_VECTORS 2
+#else
+#define QUERY_VECTORS 4
+#endif
+#define ROWS_OF_ONE (LANES < 8 ? 4 : 8) /* that are summed beside one vector of queries */
+#define QUERIES 64       /* about so many share a block of keys */
 #define PAIR_QUERIES 128 /* the same, in pairs */
 #define MOST_PAIR_QUERIES 1536 /* where that leaves PAIR_TASKS */
 #define PAIR_TASKS 8
-#define OUT_VECTORS 4   /* of a query's sums that are held at once */
 
-/* logits[query][key] of `count` queries, a constant where this is used, with keys[feature][key]. */
-INLINE void block_logits(const int count, float *logits, const float *q, const float *keys, int64_t dim) {
-    vec sums[TOGETHER][KEY_VECTORS];
-#pragma GCC unroll 4
-    for (int r = 0; r < count; r++)
+/* Queries of one key head, a lane each, and what is known of their results so far. */
+struct query_lanes {
+    int64_t count, padded, dim; /* padded to whole vectors */
+    float *q, *sums;            /* [dim][padded] */
+    float *largest, *total, *shrink;
+    int32_t *position; /* of its token */
+    int64_t window;
+    float scale;
+};
+
+/* to[m][lane] = to[m][lane] * shrink[lane] + sum of a[m * row + k * step] * b[k][lane] over `steps` k, for `rows` m and
+ * `vectors` vectors of lanes, both constants where this is used; without `shrink` what stood there is forgotten. */
+INLINE void add_lanes(const int rows, const int vectors, float *to, const float *shrink, const float *a, int64_t row,
+                      int64_t step, const float *b, int64_t steps, int64_t padded) {
+    vec sums[8][QUERY_VECTORS];
 #pragma GCC unroll 8
-        for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < dim; i++)
-#pragma GCC unroll 8
-        for (int v = 0; v < KEY_VECTORS; v++) {
-            vec of_keys = load_f32(keys + i * BLOCK + v * LANES);
+    for (int m = 0; m < rows; m++)
 #pragma GCC unroll 4
-            for (int r = 0; r < count; r++) sums[r][v] += of_keys * q[r * dim + i];
+        for (int v = 0; v < vectors; v++)
+            sums[m][v] = shrink ? load_f32(to + m * padded + v * LANES) * load_f32(shrink + v * LANES) : splat(0.0f);
+    for (int64_t k = 0; k < steps; k++) {
+        vec lanes[QUERY_VECTORS];
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) lanes[v] = load_f32(b + k * padded + v * LANES);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+            vec factor = splat(a[m * row + k * step]);
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) sums[m][v] += lanes[v] * factor;
         }
-#pragma GCC unroll 4
-    for (int r = 0; r < count; r++)
+    }
 #pragma GCC unroll 8
-        for (int v = 0; v < KEY_VECTORS; v++) store_f32(logits + r * BLOCK + v * LANES, sums[r][v]);
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vectors; v++) store_f32(to + m * padded + v * LANES, sums[m][v]);
 }
 
-/* sums[query] += weights[query][key] * values[key] over OUT_VECTORS vectors of each. */
-INLINE void block_values(const int count, const int vectors, float *sums, const float *weights, const float *values,
-                         int64_t keys, int64_t dim) {
-    vec held[TOGETHER][OUT_VECTORS];
-#pragma GCC unroll 4
-    for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) held[r][v] = load_f32(sums + r * dim + v * LANES);
-    for (int64_t j = 0; j < keys; j++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) {
-            vec value = load_f32(values + j * dim + v * LANES);
-#pragma GCC unroll 4
-            for (int r = 0; r < count; r++) held[r][v] += value * weights[r * BLOCK + j];
+/* The same for `rows` m, which are a multiple of 4 and of ROWS_OF_ONE, and all lanes. */
+static void lane_products(float *to, const float *shrink, int64_t rows, const float *a, int64_t row, int64_t step,
+                         const float *b, int64_t steps, int64_t padded) {
+    int64_t at = 0;
+    for (; at + QUERY_VECTORS * LANES <= padded; at += QUERY_VECTORS * LANES)
+        for (int64_t m = 0; m < rows; m += 4) {
+            float *sums = to + m * padded + at;
+            if (shrink) add_lanes(4, QUERY_VECTORS, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
+            else add_lanes(4, QUERY_VECTORS, sums, 0, a + m * row, row, step, b + at, steps, padded);
         }
-#pragma GCC unroll 4
-    for (int r = 0; r < count; r++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(sums + r * dim + v * LANES, held[r][v]);
+    for (; at < padded; at += LANES)
+        for (int64_t m = 0; m < rows; m += ROWS_OF_ONE) {
+            float *sums = to + m * padded + at;
+            if (shrink) add_lanes(ROWS_OF_ONE, 1, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
+            else add_lanes(ROWS_OF_ONE, 1, sums, 0, a + m * row, row, step, b + at, steps, padded);
+        }
 }
 
-static void all_logits(float *logits, const float *q, const float *keys, int64_t queries, int64_t dim) {
-    int64_t r = 0;
-    for (; r + TOGETHER <= queries; r += TOGETHER) block_logits(TOGETHER, logits + r * BLOCK, q + r * dim, keys, dim);
-    for (; r < queries; r++) block_logits(1, logits + r * BLOCK, q + r * dim, keys, dim);
+/* Forbid what a query does not see of `count` keys that begin at `first`. */
+static void mask_lanes(const struct query_lanes *queries, float *logits, int64_t first, int64_t count) {
+    int32_t window = queries->window < 0 ? INT32_MAX : (int32_t)least_of(queries->window, INT32_MAX);
+    for (int64_t j = 0; j < count; j++)
+        for (int64_t at = 0; at < queries->padded; at += LANES) {
+            ivec behind = (ivec)load_words(queries->position + at) - (int32_t)(first + j);
+            ivec seen = (behind >= 0) & (behind <= window), bits = (ivec)load_f32(logits + j * queries->padded + at);
+            store_f32(logits + j * queries->padded + at, (vec)((seen & bits) | (~seen & (ivec)splat(-INFINITY))));
+        }
 }
 
-static void all_values(float *sums, const float *weights, const float *values, int64_t queries, int64_t keys,
-                       int64_t dim) {
-    for (int64_t r = 0; r < queries;) {
-        int together = r + TOGETHER <= queries ? TOGETHER : 1;
-        for (int64_t i = 0; i < dim;) {
-            int vectors = i + OUT_VECTORS * LANES <= dim ? OUT_VECTORS : 1;
-            float *at = sums + r * dim + i;
-            const float *of_keys = values + i, *w = weights + r * BLOCK;
-            if (together > 1 && vectors > 1) block_values(TOGETHER, OUT_VECTORS, at, w, of_keys, keys, dim);
-            else if (together > 1) block_values(TOGETHER, 1, at, w, of_keys, keys, dim);
-            else if (vectors > 1) block_values(1, OUT_VECTORS, at, w, of_keys, keys, dim);
-            else block_values(1, 1, at, w, of_keys, keys, dim);
-            i += vectors * LANES;
+/* Turn the logits of `count` keys into weights, and say by what to multiply what was summed before. A query that has seen
+ * nothing yet has -infinity for its largest logit. */
+static void soften_lanes(const struct query_lanes *queries, float *logits, int64_t count) {
+    int64_t padded = queries->padded;
+    for (int64_t at = 0; at < padded; at += LANES) {
+        vec before = load_f32(queries->largest + at), most = before, sum = splat(0.0f);
+        for (int64_t j = 0; j < count; j++) {
+            vec logit = load_f32(logits + j * padded + at);
+            ivec more = logit > most;
+            most = (vec)((more & (ivec)logit) | (~more & (ivec)most));
         }
-        r += together;
+        vec from = (vec)((ivec)most & (most != -INFINITY)), shrink = exp_lanes(before - from);
+        for (int64_t j = 0; j < count; j++) {
+            vec weight = exp_lanes(load_f32(logits + j * padded + at) - from);
+            store_f32(logits + j * padded + at, weight);
+            sum += weight;
+        }
+        store_f32(queries->largest + at, most);
+        store_f32(queries->shrink + at, shrink);
+        store_f32(queries->total + at, load_f32(queries->total + at) * shrink + sum);
     }
 }
 #endif
 
-/* Bring a block of one head's keys and values out of their pages: keys as [feature][key], values as [key][feature].
- * Before `begin`, which nobody sees, and from `count` on they are zeros. */
+/* Bring a block of one head's keys and values, as floats, out of their pages. Before `begin`, which nobody sees, and from
+ * `count` on they are zeros. */
 static void NAME(gather_block)(float *keys, float *values, const extend_attention_args *a, const struct paged *row,
                                const int64_t *places, int64_t head, int64_t first, int64_t begin, int64_t count) {
     int64_t dim = a->k_cache.size[3], heads = a->k_cache.size[2], code = a->k_cache.code;
@@ -97,24 +124,49 @@ static void NAME(gather_block)(float *keys, float *values, const extend_attentio
         read_scales(value_scales, a->v_scales.data, row, heads, head, first, begin, count);
     }
     for (int64_t j = 0; j < BLOCK; j++) {
+        float *key = keys + j * dim, *value = values + j * dim;
         if (j < begin || j >= count) {
-            for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = values[j * dim + i] = 0.0f;
+            memset(key, 0, dim * sizeof *key);
+            memset(value, 0, dim * sizeof *value);
             continue;
         }
         int64_t at = places[j] + head * dim;
-        if (code) {
-            const uint8_t *key = (const uint8_t *)a->k_cache.data + at, *value = (const uint8_t *)a->v_cache.data + at;
-            float key_scale = a->k_scales.data ? key_scales[j] : 1.0f, value_scale = a->k_scales.data ? value_scales[j] : 1.0f;
-            for (int64_t i = 0; i < dim; i += LANES) {
-                vec wide = load_codes(code, key + i) * key_scale;
-                for (int lane = 0; lane < LANES; lane++) keys[(i + lane) * BLOCK + j] = wide[lane];
-                store_f32(values + j * dim + i, load_codes(code, value + i) * value_scale);
+        float key_scale = a->k_scales.data ? key_scales[j] : 1.0f, value_scale = a->k_scales.data ? value_scales[j] : 1.0f;
+        for (int64_t i = 0; i < dim; i += LANES) {
+            if (code) {
+                store_f32(key + i, load_codes(code, (const uint8_t *)a->k_cache.data + at + i) * key_scale);
+                store_f32(value + i, load_codes(code, (const uint8_t *)a->v_cache.data + at + i) * value_scale);
+            } else {
+                store_f32(key + i, load((const element *)a->k_cache.data + at + i));
+                store_f32(value + i, load((const element *)a->v_cache.data + at + i));
             }
-            continue;
         }
-        const element *key = (const element *)a->k_cache.data + at, *value = (const element *)a->v_cache.data + at;
-        for (int64_t i = 0; i < dim; i++) keys[i * BLOCK + j] = widen(key[i]);
-        for (int64_t i = 0; i < dim; i += LANES) store_f32(values + j * dim + i, load(value + i));
+    }
+}
+
+/* Put queries, whose heads of one token stand side by side, into lanes. */
+static void NAME(bring_lanes)(const struct query_lanes *to, const extend_attention_args *a, int64_t at, int64_t head,
+                              int64_t position) {
+    const element *q = (const element *)a->q.data + at;
+    int64_t heads = a->q.size[1], dim = to->dim, padded = to->padded, group = heads / a->k_cache.size[2];
+    for (int64_t r = 0; r < padded; r++) {
+        const element *from = q + (r / group * heads + r % group) * dim;
+        for (int64_t i = 0; i < dim; i++) to->q[i * padded + r] = r < to->count ? widen(from[i]) * to->scale : 0.0f;
+        to->position[r] = (int32_t)(position + r / group);
+        to->largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] : -INFINITY;
+        to->total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
+    }
+    memset(to->sums, 0, dim * padded * sizeof *to->sums);
+}
+
+static void NAME(write_lanes)(const struct query_lanes *of, const extend_attention_args *a, int64_t at) {
+    element *out = (element *)a->out.data + at;
+    int64_t heads = a->q.size[1], dim = of->dim, padded = of->padded, group = heads / a->k_cache.size[2];
+    for (int64_t r = 0; r < of->count; r++) {
+        element *to = out + (r / group * heads + r % group) * dim;
+        float total = of->total[r];
+        for (int64_t i = 0; i < dim; i++)
+            to[i] = narrow(total == 0.0f ? 0.0f : of->sums[i * padded + r] / total * (float)a->v_scale);
     }
 }
 
@@ -122,45 +174,30 @@ static void NAME(gather_block)(float *keys, float *values, const extend_attentio
 static void NAME(extend_tokens)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {
     const int32_t *cu_q = a->cu_seqlens_q.data, *cu_kv = a->cu_seqlens_kv.data;
     int64_t heads = a->q.size[1], dim = a->q.size[2], group = heads / a->k_cache.size[2], window = a->window_left;
-    int64_t queries = (end - begin) * group, length = (int64_t)cu_kv[row + 1] - cu_kv[row];
-    int64_t position = length - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
-    float *room = scratch(queries * (2 * dim + BLOCK + 2) + 2 * BLOCK * dim + 4 * LANES);
-    float *q = carved(&room, queries * dim), *sums = carved(&room, queries * dim);
-    float *logits = carved(&room, queries * BLOCK), *keys = carved(&room, BLOCK * dim);
-    float *values = carved(&room, BLOCK * dim), *largest = carved(&room, queries), *total = carved(&room, queries);
+    int64_t count = (end - begin) * group, padded = (count + LANES - 1) / LANES * LANES;
+    int64_t position = (int64_t)cu_kv[row + 1] - cu_kv[row] - ((int64_t)cu_q[row + 1] - cu_q[row]) + begin;
+    float *room = scratch(padded * (2 * dim + BLOCK + 4) + 2 * BLOCK * dim);
+    struct query_lanes queries = {count, padded, dim, carved(&room, dim * padded), carved(&room, dim * padded),
+                                  carved(&room, padded), carved(&room, padded), carved(&room, padded),
+                                  (int32_t *)carved(&room, padded), window, (float)a->sm_scale};
+    float *logits = carved(&room, BLOCK * padded), *keys = carved(&room, BLOCK * dim), *values = carved(&room, BLOCK * dim);
     struct paged entries = {a->page_table.data + row * a->page_table.size[1], a->k_cache.size[0], a->k_cache.size[1],
                             a->k_cache.size[2] * dim};
     int64_t places[BLOCK], at = ((cu_q[row] + begin) * heads + head * group) * dim;
-    element *out = (element *)a->out.data + at;
-    const element *given = (const element *)a->q.data + at;
-    for (int64_t r = 0; r < queries; r++) {
-        for (int64_t i = 0; i < dim; i++)
-            q[r * dim + i] = widen(given[(r / group * heads + r % group) * dim + i]) * (float)a->sm_scale;
-        largest[r] = a->sinks.data ? a->sinks.data[head * group + r % group] : -INFINITY;
-        total[r] = a->sinks.data ? 1.0f : 0.0f; /* e^(sink - sink), as if it were a key */
-    }
-    memset(sums, 0, queries * dim * sizeof(float));
+    NAME(bring_lanes)(&queries, a, at, head, position);
     int64_t last = least_of(position + end - begin, a->page_table.size[1] * a->k_cache.size[1]);
     int64_t begins = window >= 0 && position > window ? position - window : 0;
     for (int64_t first = begins / BLOCK * BLOCK; first < last; first += BLOCK) {
-        int64_t count = last - first < BLOCK ? last - first : BLOCK;
-        locate(places, &entries, first, count);
-        NAME(gather_block)(keys, values, a, &entries, places, head, first, begins - first, count);
-        all_logits(logits, q, keys, queries, dim);
-        for (int64_t r = 0; r < queries; r++) {
-            if (a->soft_cap > 0.0) cap_logits(logits + r * BLOCK, (float)a->soft_cap);
-            if (mask_block(logits + r * BLOCK, first, position + r / group, window))
-                soften(logits + r * BLOCK, BLOCK, sums + r * dim, largest + r, total + r, dim);
-            else
-                memset(logits + r * BLOCK, 0, BLOCK * sizeof(float));
-        }
-        all_values(sums, logits, values, queries, count, dim);
+        int64_t here = least_of(last - first, BLOCK), all_see = first + here - 1 <= position;
+        locate(places, &entries, first, here);
+        NAME(gather_block)(keys, values, a, &entries, places, head, first, begins - first, here);
+        lane_products(logits, 0, BLOCK, keys, dim, 1, queries.q, dim, padded);
+        if (a->soft_cap > 0.0) cap_logits(logits, here * padded, (float)a->soft_cap);
+        if (!all_see || window >= 0) mask_lanes(&queries, logits, first, here);
+        soften_lanes(&queries, logits, here);
+        lane_products(queries.sums, queries.shrink, dim, values, 1, dim, logits, here, padded);
     }
-    for (int64_t r = 0; r < queries; r++)
-        for (int64_t i = 0; i < dim; i++) {
-            float value = total[r] > 0.0f ? sums[r * dim + i] / total[r] * (float)a->v_scale : 0.0f;
-            out[(r / group * heads + r % group) * dim + i] = narrow(value);
-        }
+    NAME(write_lanes)(&queries, a, at);
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
@@ -260,9 +297,9 @@ static int NAME(in_pairs)(const extend_attention_args *a) {
 }
 
 static int64_t NAME(tokens_together)(const extend_attention_args *a) {
-    int64_t queries = QUERIES, shared = a->q.size[0] * a->q.size[1] / PAIR_TASKS;
-    if (NAME(in_pairs)(a)) queries = shared < PAIR_QUERIES ? PAIR_QUERIES : least_of(shared, MOST_PAIR_QUERIES);
-    return items_of(queries - 1, a->q.size[1] / a->k_cache.size[2]);
+    int64_t group = a->q.size[1] / a->k_cache.size[2], shared = a->q.size[0] * a->q.size[1] / PAIR_TASKS;
+    if (!NAME(in_pairs)(a)) return group < QUERIES ? QUERIES / group : 1; /* whole vectors */
+    return items_of((shared < PAIR_QUERIES ? PAIR_QUERIES : least_of(shared, MOST_PAIR_QUERIES)) - 1, group);
 }
 
 static void NAME(extend)(const extend_attention_args *a, int64_t row, int64_t begin, int64_t end, int64_t head) {

@@ -226,7 +226,7 @@ def _extend_attention_kernel(
     )
     if HAS_SINKS:
         acc, total, top = with_sinks(acc, total, top, sinks, head, held)
-    norm = tl.where(total > 0.0, total, 1.0)
+    norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
     result = (acc / norm[:, None] * v_scale).to(out.dtype.element_ty)
     place = out + row_of * out_row_stride + token * out_token_stride + head * out_head_stride

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_LANES = 16  # fp32 numbers of the widest vector
+
 
 def plain_attention(
     q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
@@ -31,5 +33,14 @@ def plain_attention(
     return ((logits - lse.unsqueeze(-1)).exp() @ v.float()).to(q.dtype), lse
 
 
-_fused = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-flash_attention: Any = plain_attention if _fused is None else _fused.default
+_operator = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_fused: Any = plain_attention if _operator is None else _operator.default
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return attention's output and log-sum-exp; see `plain_attention`."""
+    # of fewer keys than a vector has lanes, the fused operator takes logits that are no numbers for keys not seen
+    attend = plain_attention if k.shape[-2] < _LANES else _fused
+    return attend(q, k, v, attn_mask=attn_mask, is_causal=is_causal, scale=scale)

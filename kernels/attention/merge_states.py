@@ -2,6 +2,7 @@
 
 `v = sum_i 2^(s_i - s) v_i` with `s = log2 sum_i 2^s_i` (Ye et al., Cascade Inference, 2024; the recursion of online
 softmax). A state with s = -inf counts for nothing, whatever its v holds; nothing but such states gives v = 0, s = -inf.
+What is no number stays so.
 """
 
 import torch
@@ -45,10 +46,10 @@ def _merge_states_kernel(
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weight = tl.exp2(log_sum - base)
         shrink = tl.exp2(top - base)
-        acc = acc * shrink + tl.where(weight > 0.0, part * weight, 0.0)
+        acc = acc * shrink + tl.where(weight == 0.0, 0.0, part * weight)
         total = total * shrink + weight
         top = new_top
-    norm = tl.where(total > 0.0, total, 1.0)
+    norm = tl.where(total == 0.0, 1.0, total)
     tl.store(v_out + (row * heads + head) * dim + dims, (acc / norm).to(v_out.dtype.element_ty), mask=dims < dim)
     tl.store(s_out + row * heads + head, top + tl.log2(norm))
 
@@ -81,10 +82,11 @@ def _merge_state_kernel(
     weight_a = tl.exp2(sum_a - base)
     weight_b = tl.exp2(sum_b - base)
     total = weight_a + weight_b
-    norm = tl.where(total > 0.0, total, 1.0)
+    norm = tl.where(total == 0.0, 1.0, total)
     part_a = tl.load(v_a + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
     part_b = tl.load(v_b + place * dim + dims, mask=dims < dim, other=0.0).to(tl.float32)
-    merged = tl.where(weight_a > 0.0, part_a * weight_a, 0.0) + tl.where(weight_b > 0.0, part_b * weight_b, 0.0)
+    merged = tl.where(weight_a == 0.0, 0.0, part_a * weight_a)
+    merged += tl.where(weight_b == 0.0, 0.0, part_b * weight_b)
     tl.store(v_out + place * dim + dims, (merged / norm).to(v_out.dtype.element_ty), mask=dims < dim)
     tl.store(s_out + place, top + tl.log2(norm))
 
@@ -143,8 +145,8 @@ def _merge_many(v_out: Tensor, s_out: Tensor, v: Tensor, s: Tensor) -> None:
     top = wide.amax(1, keepdim=True)
     weights = torch.exp2(wide - torch.where(top == -float("inf"), 0.0, top)).unsqueeze(-1)  # [rows, states, heads, 1]
     total = weights.sum(1)
-    norm = torch.where(total > 0, total, 1.0)
-    v_out.copy_(torch.where(weights > 0, v.float() * weights, 0.0).sum(1) / norm)
+    norm = torch.where(total == 0, 1.0, total)
+    v_out.copy_(torch.where(weights == 0, 0.0, v.float() * weights).sum(1) / norm)
     s_out.copy_(top.squeeze(1) + torch.log2(norm.squeeze(-1)))
 
 

@@ -194,7 +194,7 @@ def _append_attention_kernel(
     elif HAS_NORM:
         q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
         k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, eps)
-    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(qkv.dtype.element_ty)
+    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(out.dtype.element_ty)
     queries = to_compute(queries, COMPUTE)
     new_k = _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin)
     new_v = new_v.to(tl.float32)
@@ -336,7 +336,7 @@ def append_attention_triton(
     group = heads // kv_heads
     keys, kv_bits = cache_bytes(k_cache)
     values, _ = cache_bytes(v_cache)
-    tile = decode_tile(group, head_dim, head_dim, qkv.dtype, k_cache.dtype)
+    tile = decode_tile(group, head_dim, head_dim, out.dtype, k_cache.dtype)
     tile |= merge_sizes(group, tile)
     values_of_line = _LINE // k_cache.itemsize
     _append_attention_kernel[(max_items * kv_heads, triton.cdiv(group, tile["BLOCK_M"]))](
@@ -374,7 +374,7 @@ def append_attention_triton(
         PAGE_SIZE=page_size,
         HEADER=PLAN_HEADER,
         TILE=PLAN_TILE,
-        COMPUTE=compute_dtype(qkv.dtype, k_cache.dtype),
+        COMPUTE=compute_dtype(out.dtype, k_cache.dtype),
         KV_BITS=kv_bits,
         IS_FP8=k_cache.dtype.is_floating_point and k_cache.itemsize == 1,
         LINES=max(tile["BLOCK_D"] // values_of_line, 1),

@@ -97,7 +97,7 @@ def _merge(
         acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
-    norm = tl.where(total > 0.0, total, 1.0)
+    norm = tl.where(total == 0.0, 1.0, total)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, MERGE_M)
     held = m < q_len * group
     place = (row * q_len + m // group).to(tl.int64) * heads + kv_head * group + m % group
@@ -140,7 +140,7 @@ def deliver(
     held = m < q_len * group
     kept = held[:, None] & (values < VALUE_DIM)[None, :]
     within = (m // group).to(tl.int64) * heads + kv_head * group + m % group
-    norm = tl.where(total > 0.0, total, 1.0)
+    norm = tl.where(total == 0.0, 1.0, total)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
     if splits == 1:

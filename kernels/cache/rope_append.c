@@ -3,9 +3,9 @@
 #include "native_codes.h"
 
 /* One over the root of the mean square of some channels. */
-static float NAME(inverse_root)(const element *x, int64_t count, float eps) {
+INLINE float NAME(inverse_root)(const int is_wide, const void *x, int64_t count, float eps) {
     float squares = 0.0f;
-    for (int64_t i = 0; i < count; i++) squares += widen(x[i]) * widen(x[i]);
+    for (int64_t i = 0; i < count; i++) squares += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
     return 1.0f / sqrtf(squares / (float)count + eps);
 }
 
@@ -21,14 +21,18 @@ static void NAME(keep_head)(const struct NAME(kept) *to, int64_t head, const flo
     uint8_t *codes = (uint8_t *)to->at + head * dim;
     if (to->code == CODE_INT8) to->scales[head * to->scale_stride] = store_int8(codes, wide, dim);
     else if (to->code == CODE_FLOAT8_E4M3FN) store_e4m3(codes, wide, to->unit, dim);
-    else
-        for (int64_t i = 0; i < dim; i++) ((element *)to->at)[head * dim + i] = narrow(wide[i]);
+    else {
+        element *at = (element *)to->at + head * dim;
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES) store(at + i, load_f32(wide + i));
+        for (; i < dim; i++) at[i] = narrow(wide[i]);
+    }
 }
 
 /* One head, times its norm if a weight is given, rotated over its first 2 * half dimensions. */
-static void NAME(rotate_head)(float *wide, const element *x, const float *weight, float scale, const float *cos,
-                              int64_t half, int64_t dim) {
-    for (int64_t i = 0; i < dim; i++) wide[i] = widen(x[i]);
+INLINE void NAME(rotate_head)(const int is_wide, float *wide, const void *x, const float *weight, float scale,
+                              const float *cos, int64_t half, int64_t dim) {
+    for (int64_t i = 0; i < dim; i++) wide[i] = widen_at(is_wide, x, i);
     if (weight)
         for (int64_t i = 0; i < dim; i++) wide[i] = wide[i] * scale * weight[i];
     const float *sin = cos + half;
@@ -40,14 +44,16 @@ static void NAME(rotate_head)(float *wide, const element *x, const float *weight
 }
 
 /* The same for some heads, whose norm is of each by itself, or of all where the weight is as long as they are. */
-static void NAME(rotate_heads)(const struct NAME(kept) *to, const element *x, const float *weight, int64_t weights,
-                               float eps, const float *cos, int64_t half, int64_t heads, int64_t dim, float *wide) {
+INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
+                               int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
+                               float *wide) {
     int64_t normed = weights > dim ? weights : dim;
     float scale = 0.0f;
     for (int64_t head = 0; head < heads; head++) {
         int64_t at = head * dim;
-        if (weight && at % normed == 0) scale = NAME(inverse_root)(x + at, normed, eps);
-        NAME(rotate_head)(wide, x + at, weight ? weight + at % normed : weight, scale, cos, half, dim);
+        const char *from = x + at * width_of(is_wide);
+        if (weight && at % normed == 0) scale = NAME(inverse_root)(is_wide, from, normed, eps);
+        NAME(rotate_head)(is_wide, wide, from, weight ? weight + at % normed : weight, scale, cos, half, dim);
         NAME(keep_head)(to, head, wide, dim);
     }
 }
@@ -60,16 +66,17 @@ static struct NAME(kept) NAME(kept_at)(void *cache, int64_t code, int64_t place,
 }
 
 /* Append one token, and write its queries; `wide` has room for a head. */
-static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {
+INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int64_t token, int64_t row,
+                               int64_t position, float *wide) {
     const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
     const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + 2 * kv_heads;
     const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
-    const element *x = (const element *)a->qkv.data + token * heads * dim;
+    const char *x = (const char *)a->qkv.data + token * heads * dim * width_of(is_wide);
     float eps = (float)a->eps;
     if (position < 0 || position >= a->cos_sin.size[0]) return; /* no angle, so no place either */
     const float *cos = a->cos_sin.data + position * 2 * half;
     struct NAME(kept) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
-    NAME(rotate_heads)(&queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
+    NAME(rotate_heads)(is_wide, &queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
     if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
     int64_t page = a->page_table.data[row * row_pages + position / page_size];
     if (page < 0 || page >= pages) return; /* a page table that is wrong must not reach other memory */
@@ -79,11 +86,16 @@ static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t
                                            scale_place, page_size);
     struct NAME(kept) values = NAME(kept_at)(a->v_cache.data, a->v_cache.code, place, (float)a->v_scale,
                                              a->v_scales.data, scale_place, page_size);
-    x += qo_heads * dim;
-    NAME(rotate_heads)(&keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
-    x += kv_heads * dim;
-    if (values.code) NAME(rotate_heads)(&values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, wide);
+    x += qo_heads * dim * width_of(is_wide);
+    NAME(rotate_heads)(is_wide, &keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
+    x += kv_heads * dim * width_of(is_wide);
+    if (values.code || (is_wide && sizeof(element) < sizeof(float)))
+        NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, wide);
     else memcpy(values.at, x, kv_heads * dim * sizeof(element));
+}
+
+static void NAME(append_token)(const rope_append_args *a, int64_t token, int64_t row, int64_t position, float *wide) {
+    BY_WIDTH(IS_WIDE(a->qkv), NAME(append_heads), a, token, row, position, wide);
 }
 
 static void NAME(append_tokens)(const void *job, int64_t begin, int64_t end) {

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..attention.attention_tile import cache_bytes, int8_codes, int8_scale, quantise
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import CODES, AnyElement, Float32, Int32, Written
+from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
 from .page_scales import PageScales, encoded
 
@@ -226,7 +226,7 @@ def _is_served(
     *_norms: Tensor | float | None,
     **_scales: PageScales | float | None,
 ) -> bool:
-    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (qkv.dtype, *CODES):
+    if k_cache.dtype != v_cache.dtype or k_cache.dtype not in (q_out.dtype, *CODES):
         return False
     return all(tensor.is_contiguous() for tensor in (q_out, k_cache, v_cache, qkv, page_table, cos_sin))
 
@@ -236,7 +236,7 @@ def rope_append(
     q_out: Written[Tensor],
     k_cache: Written[AnyElement],
     v_cache: Written[AnyElement],
-    qkv: Tensor,
+    qkv: Wide,
     rows: Int32,
     positions: Int32,
     live: Int32,
@@ -257,7 +257,8 @@ def rope_append(
         k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
             the trash page. fp8 e4m3 takes what is too large for it as its largest value.
         v_cache: the same shape.
-        qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values.
+        qkv: [t, (num_qo_heads + 2 num_kv_heads) head_dim], contiguous: queries, keys, values, of q_out's dtype, or
+            fp32.
         rows: int32 [t], the page-table row of each token.
         positions: int32 [t], its position in its sequence.
         live: int32 [1]; tokens from there on are padding and reach at most the trash page.

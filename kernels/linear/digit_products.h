@@ -8,15 +8,12 @@
 #ifndef GRAPHDECODE_DIGIT_PRODUCTS_H
 #define GRAPHDECODE_DIGIT_PRODUCTS_H
 
-#include "linear/quantised_tiles.h"
+#include "linear/short_products.h"
 
 #if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && LANES == 16
-#define WITH_DIGITS
+#define WITH_DIGITS 1
 #define DIGITS 3
-#define MULTIPLE_BITS 22
-#define LEAST_EXPONENT 27 /* of a span's largest, as floats have it: what is below 2^-100 counts as nothing beside it */
-#define DIGIT_ROWS 2 /* more are faster in tiles */
-#define MOST_POORLY 8 /* of a span at most one in so many values has fewer bits than it came with */
+#define MULTIPLE_BITS (8 * DIGITS - 2)
 #define PART 16      /* input features whose digits stand together: half of a block, and the least span */
 #define PART_STEPS 4 /* of 4 features, as many as are multiplied at a time */
 
@@ -31,11 +28,6 @@ struct digit_rows {
 /* What a code counts as its zero; see `code_bytes`. */
 static inline int zero_of_codes(const struct block_weight *weight) { return weight->is_linear ? weight->zero : 128; }
 
-/* Whether its codes, or what they mean, are bytes. */
-static inline int has_digits(const struct block_weight *weight) {
-    return weight->bits == 8 ? !weight->is_e4m3 : weight->is_linear || weight->bits == 4;
-}
-
 /* Lay out rows in digits; they take less than as many rows of floats, a tile more, would. */
 static struct digit_rows digit_rows_at(float *at, int64_t rows, int64_t in, int64_t spans) {
     int8_t *digits = (int8_t *)carved(&at, rows * DIGITS * in / 4);
@@ -43,23 +35,16 @@ static struct digit_rows digit_rows_at(float *at, int64_t rows, int64_t in, int6
     return (struct digit_rows){digits, units, (int32_t *)at, in, spans};
 }
 
-static inline float power_of_two(int exponent) {
-    uint32_t bits = (uint32_t)(127 + exponent) << 23;
-    float power;
-    memcpy(&power, &bits, sizeof power);
-    return power;
-}
-
 /* Write a span of a row, given as floats, and return whether digits keep it well; `count` is a multiple of PART. What is
  * fewer than `well_kept` units has not all of its bits. */
-static int write_digits(const struct digit_rows *to, int64_t row, int64_t span, int64_t first, const float *x,
+INLINE int write_digits(const struct digit_rows *to, int64_t row, int64_t span, int64_t first, const float *x,
                         int64_t count, int zero, int well_kept) {
     const __m128i turned = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     __m512i largest = _mm512_setzero_si512(), sums[DIGITS] = {largest, largest, largest};
     for (int64_t i = 0; i < count; i += PART)
         largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7fffffff)));
-    uint32_t bits = _mm512_reduce_max_epu32(largest), least = (uint32_t)LEAST_EXPONENT << 23;
-    int exponent = (int)((bits > least ? bits : least) >> 23) - 126; /* all are below 2^exponent */
+    uint32_t bits = _mm512_reduce_max_epu32(largest);
+    int exponent = exponent_above(bits);
     __m512 multiples_of = _mm512_set1_ps(power_of_two(MULTIPLE_BITS - exponent));
     int8_t *at = to->digits + row * DIGITS * to->in + first * DIGITS;
     int64_t poorly = 0;
@@ -154,13 +139,13 @@ INLINE void digits_of_panel(const int bits, const int is_linear, const int rows,
     const struct block_weight *weight = job->weight;
     const int low = low_bits(bits), high = bits - low;
     const int64_t words = bits * BLOCK_SIZE / 16, row_digits = DIGITS * x->in;
-    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[DIGIT_ROWS][VECTORS] = {0};
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
     int has_mins = weight->mins.at != 0;
     int64_t of_chunk = CHUNK / weight->span;
     for (int64_t span = 0; span < x->spans; span++) {
         int64_t place = span % of_chunk, first = span * weight->span, last = least_of(first + weight->span, x->in);
         if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
-        __m512i sums[DIGIT_ROWS][DIGITS][VECTORS];
+        __m512i sums[CHECKED_ROWS][DIGITS][VECTORS];
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 3
@@ -187,15 +172,18 @@ INLINE void digits_of_panel(const int bits, const int is_linear, const int rows,
     memcpy(out, totals, rows * sizeof *totals);
 }
 
+/* What codes mean, as bytes, where they are looked up. */
+static __m512i table_of(const struct block_weight *weight) {
+    uint8_t means[TABLE] = {0};
+    if (!weight->is_linear && weight->bits < 8)
+        for (int code = 0; code < TABLE; code++) means[code] = (uint8_t)(weight->floats[code] + 128);
+    return _mm512_loadu_si512(means);
+}
+
 /* sums[row][column] of rows in digits with one panel. */
 static void digit_rows_of_panel(float *out, const struct span_job *job, const struct digit_rows *x, int64_t panel) {
     const struct block_weight *weight = job->weight;
-    __m512i table = _mm512_setzero_si512();
-    if (!weight->is_linear && weight->bits < 8) {
-        uint8_t means[TABLE];
-        for (int code = 0; code < TABLE; code++) means[code] = (uint8_t)(weight->floats[code] + 128);
-        memcpy(&table, means, sizeof table);
-    }
+    __m512i table = table_of(weight);
 #define OF_ROWS(bits, is_linear)                                                        \
     if (job->rows == 1) digits_of_panel(bits, is_linear, 1, out, job, x, table, panel); \
     else digits_of_panel(bits, is_linear, 2, out, job, x, table, panel);                \
@@ -210,5 +198,7 @@ static void digit_rows_of_panel(float *out, const struct span_job *job, const st
     if (weight->is_linear) { OF_ROWS(4, 1) }
     OF_ROWS(4, 0)
 }
+#else
+#define WITH_DIGITS 0
 #endif
 #endif

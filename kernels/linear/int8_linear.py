@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ..native.registration import operator
-from ..native.signature import Written
+from ..native.signature import AnyElement, Wide, Written
+from .linear import plain_product
 
 # torch's int8 product is a matrix-vector loop: from this many rows on, a product with the dequantised
 # weight is faster. It is vectorised for bf16 alone.
@@ -15,20 +16,23 @@ _INT8_PRODUCT = getattr(torch, "_weight_int8pack_mm", None)
 
 
 @operator()
-def int8_linear(out: Written[Tensor], x: Tensor, qweight: Tensor, scales: Tensor, bias: Tensor | None = None) -> None:
+def int8_linear(out: Written[Wide], x: Tensor, qweight: AnyElement, scales: Tensor, bias: Tensor | None = None) -> None:
     """Write `x @ (qweight * scales[:, None]).T + bias` into `out`: int8 weights, activations untouched.
 
     Made for bf16 on a CPU: torch's int8 product is vectorised for bf16 alone, and fp32 activations take a product
     with the dequantised weight from three rows on, which saves memory but no time.
 
     Args:
-        out: [rows, out_features], contiguous.
+        out: [rows, out_features], contiguous, of x's dtype, or fp32.
         x: [rows, in_features], fp32, bf16 or fp16.
         qweight: int8 [out_features, in_features].
         scales: [out_features], of x's dtype.
         bias: [out_features] or None.
     """
-    if _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
+    if out.dtype != x.dtype:
+        plain_product(out, x, qweight, None)
+        out.mul_(scales)
+    elif _INT8_PRODUCT is not None and x.is_cpu and x.shape[0] < _INT8_DEQUANTISE_ROWS[x.dtype]:
         out.copy_(_INT8_PRODUCT(x.contiguous(), qweight, scales))
     else:
         torch.mm(x, qweight.to(x.dtype).t(), out=out)

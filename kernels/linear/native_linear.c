@@ -10,7 +10,7 @@
 #define GRAPHDECODE_LINEAR
 #include "native_products.h"
 #define INT8_STEP 4 /* input features in one 32-bit word: [panel][in / 4][PANEL][4] */
-#define LARGE_RESULT 524288 /* values: about half of a second cache */
+#define LARGE_RESULT 1048576 /* bytes: about half of a second cache */
 #define AHEAD 2048  /* bytes that are asked for ahead of their use */
 #define TILES_AHEAD 3072 /* the same, of tiles: neither their bytes nor twice these, which is slower */
 #include "linear/split_tiles.h"
@@ -19,6 +19,14 @@ struct product {
     const native_linear_args *a;
     const void *x; /* the rows as the kernel takes them */
     int64_t stride;
+};
+
+/* Where a product goes: rows of floats or of elements. */
+struct results {
+    void *out;
+    int64_t stride, width;
+    int is_wide;
+    const void *scales, *bias; /* of output features, elements; or none */
 };
 
 /* sums += the products of `count` rows' values with the weights of one input feature; `count` is a constant. */
@@ -119,19 +127,37 @@ static const input *NAME(prepared)(const element *x, int64_t *stride, int64_t ro
     return copy;
 }
 
-/* Write a tile's sums, scaled and biased, where they belong; the last panel may be narrower than PANEL. */
-static void NAME(write_tile)(element *out, panel_sums *sums, const element *scales, const element *bias, int64_t rows,
-                             int64_t first, int64_t out_features) {
-    int64_t width = out_features - first < PANEL ? out_features - first : PANEL;
-    for (int64_t r = 0; r < rows; r++) {
-        float values[PANEL];
-        memcpy(values, sums[r], sizeof values);
-        for (int64_t j = 0; j < width; j++) {
-            if (scales) values[j] *= widen(scales[first + j]);
-            if (bias) values[j] += widen(bias[first + j]);
-            out[r * out_features + first + j] = narrow(values[j]);
+/* What a panel's output features have, `width` of them; there is nothing behind these. */
+INLINE void NAME(of_panel)(vec *values, const element *given, int64_t width) {
+    element tail[PANEL] = {0};
+    if (width < PANEL) given = memcpy(tail, given, width * sizeof *given);
+    for (int64_t v = 0; v < VECTORS; v++) values[v] = load(given + v * LANES);
+}
+
+INLINE void NAME(write_rows)(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
+                             int64_t first) {
+    int64_t width = least_of(PANEL, to->width - first);
+    vec scales[VECTORS], biases[VECTORS];
+    if (to->scales) NAME(of_panel)(scales, (const element *)to->scales + first, width);
+    if (to->bias) NAME(of_panel)(biases, (const element *)to->bias + first, width);
+    char *at = (char *)to->out + (row * to->stride + first) * width_of(is_wide);
+    for (int64_t r = 0; r < rows; r++, at += to->stride * width_of(is_wide)) {
+        float tail[PANEL];
+        char *place = width == PANEL ? at : (char *)tail;
+        for (int64_t v = 0; v < VECTORS; v++) {
+            vec found = load_f32(sums + r * PANEL + v * LANES);
+            if (to->scales) found *= scales[v];
+            if (to->bias) found += biases[v];
+            store_at(is_wide, place, v * LANES, found);
         }
+        if (place != at) memcpy(at, place, width * width_of(is_wide));
     }
+}
+
+/* Write some rows' sums with a panel, [rows][PANEL], scaled and biased, where they belong; the last panel may be narrower
+ * than PANEL. */
+static void NAME(write_sums)(const struct results *to, const float *sums, int64_t row, int64_t rows, int64_t panel) {
+    BY_WIDTH(to->is_wide, NAME(write_rows), to, sums, row, rows, panel * PANEL);
 }
 
 /* One tile: `count` rows, a constant where this is used, times one panel. */
@@ -170,26 +196,27 @@ INLINE void NAME(int8_tile)(const int count, panel_sums *out, const float *x, in
         case 7: TILE_FUNCTION(7, __VA_ARGS__); break; \
         default: TILE_FUNCTION(8, __VA_ARGS__);       \
     }
+#undef RESULTS
+#define RESULTS(a) {(a)->out.data, (a)->out.size[1], (a)->out.size[1], IS_WIDE((a)->out), (a)->scales.data, (a)->bias.data}
 /* The fields of one product, for the loops over its panels. */
 #undef PRODUCT
 #define PRODUCT(WEIGHT, INPUT)                                                          \
     const native_linear_args *a = ((const struct product *)job)->a;                     \
     int64_t stride = ((const struct product *)job)->stride;                             \
     const INPUT *x = ((const struct product *)job)->x;                                  \
-    element *out = a->out.data;                                                         \
     const WEIGHT *weight = a->panels.data;                                              \
-    const element *bias = a->bias.data, *scales = a->scales.data;                       \
-    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1];
+    const struct results to = RESULTS(a);                                               \
+    int64_t rows = a->x.size[0], in = a->x.size[1];
 
 #undef PANEL_LOOP
 #define PANEL_LOOP(TILE_FUNCTION, WIDTH)                                                                        \
     int64_t panel_size = (in + WIDTH - 1) / WIDTH * WIDTH * PANEL;                                              \
     for (int64_t panel = begin; panel < end; panel++)                                                           \
         for (int64_t row = 0; row < rows; row += ROWS) {                                                        \
-            panel_sums sums[MOST_ROWS];                                                                                  \
+            panel_sums sums[MOST_ROWS];                                                                         \
             int64_t count = rows - row < ROWS ? rows - row : ROWS;                                              \
             FOR_COUNT(TILE_FUNCTION, count, sums, x + row * stride, stride, weight + panel * panel_size, in)    \
-            NAME(write_tile)(out + row * out_features, sums, scales, bias, count, panel * PANEL, out_features); \
+            NAME(write_sums)(&to, (const float *)sums, row, count, panel);                                      \
         }
 
 static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
@@ -197,32 +224,22 @@ static void NAME(linear_panels)(const void *job, int64_t begin, int64_t end) {
     PANEL_LOOP(NAME(tile), STEP)
 }
 
-/* Write some rows' sums with a panel, biased, where they belong; the last panel may be narrower than PANEL. */
-static void NAME(write_sums)(element *out, int64_t stride, const float *sums, const element *bias, int64_t rows,
-                             int64_t first, int64_t out_features) {
-    int64_t width = least_of(PANEL, out_features - first);
-    float biases[PANEL] = {0};
-    for (int64_t j = 0; bias && j < width; j++) biases[j] = widen(bias[first + j]);
-    for (int64_t r = 0; r < rows; r++) {
-        element *at = out + r * stride + first, narrowed[PANEL];
-        element *to = width == PANEL ? at : narrowed;
-        for (int64_t j = 0; j < PANEL; j += LANES)
-            store(to + j, load_f32(sums + r * PANEL + j) + load_f32(biases + j));
-        if (to != at) memcpy(at, narrowed, width * sizeof *at);
-    }
-}
-
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
 /* Write some rows' sums with a whole panel, a line at a time. A large result goes past the caches: it has left them before
  * it is read, and to bring each line in first takes longer than its products. */
-static void write_lines(uint16_t *out, int64_t stride, const float *sums, const uint16_t *bias, int64_t rows, int is_large) {
-    vec low = splat(0.0f), high = low;
-    if (bias) low = load_bf16(bias), high = load_bf16(bias + LANES);
-    for (int64_t r = 0; r < rows; r++) {
-        vec first = load_f32(sums + r * PANEL) + low, second = load_f32(sums + r * PANEL + LANES) + high;
-        __m512i line = (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
-        if (is_large) _mm512_stream_si512((__m512i *)(out + r * stride), line);
-        else _mm512_storeu_si512(out + r * stride, line);
+INLINE void write_lines(const int is_wide, const struct results *to, const float *sums, int64_t row, int64_t rows,
+                        int64_t first, int is_large) {
+    const uint16_t *bias = to->bias;
+    char *at = (char *)to->out + (row * to->stride + first) * width_of(is_wide);
+    vec biases[2] = {splat(0.0f), splat(0.0f)};
+    if (bias) biases[0] = load_bf16(bias + first), biases[1] = load_bf16(bias + first + LANES);
+    for (int64_t r = 0; r < rows; r++, at += to->stride * width_of(is_wide)) {
+        vec low = load_f32(sums + r * PANEL) + biases[0], high = load_f32(sums + r * PANEL + LANES) + biases[1];
+        __m512i lines[2] = {(__m512i)low, (__m512i)high};
+        if (!is_wide) lines[0] = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+        for (int line = 0; line < (is_wide ? 2 : 1); line++)
+            if (is_large) _mm512_stream_si512((__m512i *)at + line, lines[line]);
+            else _mm512_storeu_si512((__m512i *)at + line, lines[line]);
     }
 }
 
@@ -251,11 +268,10 @@ static void rows_of_panel(float *sums, const uint16_t *x, int64_t stride, const 
 /* Items are parts of the rows, each with all panels: a thread's neighbouring ones are panels for the same rows. */
 static void tiled_panels(const void *job, int64_t begin, int64_t end) {
     PRODUCT(uint16_t, uint16_t)
-    (void)scales;
     struct tile_shapes before = tiles_begun();
     int64_t whole = rows / (2 * TILE_ROWS) * (2 * TILE_ROWS), together = rows_together(in), panels = a->panels.size[0];
-    int is_even = out_features % PANEL == 0, is_large = is_even && (uintptr_t)out % 64 == 0;
-    is_large &= whole * out_features >= LARGE_RESULT;
+    int is_even = to.width % PANEL == 0, is_large = is_even && (uintptr_t)to.out % 64 == 0;
+    is_large &= whole * to.width * (int64_t)width_of(to.is_wide) >= LARGE_RESULT;
     float *sums = lasting(least_of(together, whole + 2 * TILE_ROWS) * PANEL);
     int64_t shaped = 0; /* rows that the tiles' shapes are for */
     for (int64_t item = begin; item < end; item++) {
@@ -268,10 +284,8 @@ static void tiled_panels(const void *job, int64_t begin, int64_t end) {
             shaped = shape;
             if (here > 2 * TILE_ROWS) rows_of_panel(sums, x + first * stride, stride, of_panel, in, here);
             else two_tiles_of_rows(sums, x + first * stride, stride, of_panel, in, here);
-            if (is_even)
-                write_lines(out + first * out_features + at, out_features, sums, bias ? bias + at : 0, here,
-                            is_large && first < whole);
-            else write_sums_bf16(out + first * out_features, out_features, sums, bias, here, at, out_features);
+            if (is_even) BY_WIDTH(to.is_wide, write_lines, &to, sums, first, here, at, is_large && first < whole);
+            else write_sums_bf16(&to, sums, first, here, at / PANEL);
         }
     }
     if (is_large) _mm_sfence();
@@ -296,7 +310,8 @@ static void split_rows(const void *given, int64_t begin, int64_t end) {
 static void split_few(const void *given, int64_t begin, int64_t end) {
     const struct split_job *job = given;
     const native_linear_args *a = job->a;
-    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1], place = 0;
+    const struct results to = RESULTS(a);
+    int64_t rows = a->x.size[0], in = a->x.size[1], place = 0;
     const uint16_t *panels = a->panels.data;
     _Alignas(64) uint16_t ring[2 * SPLIT_BLOCK];
     _Alignas(64) float sums[TILE_ROWS * PANEL];
@@ -305,7 +320,7 @@ static void split_few(const void *given, int64_t begin, int64_t end) {
     split_block(ring, panels + begin * in * PANEL, in);
     for (int64_t panel = begin; panel < end; panel++) {
         few_split_products(sums, job->x, ring, &place, panels + panel * in * PANEL, in, panel + 1 == end);
-        write_sums_f16(a->out.data, out_features, sums, a->bias.data, rows, panel * PANEL, out_features);
+        write_sums_f16(&to, sums, 0, rows, panel);
     }
     tiles_ended(before);
 }
@@ -313,7 +328,8 @@ static void split_few(const void *given, int64_t begin, int64_t end) {
 static void split_many(const void *given, int64_t begin, int64_t end) {
     const struct split_job *job = given;
     const native_linear_args *a = job->a;
-    int64_t rows = a->x.size[0], in = a->x.size[1], out_features = a->out.size[1];
+    const struct results to = RESULTS(a);
+    int64_t rows = a->x.size[0], in = a->x.size[1];
     _Alignas(64) float sums[2 * TILE_ROWS * PANEL];
     uint16_t *whole = (uint16_t *)lasting(job->padded * PANEL);
     int64_t together = items_of(SPLIT_BYTES, job->padded * 8 * TILE_ROWS) * 2 * TILE_ROWS;
@@ -327,8 +343,7 @@ static void split_many(const void *given, int64_t begin, int64_t end) {
                 if (row == first || here < 2 * TILE_ROWS) set_tile_rows(least_of(here, TILE_ROWS), here - TILE_ROWS);
                 if (here > TILE_ROWS) many_split_products(2, sums, x, whole, job->padded);
                 else many_split_products(1, sums, x, whole, job->padded);
-                write_sums_f16((uint16_t *)a->out.data + row * out_features, out_features, sums, a->bias.data, here,
-                               panel * PANEL, out_features);
+                write_sums_f16(&to, sums, row, here, panel);
             }
         }
     tiles_ended(before);

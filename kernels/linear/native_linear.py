@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..native.library import ELEMENTS, fits
 from ..native.registration import operator
-from ..native.signature import AnyElement, Written
+from ..native.signature import AnyElement, Wide, Written
+from .linear import plain_product
 
 PANEL = 32
 _STEPS = {torch.float32: 1, torch.float16: 1, torch.bfloat16: 2, torch.int8: 4}  # input features that stand together
@@ -44,7 +45,7 @@ def _is_served(out: Tensor, x: Tensor, panels: Tensor, scales: Tensor | None, bi
 
 @operator(is_compiled=_is_served)
 def native_linear(
-    out: Written[Tensor],
+    out: Written[Wide],
     x: Tensor,
     panels: AnyElement,
     scales: Tensor | None = None,
@@ -53,15 +54,17 @@ def native_linear(
     """Write `x @ (weight * scales).T + bias` into `out`, the weight in panels. CPU alone.
 
     Args:
-        out: [rows, out_features], contiguous.
+        out: [rows, out_features], contiguous, of x's dtype, or fp32.
         x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         panels: what `to_panels(weight)` returned, of x's dtype or int8.
         scales: [out_features], for int8.
         bias: [out_features] or None.
     """
     weight = panels.transpose(1, 2).flatten(2).flatten(0, 1)[: out.shape[1], : x.shape[1]].to(x.dtype)
-    torch.mm(x, weight.t(), out=out)
-    if scales is not None:
-        out.mul_(scales)
+    if scales is None:
+        plain_product(out, x, weight, bias)
+        return
+    plain_product(out, x, weight, None)
+    out.mul_(scales)
     if bias is not None:
         out.add_(bias)

@@ -1,9 +1,9 @@
 /* Linear layers over weights in blocks of few bits; see quantised_linear.py for the layouts.
  *
  * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
- * them before the next. What is undone are integers, which bf16 holds exactly: a span's sums are then scaled in float,
- * so that no weight is rounded. Each row's sums have one order, whatever the number of rows; a row or two of 16 bits are
- * multiplied as integers where their bits may differ (digit_products.h). Writing is that of
+ * them before the next. For bf16 what is undone are integers, which it holds exactly, and a span's sums are scaled in float;
+ * for floats whole weights are, which these hold to 2^-24. Where bits may depend on the number of rows, rows of fp16 are
+ * multiplied as integers (short_products.h), and so are a row or two of 16 bits (digit_products.h). Writing is that of
  * native_linear.c, which comes before this file in the unit.
  */
 #include "linear/digit_products.h"
@@ -13,22 +13,59 @@
 #ifndef GRAPHDECODE_QUANTISED
 #define GRAPHDECODE_QUANTISED
 #define ROWS_MULTIPLIED 32 /* at a time */
+#define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
+#define FLOAT_VECTORS 2
 
-INLINE void few_float_products(const int count, float *out, const float *x, int64_t stride, const float *codes,
-                               int64_t span) {
-    panel_sums sums[MOST_ROWS];
-    for (int r = 0; r < count; r++)
-        for (int v = 0; v < VECTORS; v++) sums[r][v] = splat(0.0f);
-    for (int64_t i = 0; i < span; i++) f32_step(count, sums, x + i, stride, codes + i * PANEL);
-    memcpy(out, sums, count * sizeof *sums);
+/* Add some features' part to sums[row][column] of `rows` rows and `vectors` vectors, both constants where this is used. */
+INLINE void float_tile(const int rows, const int vectors, float *sums, const float *x, int64_t stride,
+                       const float *weights, int64_t features) {
+    vec held[FLOAT_ROWS][VECTORS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) held[r][v] = load_f32(sums + r * PANEL + v * LANES);
+    for (int64_t i = 0; i < features; i++) {
+        vec of_feature[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) of_feature[v] = load_f32(weights + i * PANEL + v * LANES);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) {
+            vec of_row = splat(x[r * stride + i]);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) held[r][v] += of_feature[v] * of_row;
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) store_f32(sums + r * PANEL + v * LANES, held[r][v]);
 }
 
-/* sums[row][column] of up to ROWS_MULTIPLIED rows with undone codes. */
-static void float_products(float *sums, const float *x, int64_t stride, const float *codes, int64_t span, int64_t rows) {
-    int64_t row = 0;
-    for (; row + ROWS <= rows; row += ROWS)
-        few_float_products(ROWS, sums + row * PANEL, x + row * stride, stride, codes, span);
-    for (; row < rows; row++) few_float_products(1, sums + row * PANEL, x + row * stride, stride, codes, span);
+INLINE void float_tiles(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
+                        int64_t features) {
+    for (int v = 0; v < PANEL; v += FLOAT_VECTORS * LANES)
+        float_tile(rows, FLOAT_VECTORS, sums + v, x, stride, weights + v, features);
+}
+
+/* Add some features' part to sums[row][column]. */
+static void float_products(float *sums, const float *x, int64_t stride, const float *weights, int64_t features,
+                           int64_t rows) {
+    for (int64_t row = 0; row < rows; row += FLOAT_ROWS) {
+        float *to = sums + row * PANEL;
+        const float *from = x + row * stride;
+        switch (rows - row) {
+            case 1: float_tile(1, VECTORS, to, from, stride, weights, features); break;
+            case 2: float_tiles(2, to, from, stride, weights, features); break;
+            case 3: float_tiles(3, to, from, stride, weights, features); break;
+            case 4: float_tiles(4, to, from, stride, weights, features); break;
+            case 5: float_tiles(5, to, from, stride, weights, features); break;
+#if LANES == 16
+            case 6: float_tiles(6, to, from, stride, weights, features); break;
+            case 7: float_tiles(7, to, from, stride, weights, features); break;
+#endif
+            default: float_tiles(FLOAT_ROWS, to, from, stride, weights, features);
+        }
+    }
 }
 #endif
 
@@ -39,16 +76,10 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
 #define WELL_KEPT (1 << 10)
 #endif
 #undef quantised_input
-#undef UNDONE
-#undef PRODUCTS
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
 #define quantised_input uint16_t
-#define UNDONE pairs_undone
-#define PRODUCTS(sums, x, stride, codes, span, rows) pair_products(sums, x, stride, codes, span, rows)
 #else
 #define quantised_input float
-#define UNDONE floats_undone
-#define PRODUCTS float_products
 #endif
 
 struct NAME(quantised_job) {
@@ -57,8 +88,11 @@ struct NAME(quantised_job) {
     const quantised_input *x; /* in tiles where there are many rows */
     int64_t stride;
     void *made; /* what threads write before the product: totals, or rows in tiles */
-#ifdef WITH_DIGITS
+#if WITH_DIGITS
     struct digit_rows digits;
+#endif
+#if WITH_SHORTS
+    struct short_rows shorts;
 #endif
 };
 
@@ -81,8 +115,8 @@ static void NAME(span_totals)(const void *given, int64_t begin, int64_t end) {
 
 static void NAME(write_panel)(const quantised_linear_args *a, const float *sums, int64_t row, int64_t rows,
                               int64_t panel) {
-    NAME(write_sums)((element *)a->out.data + row * a->out.stride[0], a->out.stride[0], sums, a->bias.data, rows,
-                     panel * PANEL, a->out.size[1]);
+    const struct results to = {a->out.data, a->out.stride[0], a->out.size[1], IS_WIDE(a->out), 0, a->bias.data};
+    NAME(write_sums)(&to, sums, row, rows, panel);
 }
 
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
@@ -128,25 +162,32 @@ static void NAME(rows_of_panel)(float *sums, const struct span_job *of, const qu
                                 int64_t panel) {
     const struct block_weight *weight = of->weight;
     int64_t features = weight->blocks * QUANTISED_BLOCK, words = weight->bits * BLOCK_SIZE / 16;
-    _Alignas(64) quantised_input codes[CHUNK * PANEL];
-    _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
-    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
+    _Alignas(64) quantised_input undone[CHUNK * PANEL];
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS] = {0};
     memset(sums, 0, of->rows * PANEL * sizeof *sums);
     for (int64_t first = 0; first < features; first += CHUNK) {
-        int64_t count = least_of(CHUNK, features - first), block = panel * weight->blocks + first / QUANTISED_BLOCK;
-        for (int64_t each = 0; each < count / QUANTISED_BLOCK; each++)
-            UNDONE(codes + each * BLOCK_SIZE, weight->panels + (block + each) * words, weight);
-        int64_t span = first / weight->span, spans = (count + weight->span - 1) / weight->span;
-        read_numbers(scales, mins, weight, panel, span, spans);
-        for (int64_t place = 0; place < spans; place++) {
-            int64_t at = place * weight->span;
+        int64_t count = least_of(CHUNK, features - first), span = first / weight->span;
+        const uint16_t *block = weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK) * words;
+        read_numbers(scales, mins, weight, panel, span, (count + weight->span - 1) / weight->span);
+#if defined(ELEMENT_BF16) && defined(WITH_PAIRS) /* integers, which bf16 holds: a span's sums are scaled */
+        _Alignas(64) float found[ROWS_MULTIPLIED * PANEL];
+        for (int64_t i = 0; i < count; i += QUANTISED_BLOCK, block += words)
+            pairs_undone(undone + i * PANEL, block, weight);
+        for (int64_t at = 0; at < count; at += weight->span, span++)
             for (int64_t row = 0; row < of->rows; row += ROWS_MULTIPLIED) {
-                int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row);
-                PRODUCTS(found, x + row * stride + first + at, stride, codes + at * PANEL,
-                         least_of(weight->span, count - at), here);
-                add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span + place);
+                int64_t here = least_of(ROWS_MULTIPLIED, of->rows - row), place = at / weight->span;
+                pair_products(found, x + row * stride + first + at, stride, undone + at * PANEL,
+                              least_of(weight->span, count - at), here);
+                add_span(sums + row * PANEL, found, scales[place], mins[place], of, row, here, span);
             }
+#else
+        for (int64_t i = 0; i < count; i += QUANTISED_BLOCK, block += words) {
+            const vec (*scale)[VECTORS] = scales + i / weight->span, (*least)[VECTORS] = mins + i / weight->span;
+            if (of->rows == 1) add_block(sums, x + first + i, block, weight, scale, least);
+            else floats_undone(undone + i * PANEL, block, weight, scale, least);
         }
+        if (of->rows > 1) float_products(sums, x + first, stride, undone, count, of->rows);
+#endif
     }
 }
 
@@ -159,10 +200,10 @@ static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) 
     }
 }
 
-#ifdef WITH_DIGITS
+#if WITH_DIGITS
 /* Whether rows are multiplied in digits: a float has more of them. */
-static inline int NAME(has_digits)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
-    return sizeof(element) == 2 && !batch_invariant && rows <= DIGIT_ROWS && has_digits(weight);
+static inline int NAME(takes_digits)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
+    return sizeof(element) == 2 && !batch_invariant && rows <= CHECKED_ROWS && has_byte_codes(weight);
 }
 
 /* Write a row in digits, and return whether they keep it well. */
@@ -180,10 +221,38 @@ static int NAME(row_in_digits)(const struct digit_rows *to, int64_t row, const e
 
 static void NAME(digit_panels)(const void *given, int64_t begin, int64_t end) {
     const struct NAME(quantised_job) *job = given;
-    float sums[DIGIT_ROWS * PANEL];
+    float sums[CHECKED_ROWS * PANEL];
     for (int64_t panel = begin; panel < end; panel++) {
         digit_rows_of_panel(sums, &job->of, &job->digits, panel);
         NAME(write_panel)(job->a, sums, 0, job->of.rows, panel);
+    }
+}
+#endif
+
+#if defined(ELEMENT_F16) && WITH_SHORTS
+static int row_in_shorts(const struct quantised_job_f16 *job, int64_t row) {
+    const uint16_t *x = (const uint16_t *)job->a->x.data + row * job->a->x.stride[0];
+    int64_t in = job->shorts.in, width = job->of.weight->span;
+    float wide[CHUNK];
+    int is_kept = 1;
+    for (int64_t span = 0, first = 0; first < in; span++, first += width) {
+        int64_t count = least_of(width, in - first);
+        for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load_f16(x + first + i));
+        is_kept &= write_shorts(&job->shorts, row, span, first, wide, count);
+    }
+    return is_kept;
+}
+
+static void rows_in_shorts(const void *given, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; row++) row_in_shorts(given, row);
+}
+
+static void short_panels(const void *given, int64_t begin, int64_t end) {
+    const struct quantised_job_f16 *job = given;
+    float *sums = lasting(job->of.rows * PANEL);
+    for (int64_t panel = begin; panel < end; panel++) {
+        shorts_of_panel(sums, &job->of, &job->shorts, panel);
+        write_panel_f16(job->a, sums, 0, job->of.rows, panel);
     }
 }
 #endif
@@ -199,15 +268,28 @@ KERNEL(quantised_linear) {
     int64_t whole = rows + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
     float *at = scratch(whole * (job.of.spans + in) + 2 * LANES);
     job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
-    if (weight.mins.at) parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
-#ifdef WITH_DIGITS
-    if (NAME(has_digits)(&weight, rows, a->batch_invariant)) {
+    if (weight.mins.at && sizeof(element) == 2)
+        parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
+#if WITH_DIGITS
+    if (NAME(takes_digits)(&weight, rows, a->batch_invariant)) {
         int is_kept = 1;
         job.digits = digit_rows_at(at, rows, in, job.of.spans);
         for (int64_t row = 0; row < rows; row++)
             is_kept &= NAME(row_in_digits)(&job.digits, row, (const element *)a->x.data + row * a->x.stride[0], &weight);
         if (is_kept) {
             parallel(threads, NAME(digit_panels), &job, panels, least);
+            return;
+        }
+    }
+#endif
+#if defined(ELEMENT_F16) && WITH_SHORTS
+    if (!a->batch_invariant && has_byte_codes(&weight) && (rows > CHECKED_ROWS || !WITH_DIGITS)) {
+        int is_kept = 1;
+        job.shorts = short_rows_at(at, rows, in, job.of.spans);
+        if (rows > CHECKED_ROWS) parallel(threads, rows_in_shorts, &job, rows, items_of(SHARED_WORK, in));
+        for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++) is_kept &= row_in_shorts(&job, row);
+        if (is_kept) {
+            parallel(threads, short_panels, &job, panels, least);
             return;
         }
     }

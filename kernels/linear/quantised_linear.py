@@ -11,10 +11,10 @@ of 32 words has the codes of two input features and 16 output features in the lo
 input feature in the even words, of the next one in the odd; then the same of the panel's other half in the next bits,
 then two further input features. Numbers: `[panels, groups, 32]`.
 
-Activations are not quantised, and weights are not rounded: a group's products are summed up as integers times
-activations, in float32, and scaled. One or two rows of 16 bits are multiplied as integers where the processor can
-(AVX-512's VNNI and VBMI), with 22 bits and a sign of an activation beside the largest of its group. A row's result
-depends neither on other rows nor on the number of threads, but for this choice by the number of rows.
+Weights are not rounded: with bf16 a group's products are summed up as integers times activations, in float32, and
+scaled; with float32 whole weights are multiplied. Rows of fp16 are multiplied as integers, with 15 bits and a sign of
+an activation beside the largest of its group (AVX2 and up), and one or two rows of 16 bits with 22 (AVX-512's VNNI and
+VBMI). A row's result depends neither on other rows nor on the number of threads, but for this choice by their number.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..native.registration import operator
-from ..native.signature import AnyElement, OneOf, Written
+from ..native.signature import AnyElement, OneOf, Wide, Written
 
 PANEL = 32
 BLOCK = 32  # input features whose codes stand together
@@ -190,7 +190,7 @@ def _is_served(out: Tensor, x: Tensor, weight: QuantisedPanels, *_: object, **_o
 
 @operator(is_compiled=_is_served, constants={"QUANTISED_BLOCK": BLOCK})
 def quantised_linear(
-    out: Written[Tensor],
+    out: Written[Wide],
     x: Tensor,
     weight: QuantisedPanels,
     bias: Tensor | None = None,
@@ -200,7 +200,7 @@ def quantised_linear(
     """Write `x @ weight.T + bias` into `out`, the weight in panels of blocks. CPU alone.
 
     Args:
-        out: [rows, out_features], rows may be strided.
+        out: [rows, out_features], of x's dtype, or fp32; rows may be strided.
         x: [rows, in_features], float32, bfloat16 or float16, rows may be strided; any number of rows.
         weight: as `quantised_panels` returned it.
         bias: [out_features] or None.

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import OneOf, Written
+from ..native.signature import OneOf, Wide, Written
 
 ACTIVATIONS = OneOf(("silu", "gelu_tanh", "gelu"))
 _MAX_BLOCK = 2048
@@ -57,11 +57,14 @@ def act_mul_triton(out: Tensor, gate_up: Tensor, activation: str) -> None:
 def gated(out: Tensor, gate_up: Tensor, activation: str) -> None:
     """Compute with torch's operators; see `act_mul`."""
     gate, up = gate_up.chunk(2, dim=1)
+    active = out if out.dtype == gate.dtype else torch.empty_like(gate)
     if activation == "silu":
-        torch.ops.aten.silu.out(gate, out=out)
+        torch.ops.aten.silu.out(gate, out=active)
     else:
-        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=out)
-    out.mul_(up)
+        torch.ops.aten.gelu.out(gate, approximate="tanh" if activation == "gelu_tanh" else "none", out=active)
+    active.mul_(up)
+    if active is not out:
+        out.copy_(active)
 
 
 def _is_served(out: Tensor, gate_up: Tensor, activation: str) -> bool:
@@ -69,12 +72,12 @@ def _is_served(out: Tensor, gate_up: Tensor, activation: str) -> bool:
 
 
 @operator(triton_version=act_mul_triton, is_compiled=_is_served)
-def act_mul(out: Written[Tensor], gate_up: Tensor, activation: Annotated[str, ACTIVATIONS]) -> None:
+def act_mul(out: Written[Tensor], gate_up: Wide, activation: Annotated[str, ACTIVATIONS]) -> None:
     """Write `activation(gate) * up` into `out`.
 
     Args:
         out: [rows, width], contiguous.
-        gate_up: [rows, 2 * width], the gate first; rows may be strided.
+        gate_up: [rows, 2 * width], the gate first, of out's dtype, or fp32; rows may be strided.
         activation: one of `ACTIVATIONS`.
 
     Raises:

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Int32, Int64, Written
+from ..native.signature import Int32, Int64, Wide, Written
 
 _MAX_BLOCK = 2048
 
@@ -67,11 +67,11 @@ def _is_served(out: Tensor, tokens: Tensor, weight: Tensor, live: Tensor, scale:
 
 
 @operator(triton_version=embedding_triton, is_compiled=_is_served)
-def embedding(out: Written[Tensor], tokens: Int64, weight: Tensor, live: Int32, scale: float = 1.0) -> None:
+def embedding(out: Written[Wide], tokens: Int64, weight: Tensor, live: Int32, scale: float = 1.0) -> None:
     """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids outside [0, vocab), read row 0.
 
     Args:
-        out: [tokens, hidden], contiguous, of the weight's dtype.
+        out: [tokens, hidden], contiguous, of the weight's dtype, or fp32.
         tokens: int64 [tokens].
         weight: [vocab, hidden], rows may be strided.
         live: int32 [1], how many of the tokens are live.
@@ -79,6 +79,5 @@ def embedding(out: Written[Tensor], tokens: Int64, weight: Tensor, live: Int32, 
     """
     alive = torch.arange(tokens.shape[0], device=tokens.device) < live
     known = alive & (tokens >= 0) & (tokens < weight.shape[0])
-    torch.index_select(weight, 0, torch.where(known, tokens, 0), out=out)
-    if scale != 1.0:
-        out.mul_(scale)
+    rows = torch.index_select(weight, 0, torch.where(known, tokens, 0))
+    out.copy_(rows if scale == 1.0 else rows.float().mul_(scale))

@@ -110,7 +110,7 @@ def embedding_norm(
 
     Args:
         out: [tokens, hidden], contiguous.
-        residual: [tokens, hidden], contiguous, of the table's dtype; rounded to it before it is normalised.
+        residual: [tokens, hidden], contiguous, of the table's dtype, or fp32; rounded to it before it is normalised.
         tokens: int64 [tokens].
         table: [vocab, hidden], rows may be strided.
         live: int32 [1], how many of the tokens are live; the others, and ids outside [0, vocab), read row 0.

@@ -12,14 +12,15 @@
 /* Where the products of all pairs go, and what is done with their sums before. */
 struct expert_outputs {
     void *out;
+    int is_wide; /* floats */
     const void *bias; /* [experts][halves * width], or none */
     int64_t width, halves, gate;
     float alpha, limit;
 };
 
 #define EXPERT_OUTPUTS(a)                                                               \
-    {(a)->out.data, (a)->bias.data, (a)->out.size[1], (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, (float)(a)->alpha, \
-     (float)(a)->limit}
+    {(a)->out.data, IS_WIDE((a)->out), (a)->bias.data, (a)->out.size[1], (a)->gate == GATE_NONE ? 1 : 2, (a)->gate, \
+     (float)(a)->alpha, (float)(a)->limit}
 
 /* Make an activated product of the sums of gate and up, in place of the gate's. */
 static void gate_sums(vec *gates, const vec *ups, const struct expert_outputs *to) {
@@ -71,6 +72,14 @@ static void NAME(add_bias)(vec *sums, const element *bias, int64_t width) {
     memcpy(sums, values, sizeof values);
 }
 
+INLINE void NAME(write_values)(const int is_wide, void *out, int64_t place, const vec *values, int64_t count) {
+    char *at = (char *)out + place * width_of(is_wide);
+    float held[PANEL];
+    char *to = count == PANEL ? at : (char *)held;
+    for (int64_t v = 0; v < VECTORS; v++) store_at(is_wide, to, v * LANES, values[v]);
+    if (to != at) memcpy(at, to, count * width_of(is_wide));
+}
+
 /* Write some pairs' sums with one panel of an expert, [count][PANEL], or gated those with two of them. */
 static void NAME(write_pairs)(const struct expert_outputs *to, const float *sums, const float *ups, const int32_t *pairs,
                               int64_t count, int64_t expert, int64_t panel) {
@@ -85,10 +94,7 @@ static void NAME(write_pairs)(const struct expert_outputs *to, const float *sums
             if (bias) NAME(add_bias)(found[1], bias + width, held);
             gate_sums(found[0], found[1], to);
         }
-        float values[PANEL];
-        memcpy(values, found[0], sizeof values);
-        element *out = (element *)to->out + pairs[r] * width + begin;
-        for (int64_t j = 0; j < held; j++) out[j] = narrow(values[j]);
+        BY_WIDTH(to->is_wide, NAME(write_values), to->out, pairs[r] * width + begin, found[0], held);
     }
 }
 

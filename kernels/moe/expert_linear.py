@@ -20,7 +20,7 @@ from ..model.act_mul import ACTIVATIONS
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Int32, OneOf, Written
+from ..native.signature import Int32, OneOf, Wide, Written
 
 GATES = OneOf(("none", *ACTIVATIONS, "swiglu_clamped"))
 _FEW_ROWS = {2: (16, 32, 128, 4, 4), 4: (16, 32, 64, 4, 3)}  # by itemsize: block_m, block_n, block_k, warps, stages
@@ -247,7 +247,7 @@ def _is_served(
 
 @operator(triton_version=expert_linear_triton, is_compiled=_is_served)
 def expert_linear(
-    out: Written[Tensor],
+    out: Written[Wide],
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -263,7 +263,7 @@ def expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`.
 
     Args:
-        out: [pairs, width], contiguous; pairs that are not listed are left alone.
+        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are left alone.
         x: [pairs / slots, in_features], rows may be strided.
         weight: [experts, out_features, in_features], contiguous, out_features being width, or twice that with a gate,
             the gate first; or on a CPU what `expert_panels` made of each, joined.

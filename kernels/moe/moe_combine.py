@@ -10,7 +10,7 @@ from torch import Tensor
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Float32, Int32, Written
+from ..native.signature import Float32, Int32, Wide, Written
 
 _MAX_BLOCK = 1024
 
@@ -69,15 +69,17 @@ def moe_combine_triton(out: Tensor, parts: Tensor, ids: Tensor, weights: Tensor,
 
 
 @operator(triton_version=moe_combine_triton, is_compiled=True)
-def moe_combine(out: Written[Tensor], parts: Tensor, ids: Int32, weights: Float32, gate: Tensor | None = None) -> None:
+def moe_combine(out: Written[Wide], parts: Wide, ids: Int32, weights: Float32, gate: Wide | None = None) -> None:
     """Write each row's sum of its parts, in the order of its slots, into `out`.
 
     Args:
         out: [rows, hidden], contiguous; with a gate, what it holds is part of the sum.
-        parts: [rows * slots, hidden], contiguous; those of dead rows may hold anything.
+        parts: [rows * slots, hidden], contiguous, of out's dtype, or one of the two fp32; those of dead rows may hold
+            anything.
         ids: int32 [rows, slots], as `moe_route` wrote them: -1 is nobody.
         weights: fp32 [rows, slots].
-        gate: [rows, 1], the logit of the share of what `out` holds; rows may be strided. None: `out` holds nothing.
+        gate: [rows, 1], the logit of the share of what `out` holds; rows may be strided. None: `out` holds
+            nothing.
     """
     held = parts.view(*ids.shape, -1).float()
     held = torch.where(ids[:, :, None] >= 0, held * weights[:, :, None], 0.0)

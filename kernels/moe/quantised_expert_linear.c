@@ -28,7 +28,7 @@ struct NAME(pair_rows) {
     struct span_job of;
     const quantised_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
     int in_digits;
-#ifdef WITH_DIGITS
+#if WITH_DIGITS
     struct digit_rows digits;
 #endif
 };
@@ -44,8 +44,8 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
     quantised_input *rows = (quantised_input *)carved(&at, count * in);
     element *ordered = (element *)carved(&at, in);
     struct NAME(pair_rows) found = {{job->weight, count, spans, totals}, rows, 0};
-#ifdef WITH_DIGITS
-    found.in_digits = NAME(has_digits)(job->weight, count, a->batch_invariant);
+#if WITH_DIGITS
+    found.in_digits = NAME(takes_digits)(job->weight, count, a->batch_invariant);
     if (found.in_digits) found.digits = digit_rows_at(at, count, in, spans);
 #endif
     for (int64_t r = 0; r < count; r++) {
@@ -55,7 +55,7 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
             row = ordered;
         }
         if (job->weight->mins.at) NAME(row_totals)(totals + r * spans, row, span, in);
-#ifdef WITH_DIGITS
+#if WITH_DIGITS
         if (found.in_digits) found.in_digits = NAME(row_in_digits)(&found.digits, r, row, job->weight);
 #endif
         if (sizeof(quantised_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
@@ -96,7 +96,7 @@ static void NAME(multiply_few_bits)(const struct NAME(few_bit_experts) *job, int
         else if (is_few) few_rows_of_panel(own, &rows.of, rows.x, in, ring, panel, end * weight->blocks);
         else
 #endif
-#ifdef WITH_DIGITS
+#if WITH_DIGITS
             if (rows.in_digits) digit_rows_of_panel(own, &rows.of, &rows.digits, panel);
         else
 #endif

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..linear.quantised_linear import PANEL, QuantisedPanels, are_blocks_of, undone
 from ..native.registration import operator
-from ..native.signature import Int32, Written
+from ..native.signature import Int32, Wide, Written
 from .expert_linear import GATES, write_products
 
 _BY_PANEL = ("panels", "scales", "mins", "factors", "min_factors")
@@ -79,7 +79,7 @@ def _is_served(
 
 @operator(is_compiled=_is_served)
 def quantised_expert_linear(
-    out: Written[Tensor],
+    out: Written[Wide],
     x: Tensor,
     weight: QuantisedPanels,
     columns: Int32 | None,
@@ -96,7 +96,7 @@ def quantised_expert_linear(
     """Write each listed pair's product with the weights of its expert into `out`. CPU alone.
 
     Args:
-        out: [pairs, width], contiguous; pairs that are not listed are left alone.
+        out: [pairs, width], contiguous, of x's dtype, or fp32; pairs that are not listed are left alone.
         x: [pairs / slots, in_features], float32 or bfloat16, rows may be strided.
         weight: the panels of all experts, as `stacked_panels` returned them.
         columns: [experts, in_features], the input feature of each column of an expert's weight; None: as they stand.

@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from .instructions import instructions
+
 # Vectors and threads are GCC's and Clang's own; nothing of these is x86's.
 PORTABLE_FLAGS = ("-O3", "-fno-math-errno", "-std=gnu11", "-Wno-psabi", "-pthread", "-fPIC", "-shared")
-_X86_FLAGS = ("-mprefer-vector-width=512",)  # the vectors of the kernels are that wide
 COMPILE_SECONDS = 300  # of the clock: some 20 of one core, which others may want too
 _VERSION_SECONDS = 20
 _DISK_ERRORS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
@@ -29,7 +30,7 @@ class Compiler(NamedTuple):
     Attributes:
         command: program and options, without input and output.
         version: what it says about itself.
-        processor: what -march=native depends on.
+        processor: what "native" among the options depends on.
     """
 
     command: list[str]
@@ -38,10 +39,11 @@ class Compiler(NamedTuple):
 
     @classmethod
     def found(cls) -> "Compiler":
-        """Return the one that CC names, else the first of cc, gcc and clang.
+        """Return the one that CC names, else the first of cc, gcc and clang, for the instructions that are chosen.
 
         Raises:
             NotCompiled: there is none, or it cannot be run.
+            MissingInstructions: this processor does not have the chosen instructions.
         """
         if platform.system() != "Linux":
             raise NotCompiled(f"compiled kernels are made on Linux alone, this is {platform.system()}")
@@ -54,13 +56,13 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"CC is {named!r}, which is no command: {error}") from None
         if not words:
             raise NotCompiled(f"CC is {named!r}, which is no command")
-        flags = PORTABLE_FLAGS + (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else ())
+        flags = (*instructions().flags, *PORTABLE_FLAGS)
         try:
             version = subprocess.run(
                 [*words, "--version"], capture_output=True, timeout=_VERSION_SECONDS, check=True, encoding="utf-8",
                 errors="replace", env=_environment(),
             )  # fmt: skip
-            return cls([*words, "-march=native", *flags], version.stdout, _processor())
+            return cls([*words, *flags], version.stdout, _processor())
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             told = f"the C compiler {words[0]!r} cannot be run ({error})"
             raise NotCompiled(f"{told}: install it, or name one in CC") from error

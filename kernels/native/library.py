@@ -6,6 +6,7 @@ Python in between. They share their work among threads of their own (`native_thr
 
 Where there is no C compiler, `library()` is None and `why_not()` says why; torch's operators do the work then, which is
 said once on standard error. The environment variable GRAPHDECODE_NATIVE=0 has the same effect, and nothing is said.
+GRAPHDECODE_ISA names the instructions that they may use.
 """
 
 import ctypes
@@ -67,7 +68,11 @@ def fits(*tensors: Tensor | None) -> bool:
 
 
 def library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, made at the first call; None if they cannot be had here, or are switched off."""
+    """Return the compiled kernels, made at the first call; None if they cannot be had here, or are switched off.
+
+    Raises:
+        MissingInstructions: GRAPHDECODE_ISA names instructions that this processor does not have.
+    """
     return None if _SWITCHED_OFF.get() else _load().library
 
 

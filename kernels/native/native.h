@@ -42,7 +42,7 @@ typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
 
 /* Kernels are given one struct, which is made from the operation's signature (signature.py): a tensor is where it
- * begins, its sizes, its strides in elements and what its elements are if they have 8 bits; null is no tensor. */
+ * begins, its sizes, its strides in elements and what its elements are where that can differ; null is no tensor. */
 #define TENSOR(type)             \
     struct {                     \
         type *data;              \
@@ -59,6 +59,28 @@ typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
         NAME(operation##_of)(args, threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads); \
     }                                                                                  \
     static void NAME(operation##_of)(const operation##_args *a, int64_t threads)
+
+/* Tensors that are floats or, where these are narrower, elements (`Wide` in signature.py): which they are is a constant where
+ * values are read or written, `i` values behind `at`. */
+#define IS_WIDE(tensor) (sizeof(element) == sizeof(float) || (tensor).code == CODE_WIDE)
+#define BY_WIDTH(is_wide, function, ...)         \
+    do {                                         \
+        if (is_wide) function(1, __VA_ARGS__);   \
+        else function(0, __VA_ARGS__);           \
+    } while (0)
+#define width_of(is_wide) ((is_wide) ? sizeof(float) : sizeof(element))
+#define load_at(is_wide, at, i) ((is_wide) ? load_f32((const float *)(at) + (i)) : load((const element *)(at) + (i)))
+#define widen_at(is_wide, at, i) ((is_wide) ? ((const float *)(at))[i] : widen(((const element *)(at))[i]))
+#define store_at(is_wide, at, i, values)                       \
+    do {                                                       \
+        if (is_wide) store_f32((float *)(at) + (i), values);   \
+        else store((element *)(at) + (i), values);             \
+    } while (0)
+#define narrow_at(is_wide, at, i, value)                       \
+    do {                                                       \
+        if (is_wide) ((float *)(at))[i] = value;               \
+        else ((element *)(at))[i] = narrow(value);             \
+    } while (0)
 
 static inline int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
 

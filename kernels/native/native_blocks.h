@@ -111,15 +111,25 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
     return found;
 }
 
-/* The codes of a block as the floats that they mean, [in][PANEL]. */
-INLINE void undo_floats(const int bits, float *out, const uint16_t *at, const struct block_weight *weight) {
-#pragma GCC unroll 32
-    for (int k = 0; k < QUANTISED_BLOCK; k++) { /* a pair of input features, and half of the panel */
-        float *to = out + k / 2 * 2 * PANEL + k % 2 * HALF_PANEL;
-        for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
-            store_f32(to + lane, meant(bits, weight, codes_at(bits, at, k, lane, 0)));
-            store_f32(to + PANEL + lane, meant(bits, weight, codes_at(bits, at, k, lane, 1)));
-        }
+/* A block's weights as floats: what its codes mean, scaled, and the least value of its group, in one rounding. They are
+ * written to `out`, [in][PANEL], or where that is null multiplied with the values of a row and added to its sums. A block
+ * has one span's numbers, or two spans'. */
+INLINE void undo_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
+                        const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
+#pragma GCC unroll 2
+    for (int part = 0; part < QUANTISED_BLOCK / LEAST_GROUP; part++) {
+        const int64_t place = weight->span < QUANTISED_BLOCK ? part : 0;
+#pragma GCC unroll 16
+        for (int k = part * LEAST_GROUP; k < (part + 1) * LEAST_GROUP; k++) /* a pair of input features, and half of the panel */
+#pragma GCC unroll 2
+            for (int odd = 0; odd < 2; odd++)
+#pragma GCC unroll 4
+                for (int lane = 0; lane < HALF_PANEL; lane += LANES) {
+                    const int feature = k / 2 * 2 + odd, v = (k % 2 * HALF_PANEL + lane) / LANES;
+                    vec found = meant(bits, weight, codes_at(bits, at, k, lane, odd)) * scales[place][v] + mins[place][v];
+                    if (out) store_f32(out + feature * PANEL + v * LANES, found);
+                    else sums[v] += found * x[feature];
+                }
     }
 }
 
@@ -133,8 +143,18 @@ INLINE void undo_floats(const int bits, float *out, const uint16_t *at, const st
         default: undo(8, __VA_ARGS__);          \
     }
 
-static void floats_undone(float *out, const uint16_t *at, const struct block_weight *weight) {
-    FOR_BITS(undo_floats, out, at, weight)
+static void floats_undone(float *out, const uint16_t *at, const struct block_weight *weight,
+                          const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
+    FOR_BITS(undo_floats, out, 0, 0, at, weight, scales, mins)
+}
+
+/* Add a block's products with the values of one row, in the same order as many rows are. */
+static void add_block(float *to, const float *x, const uint16_t *at, const struct block_weight *weight,
+                      const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
+    vec sums[VECTORS];
+    memcpy(sums, to, sizeof sums);
+    FOR_BITS(undo_floats, 0, sums, x, at, weight, scales, mins)
+    memcpy(to, sums, sizeof sums);
 }
 
 #ifdef WITH_PAIRS

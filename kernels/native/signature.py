@@ -31,12 +31,14 @@ Int64 = Annotated[Tensor, torch.int64]
 Float32 = Annotated[Tensor, torch.float32]
 Bfloat16 = Annotated[Tensor, torch.bfloat16]
 AnyElement = Annotated[Tensor, "any"]  # a tensor whose dtype need not be that of the other unmarked ones
+Wide = Annotated[Tensor, "wide"]  # of their dtype, or float32 beside narrower ones, which C is told
 
 _DIMENSIONS = 4  # of the tensors that compiled kernels take
 _NO_TENSOR = (0,) * (2 + 2 * _DIMENSIONS)
 _MISSING = tuple((0,) * (_DIMENSIONS - given) for given in range(_DIMENSIONS + 1))
 _C_TYPES = {torch.int32: "int32_t", torch.int64: "int64_t", torch.float32: "float", torch.bfloat16: "uint16_t"}
 CODES = {torch.float8_e4m3fn: 1, torch.int8: 2}  # types of 8 bits that C tells apart; the others are 0
+WIDE_CODE = 3  # of a `Wide` tensor in float32
 
 
 class Field(NamedTuple):
@@ -47,7 +49,8 @@ class Field(NamedTuple):
         kind: Tensor, int, float, bool or str.
         is_optional: whether it may be None; tensors alone.
         is_written: whether the operation writes into it.
-        dtype: of a tensor, if there is only one; None for the element type that all such tensors share.
+        dtype: of a tensor, if there is only one; None for the element type that all such tensors share; a mark where it
+            need not be that: "any" or "wide".
         choices: of a string.
     """
 
@@ -62,7 +65,7 @@ class Field(NamedTuple):
     def of(cls, name: str, annotation: Any, is_optional: bool = False, is_written: bool = False) -> "Field":
         """Read one annotation."""
         kind, marks, may_miss = _unwrapped(annotation)
-        dtypes = [mark for mark in marks if isinstance(mark, torch.dtype) or mark == "any"]
+        dtypes = [mark for mark in marks if isinstance(mark, torch.dtype) or mark in ("any", "wide")]
         choices = [mark for mark in marks if isinstance(mark, OneOf)]
         return cls(
             name,
@@ -148,7 +151,7 @@ class Signature:
         names = [field.name for field in self.fields]
         if len(set(names)) < len(names):
             raise ValueError(f"{self.name} has two arguments of one name among {', '.join(names)}")
-        self.has_element = any(field.kind is Tensor and field.dtype is None for field in self.fields)
+        self.has_element = any(field.kind is Tensor and field.dtype in (None, "wide") for field in self.fields)
         codes = "".join(_codes(field) for field in self.fields)
         self._layout = struct.Struct(f"@{codes}")
 
@@ -206,26 +209,32 @@ class Signature:
     def packed(self, values: Sequence[Any]) -> tuple[bytes, torch.dtype | None] | None:
         """Return the fields as the C struct, and their element type; None where a dtype is not what C expects."""
         element: torch.dtype | None = None
+        has_floats = False  # among the wide ones
         members: list[int | float] = []
         for (_, kind, _, _, dtype, choices), value in zip(self.fields, values, strict=True):
             if value is None:
                 members += _NO_TENSOR
             elif kind is Tensor:
-                if dtype is None:
+                code = CODES.get(value.dtype, 0)
+                if dtype == "wide" and value.dtype == torch.float32:
+                    has_floats, code = True, WIDE_CODE
+                elif dtype is None or dtype == "wide":
                     element = element or value.dtype
-                if (dtype or element) != value.dtype and dtype != "any":
+                    if value.dtype != element:
+                        return None
+                elif dtype not in (value.dtype, "any"):
                     return None
                 shape = value.shape
                 rank = len(shape)
                 if rank > _DIMENSIONS:
                     return None
                 missing = _MISSING[rank]
-                members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing, CODES.get(value.dtype, 0))
+                members += (value.data_ptr(), *shape, *missing, *value.stride(), *missing, code)
             elif kind is not str:
                 members.append(value)
             elif choices is not None:
                 members.append(choices.index(value))
-        return self._layout.pack(*members), element
+        return self._layout.pack(*members), torch.float32 if element is None and has_floats else element
 
     def _made(self, source: str, **names: Any) -> Any:
         """Return the function of a source text; its frames count as the operation's file."""

@@ -5,7 +5,7 @@ signatures, and the sources themselves, once for each element type.
 import importlib
 from pathlib import Path
 
-from .signature import CODES, Signature
+from .signature import CODES, WIDE_CODE, Signature
 
 FOLDER = Path(__file__).parent  # of the headers; a source stands beside the operation of its name
 _PACKAGE = __package__.rpartition(".")[0]
@@ -41,6 +41,7 @@ def unit_text() -> str:
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
     codes = {f"CODE_{str(dtype).removeprefix('torch.')}".upper(): value for dtype, value in CODES.items()}
+    codes["CODE_WIDE"] = WIDE_CODE
     constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
     structs = "".join(_STRUCTS[name] for name in sorted(_STRUCTS))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)

@@ -2,55 +2,66 @@
 #include "native.h"
 
 /* One over the root of the mean square of a row. */
-static float NAME(inverse_rms)(const element *x, int64_t hidden, float eps) {
+INLINE float NAME(inverse_rms)(const int is_wide, const void *x, int64_t hidden, float eps) {
     vec squares = splat(0.0f);
     float rest = 0.0f;
     int64_t i = 0;
-    for (; i + LANES <= hidden; i += LANES) squares += load(x + i) * load(x + i);
-    for (; i < hidden; i++) rest += widen(x[i]) * widen(x[i]);
+    for (; i + LANES <= hidden; i += LANES) squares += load_at(is_wide, x, i) * load_at(is_wide, x, i);
+    for (; i < hidden; i++) rest += widen_at(is_wide, x, i) * widen_at(is_wide, x, i);
     return 1.0f / sqrtf((sum_lanes(squares) + rest) / (float)hidden + eps);
 }
 
-static void NAME(norm_row)(element *out, const element *x, const float *weight, int64_t hidden, float eps) {
-    float scale = NAME(inverse_rms)(x, hidden, eps);
+/* The norm of a row, or without a weight the row itself. */
+INLINE void NAME(norm_row)(const int is_wide, element *out, const void *x, const float *weight, int64_t hidden, float eps) {
+    float scale = weight ? NAME(inverse_rms)(is_wide, x, hidden, eps) : 1.0f;
     int64_t i = 0;
-    for (; i + LANES <= hidden; i += LANES) store(out + i, load(x + i) * scale * load_f32(weight + i));
-    for (; i < hidden; i++) out[i] = narrow(widen(x[i]) * scale * weight[i]);
+    for (; weight && i + LANES <= hidden; i += LANES)
+        store(out + i, load_at(is_wide, x, i) * scale * load_f32(weight + i));
+    for (; !weight && i + LANES <= hidden; i += LANES) store(out + i, load_at(is_wide, x, i));
+    for (; i < hidden; i++) out[i] = narrow(weight ? widen_at(is_wide, x, i) * scale * weight[i] : widen_at(is_wide, x, i));
 }
 
-static void NAME(add_row)(element *residual, const element *x, const float *gain, float scale, int64_t hidden) {
+/* Add a row to the residual, normed where a gain is given; `is_wide` is the row's, `in_floats` the residual's. */
+INLINE void NAME(add_row)(const int is_wide, const int in_floats, void *residual, const void *x, const float *gain,
+                          float scale, float eps, int64_t hidden) {
     int64_t i = 0;
     if (gain) {
-        for (; i + LANES <= hidden; i += LANES)
-            store(residual + i, load(residual + i) + load(x + i) * scale * load_f32(gain + i));
-        for (; i < hidden; i++) residual[i] = narrow(widen(residual[i]) + widen(x[i]) * scale * gain[i]);
-        return;
+        scale *= NAME(inverse_rms)(is_wide, x, hidden, eps);
+        for (; i + LANES <= hidden; i += LANES) {
+            vec sum = load_at(in_floats, residual, i) + load_at(is_wide, x, i) * scale * load_f32(gain + i);
+            store_at(in_floats, residual, i, sum);
+        }
     }
-    for (; i + LANES <= hidden; i += LANES) store(residual + i, load(residual + i) + load(x + i) * scale);
-    for (; i < hidden; i++) residual[i] = narrow(widen(residual[i]) + widen(x[i]) * scale);
+    for (; i + LANES <= hidden; i += LANES)
+        store_at(in_floats, residual, i, load_at(in_floats, residual, i) + load_at(is_wide, x, i) * scale);
+    for (; i < hidden; i++) {
+        float sum = widen_at(in_floats, residual, i) + widen_at(is_wide, x, i) * scale * (gain ? gain[i] : 1.0f);
+        narrow_at(in_floats, residual, i, sum);
+    }
 }
 
 static void NAME(norm_rows)(const void *job, int64_t begin, int64_t end) {
     const rms_norm_args *a = job;
-    int64_t hidden = a->x.size[1];
+    int64_t hidden = a->x.size[1], is_wide = IS_WIDE(a->x);
     for (int64_t row = begin; row < end; row++) {
-        const element *x = (const element *)a->x.data + row * a->x.stride[0];
-        NAME(norm_row)((element *)a->out.data + row * hidden, x, a->weight.data, hidden, (float)a->eps);
+        const char *x = (const char *)a->x.data + row * a->x.stride[0] * width_of(is_wide);
+        element *out = (element *)a->out.data + row * hidden;
+        BY_WIDTH(is_wide, NAME(norm_row), out, x, a->weight.data, hidden, (float)a->eps);
     }
+}
+
+INLINE void NAME(add_norm_row)(const int in_floats, const add_rms_norm_args *a, int64_t row) {
+    int64_t hidden = a->x.size[1], is_wide = IS_WIDE(a->x);
+    element *out = (element *)a->out.data + row * hidden;
+    char *residual = (char *)a->residual.data + row * hidden * width_of(in_floats);
+    const char *x = (const char *)a->x.data + row * a->x.stride[0] * width_of(is_wide);
+    BY_WIDTH(is_wide, NAME(add_row), in_floats, residual, x, a->post_weight.data, (float)a->scale, (float)a->post_eps, hidden);
+    NAME(norm_row)(in_floats, out, residual, a->weight.data, hidden, (float)a->eps);
 }
 
 static void NAME(add_norm_rows)(const void *job, int64_t begin, int64_t end) {
     const add_rms_norm_args *a = job;
-    int64_t hidden = a->x.size[1];
-    for (int64_t row = begin; row < end; row++) {
-        element *out = (element *)a->out.data + row * hidden, *residual = (element *)a->residual.data + row * hidden;
-        const element *x = (const element *)a->x.data + row * a->x.stride[0];
-        float scale = (float)a->scale;
-        if (a->post_weight.data) scale *= NAME(inverse_rms)(x, hidden, (float)a->post_eps);
-        NAME(add_row)(residual, x, a->post_weight.data, scale, hidden);
-        if (a->weight.data) NAME(norm_row)(out, residual, a->weight.data, hidden, (float)a->eps);
-        else memcpy(out, residual, hidden * sizeof(element));
-    }
+    for (int64_t row = begin; row < end; row++) BY_WIDTH(IS_WIDE(a->residual), NAME(add_norm_row), a, row);
 }
 
 KERNEL(rms_norm) { parallel(threads, NAME(norm_rows), a, a->x.size[0], items_of(PARALLEL_WORK, a->x.size[1])); }

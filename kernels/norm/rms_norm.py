@@ -11,7 +11,7 @@ from torch import Tensor
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import Float32, Written
+from ..native.signature import Float32, Wide, Written
 
 
 # One program normalises one row: it reads the row (twice with a residual) and the weights, and writes the row
@@ -125,12 +125,12 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @operator(triton_version=rms_norm_triton, is_compiled=_is_served)
-def rms_norm(out: Written[Tensor], x: Tensor, weight: Float32, eps: float) -> None:
+def rms_norm(out: Written[Tensor], x: Wide, weight: Float32, eps: float) -> None:
     """Write RMSNorm of `x` into `out`.
 
     Args:
         out: [rows, hidden], contiguous, any float dtype.
-        x: [rows, hidden], rows may be strided.
+        x: [rows, hidden], rows may be strided; of out's dtype, or fp32.
         weight: fp32 [hidden].
         eps: added to the mean square.
     """
@@ -140,8 +140,8 @@ def rms_norm(out: Written[Tensor], x: Tensor, weight: Float32, eps: float) -> No
 @operator(triton_version=add_rms_norm_triton, is_compiled=_is_sum_served)
 def add_rms_norm(
     out: Written[Tensor],
-    residual: Written[Tensor],
-    x: Tensor,
+    residual: Written[Wide],
+    x: Wide,
     weight: Float32 | None,
     eps: float,
     post_weight: Float32 | None = None,
@@ -152,8 +152,8 @@ def add_rms_norm(
 
     Args:
         out: [rows, hidden], contiguous.
-        residual: [rows, hidden], contiguous; the sum is rounded to its dtype before it is normalised.
-        x: [rows, hidden], rows may be strided.
+        residual: [rows, hidden], contiguous, of out's dtype, or fp32; the sum is rounded to it before it is normalised.
+        x: [rows, hidden], rows may be strided; of out's dtype, or fp32.
         weight: fp32 [hidden]; None: the sum itself goes into `out`.
         eps: added to the mean square of the sum.
         post_weight: fp32 [hidden], of the norm of `x`; None: `x` is added as it is.

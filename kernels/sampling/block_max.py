@@ -87,6 +87,7 @@ def _block_max_kernel(
         tl.store(counters + 2 * row + 1, 0)
         if row == 0:
             tl.store(counters + 2 * tl.num_programs(0), 0)
+            tl.store(counters + 2 * tl.num_programs(0) + 1, 0)
     live = tl.load(live_rows)
     flags = tl.load(sampling_flags + row)
     position = tl.load(positions + row) + 1

@@ -26,6 +26,14 @@ _PARTS = 8  # of a block, of which one is looked at for the token
 PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
 
 
+@triton.jit
+def count_row(counter, goes_on):
+    """Count a row that is done in int32 [2], at a multiple of 8 bytes; return how many are, and how many go on."""
+    mine = 1 + (goes_on.to(tl.int64) << 32)
+    counts = tl.atomic_add(counter.to(tl.pointer_type(tl.int64)), mine, sem="acq_rel") + mine
+    return counts.to(tl.int32), (counts >> 32).to(tl.int32)
+
+
 # Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
 # last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
 # one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, advances the row and takes it
@@ -318,11 +326,9 @@ def _choose_kernel(
                         BITS,
                         MASK_BLOCK,
                     )
-            # rows that are done, and how many of them go on: both fit, for a batch has fewer than 32768 rows
-            mine = 1 + (goes_on.to(tl.int32) << 16)
-            done = tl.atomic_add(counters + 2 * rows, mine, sem="acq_rel") + mine
-            if (done & 0xFFFF) == rows:
-                end_step(step, done >> 16, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
+            done, going_on = count_row(counters + 2 * rows, goes_on)
+            if done == rows:
+                end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
 
 
 def launch_choose(

@@ -11,7 +11,7 @@ are always forbidden.
 import numpy as np
 
 from ..native.optional_triton import tl, triton
-from .sampling_slots import BAD_WORD_LENGTH, MASK_BITS, PROMPT_BIT
+from .sampling_slots import BAD_WORD_LENGTH, MASK_BITS, PROMPT_BIT, held_back
 
 COUNT_MASK = PROMPT_BIT - 1
 
@@ -80,8 +80,9 @@ def processed_logits(
         index = 0
         stop_id = tl.load(stop_ids + wide_row * STOPS)
         stop_id = tl.where(position < tl.load(min_position + row), stop_id, -1)
-        while stop_id >= 0:
-            values = tl.where(columns == stop_id, float("-inf"), values)
+        while stop_id != -1:  # below -1: see `held_back`
+            masked = tl.where(stop_id >= 0, stop_id, -2 - stop_id)
+            values = tl.where(columns == masked, float("-inf"), values)
             index += 1
             stop_id = tl.load(stop_ids + wide_row * STOPS + tl.minimum(index, STOPS - 1))
             stop_id = tl.where(index < STOPS, stop_id, -1)
@@ -140,13 +141,14 @@ def apply_penalties(
 
 
 def mask_stops(logits: np.ndarray, stop_ids: np.ndarray) -> None:
-    """Forbid the stop ids in place; ids < 0 are unused.
+    """Forbid the stop ids in place, and what is held back with them; -1 is unused.
 
     Args:
         logits: float32 [vocab].
         stop_ids: int32 [n].
     """
-    logits[stop_ids[stop_ids >= 0]] = -np.inf
+    used = stop_ids[stop_ids != -1]
+    logits[np.where(used >= 0, used, held_back(used))] = -np.inf
 
 
 def mask_tokens(logits: np.ndarray, token_mask: np.ndarray) -> None:

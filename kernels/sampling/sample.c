@@ -106,8 +106,10 @@ static void process_line(const sample_args *a, int64_t row, float *logits) {
             if (bias_ids[i] < vocab) logits[bias_ids[i]] += a->bias_values.data[row * biases + i];
     if ((flags & FLAG_PENALTIES) && a->token_counts.data) penalise(a, row, logits);
     if ((flags & FLAG_STOP_MASK) && (int64_t)a->positions.data[row] + 1 < a->min_position.data[row])
-        for (int64_t i = 0; i < stops && stop_ids[i] >= 0; i++)
-            if (stop_ids[i] < vocab) logits[stop_ids[i]] = -INFINITY;
+        for (int64_t i = 0; i < stops && stop_ids[i] != -1; i++) {
+            int32_t masked = stop_ids[i] >= 0 ? stop_ids[i] : -2 - stop_ids[i]; /* see held_back */
+            if (masked < vocab) logits[masked] = -INFINITY;
+        }
     if (flags & FLAG_TOKEN_MASK) mask_tokens(a, row, logits);
     if ((flags & FLAG_BAD_WORDS) && a->recent_tokens.data) mask_bad_words(a, row, logits);
 }

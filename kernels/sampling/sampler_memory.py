@@ -24,7 +24,8 @@ class SamplerMemory(NamedTuple):
         scaled: float32 [b, blocks * block + capacity], a row's logits over the temperature, and then its candidates.
         candidate_ids: int32 [b, capacity].
         sums: int64 [b, 4, blocks], see `take_blocks`.
-        counters: int32 [2 b + 1]: programs of each row that are done, and its candidates; and rows that are done.
+        counters: int32 [2 b + 2]: programs of each row that are done, and its candidates; rows that are done, and those
+            of them that go on.
     """
 
     block: int
@@ -63,5 +64,5 @@ class SamplerMemory(NamedTuple):
             empty(rows, blocks * block + capacity),
             empty(rows, capacity, dtype=torch.int32),
             empty(rows, BLOCK_SUMS, blocks, dtype=torch.int64),
-            empty(2 * rows + 1, dtype=torch.int32),
+            empty(2 * rows + 2, dtype=torch.int32),
         )

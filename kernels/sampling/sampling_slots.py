@@ -107,7 +107,8 @@ class SamplingSlots(NamedTuple):
         frequency_penalty: float32 [b], 0 is off; counts the output alone.
         bias_ids: int32 [b, biases], distinct token ids, -1 where unused.
         bias_values: float32 [b, biases], added to the logits of those ids.
-        stop_ids: int32 [b, stop ids], -1 where unused.
+        stop_ids: int32 [b, stop ids], -1 where unused; what `held_back` gives, behind all others, for a token that is
+            not sampled below `min_position` either, and ends nothing.
         min_position: int32 [b], below it the stop ids are neither sampled nor obeyed.
         last_position: int32 [b], the row is finished by the token at this position.
         num_logprobs: int32 [b], likeliest tokens to report, with FLAG_LOGPROBS.
@@ -149,6 +150,11 @@ class LogprobOutputs(NamedTuple):
     sampled_rank: Int32
     top_logprobs: Float32
     top_ids: Int32
+
+
+def held_back(token: int) -> int:
+    """Return a token as `stop_ids` holds it that is masked below `min_position`, and no stop id; it undoes itself."""
+    return -2 - token
 
 
 def sampling_flags(

@@ -161,6 +161,50 @@ def check(version, case: dict, device: str, seed: int) -> None:
         torch.testing.assert_close(lse.double().cpu(), expected_lse, atol=close, rtol=close)
 
 
+VERSIONS = [
+    decode_attention_triton,
+    decode_attention_torch,
+    pytest.param(
+        decode_attention_native,
+        marks=pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}"),
+    ),
+]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("where", ["query", "last key", "every key", "value"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16-e4m3"])
+@pytest.mark.parametrize("length", [5, 200, 1100])
+def test_what_is_no_number_stays_so_and_spoils_nothing_else(version, where, dtype, length, device):
+    if version is decode_attention_triton and length > 200:
+        pytest.skip("a thousand keys take the interpreter a minute")
+    device = device if version is decode_attention_triton else "cpu"
+    q_dtype, kv_dtype = DTYPES[dtype]
+    lens = [20, length, 7]
+    rows = PagedRows.random(lens, page_size=16, kv_heads=2, head_dim=64, dtype=kv_dtype, device=device)
+    q = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(6)).to(q_dtype).to(device)
+    has_lse = version is not decode_attention_native
+    clean, clean_lse = run(version, rows, q, Options(0.125), dense=True, lse=has_lse)
+    out_lost, lse_lost = torch.zeros(3, 4, 64, dtype=torch.bool), torch.zeros(3, 4, dtype=torch.bool)
+    pages = rows.table[1].tolist()
+    at = {"last key": [length - 1], "every key": range(length)}.get(where, [0])
+    if where == "query":
+        q[1, 3, 5] = math.nan
+        out_lost[1, 3] = lse_lost[1, 3] = True
+    else:
+        cache = rows.v_cache if where == "value" else rows.k_cache
+        for key in at:
+            cache[pages[key // 16], key % 16, 1, 9] = math.nan
+        out_lost[1, 2:, 9 if where == "value" else slice(None)] = True
+        lse_lost[1, 2:] = where != "value"
+    out, lse = run(version, rows, q, Options(0.125), dense=True, lse=has_lse)
+    assert torch.equal(out.isnan().cpu(), out_lost)
+    assert torch.equal(out.cpu()[~out_lost], clean.cpu()[~out_lost])
+    if has_lse:
+        assert torch.equal(lse.isnan().cpu(), lse_lost)
+        assert torch.equal(lse.cpu()[~lse_lost], clean_lse.cpu()[~lse_lost])
+
+
 @pytest.mark.parametrize("number", range(len(KERNEL_CASES)))
 def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
     check(decode_attention_triton, KERNEL_CASES[number], device, seed=number)

@@ -128,6 +128,33 @@ def test_compiled_kernel_agrees_with_float64_on_every_pair_of_options(number, th
         torch.set_num_threads(before)
 
 
+def extend_attention_native(*given):
+    native_extend_attention(*given)()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("version", [extend_attention_triton, extend_attention_torch, extend_attention_native])
+def test_a_query_that_is_no_number_stays_so_and_spoils_no_other(version, dtype, device):
+    if version is extend_attention_native and native.library() is None:
+        pytest.skip(f"no compiled kernels: {native.why_not()}")
+    device = device if version is extend_attention_triton else "cpu"
+    rows = PagedRows.random([5, 40], page_size=16, kv_heads=2, head_dim=64, dtype=dtype, device=device)
+    q = torch.randn(45, 4, 64, generator=torch.Generator().manual_seed(2)).to(dtype).to(device)
+    cu_q = torch.tensor([0, 5, 45], dtype=torch.int32, device=device)
+    scales = (None,) if version is extend_attention_triton else (None, None)
+    found = []
+    lost = torch.zeros(q.shape, dtype=torch.bool)
+    for spoilt in (None, (3, 1), (25, 2)):
+        if spoilt is not None:
+            q[*spoilt, 7] = math.nan
+            lost[spoilt] = True
+        out = torch.zeros_like(q)
+        version(out, None, q, rows.k_cache, rows.v_cache, cu_q, cu_q, rows.table, 0.125, -1, 0.0, None, 1.0, *scales)
+        found.append(out.cpu())
+        assert torch.equal(found[-1].isnan(), lost)
+        assert torch.equal(found[-1][~lost], found[0][~lost])
+
+
 @pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 @pytest.mark.parametrize("window_left", [-1, 70])
 def test_a_prompts_logits_may_grow_from_key_to_key(window_left):

@@ -44,6 +44,24 @@ def test_merge_states_weighs_by_the_log_sum_exps(count, dtype, device):
     torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("version", [merge_states_triton, merge_states_torch])
+def test_a_state_that_is_no_number_leaves_none(version, device):
+    v, s = states(3, device)
+    v[2, 1, 0], s[2, 1, 0] = math.nan, math.nan
+    v[3, 0, 1, 7] = math.nan
+    wanted, wanted_total = expected(v, s)
+    wanted[2, 0], wanted_total[2, 0] = math.nan, math.nan
+    wanted[3, 1, 7] = math.nan
+    merged, total = torch.empty(ROWS, HEADS, DIM, device=device), torch.empty(ROWS, HEADS, device=device)
+    version(merged, total, v, s)
+    torch.testing.assert_close(merged.double().cpu(), wanted, atol=1e-5, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(total.double().cpu(), wanted_total, atol=1e-5, rtol=1e-5, equal_nan=True)
+    version = merge_state_torch if version is merge_states_torch else merge_state_triton
+    two, both = torch.empty_like(merged), torch.empty_like(total)
+    version(two, both, v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous(), None)
+    assert two[2].isnan().all(-1).tolist() == both[2].isnan().tolist() == [True, False, False]
+
+
 def test_merge_state_is_merge_states_of_two(device):
     v, s = states(2, device)
     merged, total = merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1])

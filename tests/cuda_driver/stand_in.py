@@ -21,7 +21,7 @@ import pytest
 import torch
 from cuda.bindings import driver as cuda
 
-from graphdecode.graphs import loop_condition
+from graphdecode.graphs import cuda_loop
 
 SOURCES = Path(__file__).parent
 SONAME = "libcuda.so.1"
@@ -165,4 +165,4 @@ def device_code(source: str, parameters: dict[str, list[int]], folder: Path) -> 
 
 def condition_code(folder: Path) -> bytes:
     """Return the loop's condition, from its own source, for the stand-in's devices."""
-    return device_code(loop_condition.SOURCE.decode(), {loop_condition.NAME.decode(): [WORD_BYTES] * 6}, folder)
+    return device_code(cuda_loop.CONDITION_SOURCE.decode(), {cuda_loop.CONDITION.decode(): [WORD_BYTES] * 6}, folder)

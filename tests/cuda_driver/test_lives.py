@@ -16,10 +16,10 @@ from cuda_driver.stand_in import Driver, condition_code
 from hypothesis.stateful import run_state_machine_as_test
 from planted import Fault
 
-from graphdecode.graphs import capture, cuda_loop
-from graphdecode.graphs.capture import CudaCapture
-from graphdecode.graphs.cuda_loop import WhileLoop
-from graphdecode.graphs.generation import Generation
+from graphdecode.graphs import cuda_loop, step_graph
+from graphdecode.graphs.backend import Backend
+from graphdecode.graphs.cuda import CudaCapture
+from graphdecode.graphs.cuda_loop import GraphLoop, WhileLoop
 
 LIVES, EVENTS, EVENTFUL_LIVES = 15, 14, 15
 
@@ -49,22 +49,22 @@ FAULTS = [
     Fault(CudaCapture, "_end", "_clear_workspaces()", "pass"),
     Fault(CudaCapture, "clear", "_clear_workspaces()", "pass"),
     # a capture that the driver refuses to end
-    Fault(Generation, "_graph", "or self._captures[-1].is_spoilt", ""),
+    Fault(Backend, "_graph", "or self._captures[-1].is_spoilt", ""),
     Fault(CudaCapture, "_end", "self._give_up(graph)", "pass"),
     Fault(CudaCapture, "_end", "self.is_spoilt = True", "pass"),
     Fault(CudaCapture, "_give_up", "ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))", "pass"),
     # the capturer
     Fault(CudaCapture, "capture", "torch.cuda.stream(self.stream), ", ""),
     Fault(CudaCapture, "capture", "self._end(graph, is_failing=True)", "pass"),
-    Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
+    Fault(step_graph, "slots_restored", "tensor.copy_(values)", "pass"),
     # the loops, call by call
     Fault(cuda_loop, "_destroy", "for destroy, handle in handles:", "for destroy, handle in handles[1:]:"),
-    Fault(cuda_loop, "_set_count", "write.value, write.elementSize = value", "write.value, write.elementSize = 1"),
-    Fault(WhileLoop, "__init__", "graph, [cleared], None, 1, loop", "graph, [], None, 0, loop"),
-    Fault(WhileLoop, "__init__", "body, [ran], 1, decide", "body, [], 0, decide"),
-    Fault(WhileLoop, "__init__", "graph, [node], 1, epilogue", "graph, [cleared], 1, epilogue"),
-    Fault(WhileLoop, "__init__", "context, 1, driver.CU_GRAPH", "context, 0, driver.CU_GRAPH"),
-    Fault(WhileLoop, "__init__", "control.limit, control.running", "control.running, control.limit"),
+    Fault(GraphLoop, "_set_count", "write.value, write.elementSize = value", "write.value, write.elementSize = 1"),
+    Fault(WhileLoop, "_add_steps", "graph, [cleared], None, 1, loop", "graph, [], None, 0, loop"),
+    Fault(WhileLoop, "_add_steps", "body, [ran], 1, decide", "body, [], 0, decide"),
+    Fault(WhileLoop, "_add_steps", "return node", "return cleared"),
+    Fault(WhileLoop, "_add_steps", "context, 1, driver.CU_GRAPH", "context, 0, driver.CU_GRAPH"),
+    Fault(WhileLoop, "_add_steps", "control.limit, control.running", "control.running, control.limit"),
 ]
 
 

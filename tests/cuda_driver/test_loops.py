@@ -13,7 +13,7 @@ from cuda_driver.torch_device import Device
 
 from graphdecode import GraphManager
 from graphdecode.buffers import Batch
-from graphdecode.graphs import Loop, cuda_loop
+from graphdecode.graphs import CaptureError, Loop, cuda_loop
 from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.loop import LoopControl
 
@@ -123,6 +123,23 @@ def test_an_instantiation_that_is_refused_leads_on_and_leaves_nothing(device: De
     refusal = "cuGraphInstantiate: CUDA_ERROR_NOT_SUPPORTED"
     assert kinds_and_reasons(graphs) == {("single", f"a WHILE node: {refusal}; an unrolled graph: {refusal}")}
     graphs.close()
+
+
+def test_a_step_whose_instantiation_is_refused_is_released_while_its_error_lives(
+    device: Device, driver: Driver
+) -> None:
+    driver.fail("cuGraphInstantiate")
+    with pytest.raises(CaptureError, match="CUDA_ERROR_NOT_SUPPORTED") as refused:
+        captured([CAPACITY])
+    driver.fail(None)
+    assert not [line for line in driver.alive() if line.startswith(("graph", "exec"))], refused
+
+
+def test_a_step_without_operators_is_refused(device: Device, driver: Driver) -> None:
+    counting = Counting(CAPACITY)
+    graphs = GraphManager(lambda batch: None, counting.buffers, [CAPACITY])
+    with pytest.raises(CaptureError, match="it launched nothing"):
+        graphs.capture(progress=False)
 
 
 @pytest.mark.parametrize("epilogue", [True, False])

@@ -14,10 +14,11 @@ from cuda_driver.stand_in import Driver
 from cuda_driver.torch_device import Device
 
 from graphdecode import GraphManager, Slot, StepBuffers
-from graphdecode.graphs import StalePointerError, cuda_nodes
-from graphdecode.graphs.audit import stale_pointers
-from graphdecode.graphs.cuda_memory import NOT_OF_TORCH, OTHERS, AddressMap, is_mapped
-from graphdecode.graphs.owners import Owners
+from graphdecode.graphs import StalePointerError
+from graphdecode.graphs.inspect import nodes as cuda_nodes
+from graphdecode.graphs.inspect.audit import stale_pointers
+from graphdecode.graphs.inspect.memory import NOT_OF_TORCH, OTHERS, AddressMap, is_mapped
+from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.step_graph import Node
 
 CAPACITY = 4

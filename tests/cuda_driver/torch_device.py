@@ -23,9 +23,9 @@ from cuda_driver.allocator import Block, CachingAllocator, PinnedAllocator, Work
 from cuda_driver.stand_in import Driver
 from torch import Tensor
 
-from graphdecode.graphs import manager
-from graphdecode.graphs.dispatch import TorchDispatchMode
-from graphdecode.graphs.nested import leaves, mapped
+from graphdecode.graphs import backend
+from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
+from graphdecode.graphs.inspect.observer import leaves, mapped
 
 STREAMS_OF_TORCH = 4  # torch has 32, and gives them out in turn
 MOST_POINTERS = 40
@@ -359,7 +359,7 @@ def installed(driver: Driver, version: tuple[int, int] = (2, 13)) -> Iterator[De
             patch.setattr(torch.cuda, name, replacement)
         for name, function in private.items():
             patch.setattr(torch._C, name, function, raising=False)
-        patch.setattr(manager, "backend_for", lambda _backend, _device: "cuda")
+        patch.setattr(backend, "backend_for", lambda _backend, _device: "cuda")
         try:
             with Operators(device):
                 yield device

@@ -12,7 +12,7 @@ import torch
 from graphdecode.distributed import Follower, Leader, RankError
 from graphdecode.distributed.board_file import new_board
 from graphdecode.distributed.link import Link, Message
-from graphdecode.distributed.ranks import Terms
+from graphdecode.distributed.ranks import SAID, Terms
 from graphdecode.distributed.watch import Watch
 from graphdecode.errors import ArgumentError
 
@@ -47,6 +47,16 @@ def both(pair: Pair, work: Callable[[int, Leader | Follower], None]) -> list[str
     run(0)
     thread.join()
     return raised
+
+
+def test_ranks_that_agree_on_nothing_before_they_have_collectives_say_so() -> None:
+    terms = Terms(2, "cpu", "gloo", 60.0, 1, ("127.0.0.1", 1))
+    (here, there), (life, their_life) = socket.socketpair(), socket.socketpair()
+    Link(there).send(Message(SAID, (0, 0, 0), b"leaves the group"))
+    with pytest.raises(RankError, match="rank 0 joins the group, and rank 1 leaves the group"):
+        Leader(terms, [Link(here)], [life], None, [])
+    there.close()
+    their_life.close()
 
 
 def test_the_least_number_counts(pair: Pair) -> None:

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from graphdecode import BucketConfig, Engine, Request, SamplingParams
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.steps import RowInputs, StepSetting, StepTokens
-from graphdecode.models import load_model
+from graphdecode.engine.steps import RowInputs, Step, StepSetting, StepTokens
+from graphdecode.models import Chunks, load_model
 
 VOCABULARY = 259
 
 
-class CountUp:
+class CountUp(Step):
     """The next token is the last one plus one, until the row has all that it may have."""
 
     def __init__(self, setting: StepSetting) -> None:
@@ -27,9 +28,12 @@ class CountUp:
         self.buffers = StepBuffers(slots, max_batch_size=rows, device=setting.model.device)
         self.ring = torch.full((setting.ring_length, rows), -1, dtype=torch.int64, device=setting.model.device)
         self.buffers.adopt("ring", self.ring)
-        self.loop = None
+        self.row_shapes = setting.row_shapes
 
-    def __call__(self, batch: Batch) -> None:
+    def shapes(self) -> list[StepShape]:
+        return self.row_shapes
+
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
         goes_on = batch.left > 0
         batch.tokens.copy_(torch.where(goes_on, (batch.tokens + 1) % VOCABULARY, batch.tokens))
         given = torch.where(goes_on, batch.tokens, -1)
@@ -46,9 +50,6 @@ class CountUp:
 
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """It reads no keys."""
-
-    def stage_masks(self, masks: Sequence[object]) -> None:
-        """It chooses no token."""
 
     def rewind(self, step_index: int) -> None:
         self.buffers.step_index.fill_(step_index)

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_script_times_each_number_of_steps_and_finds_the_same_answers(tmp_path: Path) -> None:
     out = tmp_path / "loop.json"
-    command = [sys.executable, str(ROOT / "tools" / "bench_loop.py"), "--steps-per-launch", "1,3", "--out", str(out)]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "loop", "--steps-per-launch", "1,3", "--out", str(out)]
     command += ["--new-tokens", "12", "--repeats", "1", "--batch-size", "2", "--device", "cpu"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

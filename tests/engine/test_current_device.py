@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from graphdecode import BucketConfig, GraphManager, Slot, StepBuffers
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.prefill import PromptChunk
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.prompts import PromptChunk
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
-from graphdecode.graphs import capture
+from graphdecode.graphs import table
 from graphdecode.kernels.native.registration import operator
 from graphdecode.kernels.native.signature import Written
 from graphdecode.models import load_model
@@ -81,7 +82,7 @@ def runner(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest
     calls = {
         made.model: ["prefill"],
         made.step: ["stage", "stage_pages", "read", "rewind"],
-        made.graphs: ["replay", "launch", "close"],
+        made.table: ["run", "close"],
     }
     for owner, names in calls.items():
         for name in names:
@@ -89,20 +90,22 @@ def runner(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "Event", devices.noting("event", FakeEvent))
     monkeypatch.setattr(torch.cuda, "synchronize", devices.noting("synchronize", lambda _device: None))
     monkeypatch.setattr(made.model, "device", OTHER)
+    monkeypatch.setattr(made, "is_on_host", False)
     return made
 
 
 def test_every_entry_of_the_runner_makes_its_device_the_current_one(runner: Runner, devices: Devices) -> None:
-    runner.prefill([PromptChunk([97, 98, 99], 0, (0,))])
+    chunks = [PromptChunk([97, 98, 99], 0, (0,))]
+    runner.stage(chunks=chunks)
+    runner.launch(LaunchPlan.of_chunks(chunks))
     runner.stage([RowInputs([97, 98, 99, 100], 4, (0,), RowSampling())])
     runner.stage_pages([(0, 1)])
-    assert runner.read(runner.launch(1))[0].tokens[0] >= 0
-    started = "replay" if runner.steps_per_launch == 1 else "launch"
+    assert runner.read(runner.launch(LaunchPlan(StepShape(1))))[0].tokens[0] >= 0
     with pytest.raises(ValueError, match="batch"):
-        runner.launch(3)
+        runner.launch(LaunchPlan(StepShape(3)))
     runner.close()
     # staging rows stages their pages
-    entries = ["prefill", "stage", "stage_pages", "stage_pages", started, "event", "read", started, "rewind"]
+    entries = ["run", "prefill", "stage", "stage_pages", "stage_pages", "run", "event", "read", "run", "rewind"]
     assert devices.seen == [(name, 1) for name in [*entries, "synchronize", "close"]]
     assert devices.current == 0
 
@@ -132,7 +135,7 @@ def test_a_step_runs_on_the_device_of_its_slots_eagerly_and_when_it_is_captured(
     manager.run_eager(1)
     assert {device for _, device in devices.seen} == {1}
     devices.seen.clear()
-    monkeypatch.setattr(capture, "run", devices.noting("run", capture.run))
+    monkeypatch.setattr(table, "run", devices.noting("run", table.run))
     manager.replay(2)
     manager.close()
     assert devices.current == 0

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.buckets import StepShape
+from graphdecode.engine.runner import LaunchPlan
 from graphdecode.graphs import cuda_loop
 from graphdecode.text.outputs import CompletionOutput
 
@@ -68,7 +70,7 @@ def assert_nothing_held(llm: LLM) -> None:
 
 def looping(llm: LLM, lookahead: int) -> LLM:
     """Let a launch be read while the next is under way, as on a GPU, or at once, as on a CPU."""
-    llm.engine.lookahead = lookahead
+    llm.engine.loop.lookahead = lookahead
     return llm
 
 
@@ -78,14 +80,16 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
 
     def watch(llm: LLM) -> list[tuple[int, int]]:
         seen: list[tuple[int, int]] = []
-        launch = llm.graphs.launch
+        table = llm.engine.runner.table
+        run = table.run
 
-        def noting(batch_size: int, num_steps: int, queries: int) -> int:
-            bucket = launch(batch_size, num_steps, queries)
-            seen.append((num_steps, int(llm.engine.runner.buffers.loop_count)))
-            return bucket
+        def noting(wanted: StepShape, *, steps: int | None = None, **options: Any) -> StepShape | None:
+            shape = run(wanted, steps=steps, **options)
+            if steps is not None:
+                seen.append((steps, int(llm.engine.runner.buffers.loop_count)))
+            return shape
 
-        monkeypatch.setattr(llm.graphs, "launch", noting)
+        monkeypatch.setattr(table, "run", noting)
         return seen
 
     return watch
@@ -210,7 +214,9 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     streams = [llm.stream([97 + i] * (3 + 2 * i), GREEDY) for i in range(4)]
     scheduler = llm.engine.scheduler
     chunks = scheduler.next_chunks(512)
-    runner.prefill([chunk.inputs(llm.cache) for chunk in chunks])
+    inputs = [chunk.inputs(llm.cache) for chunk in chunks]
+    runner.stage(chunks=inputs)
+    runner.launch(LaunchPlan.of_chunks(inputs))
     scheduler.prefilled(chunks)
     rows = list(scheduler.decoding)
     for sequence in rows:  # what a launch of one step needs, and no more
@@ -222,7 +228,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     caches = [cache for pair in llm.cache.layers for cache in pair]
     for cache in caches:
         cache[others] = 7.5
-    runner.read(runner.launch(len(rows), steps_per_launch))
+    runner.read(runner.launch(LaunchPlan(StepShape(len(rows)), steps_per_launch)))
     assert int(runner.buffers.loop_count) == min(steps_per_launch, GREEDY.max_tokens)
     for cache in caches:
         assert (cache[others] == 7.5).all()

@@ -8,7 +8,7 @@ import pytest
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine import RequestError
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.runner import Launch
+from graphdecode.engine.runner import Launch, LaunchPlan
 from graphdecode.models import load_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -105,13 +105,14 @@ def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_c
     config = BucketConfig(max_batch_size=4, max_sequence_length=64, steps_per_launch=steps_per_launch)
     engine = Engine(make_runner(load_model("demo", device="cpu"), config))
     engine.graphs.capture(progress=False)
-    engine.lookahead = lookahead
+    engine.loop.lookahead = lookahead
     launches: list[int] = []
     launch = engine.runner.launch
 
-    def noted(rows: int, *how: Any, **options: Any) -> Launch:
-        launches.append(rows)
-        return launch(rows, *how, **options)
+    def noted(plan: LaunchPlan, meanwhile: Any = None) -> Launch:
+        if plan.wanted.rows:
+            launches.append(plan.wanted.rows)
+        return launch(plan, meanwhile)
 
     monkeypatch.setattr(engine.runner, "launch", noted)
 
@@ -159,18 +160,18 @@ def test_a_step_that_fails_gives_everything_up_and_the_engine_serves_on(
     expected = {}
     for event in engine.step():
         expected.setdefault(event.request_id, []).extend(event.token_ids)
-    prefill = engine.runner.prefill
+    launch = engine.runner.launch
 
     def failing(chunks: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(engine.runner, "prefill", failing)
+    monkeypatch.setattr(engine.runner, "launch", failing)
     ids.append(engine.add(Request([120], GREEDY)))
     monkeypatch.setattr(engine.scheduler, "next_chunks", failing)
     with pytest.raises(MemoryError):
         engine.step()
     monkeypatch.undo()
-    assert engine.runner.prefill == prefill
+    assert engine.runner.launch == launch
     events = engine.step()
     assert {event.request_id for event in events} == set(ids)
     assert {event.finish_reason for event in events} == {"error"}
@@ -212,7 +213,7 @@ def test_a_closed_engine_takes_nothing() -> None:
 def test_what_fails_while_a_request_is_taken_out_is_told_to_all(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, lookahead: int
 ) -> None:
-    monkeypatch.setattr(engine, "lookahead", lookahead)
+    monkeypatch.setattr(engine.loop, "lookahead", lookahead)
     kept, gone = engine.add(Request([97, 98], GREEDY)), engine.add(Request([99], GREEDY))
     for _ in range(3):
         engine.step()

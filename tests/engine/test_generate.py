@@ -241,6 +241,21 @@ def test_min_tokens_puts_off_the_end(llm: LLM) -> None:
     assert output.token_ids[:2] == llm.generate("12+30=", GREEDY)[0].outputs[0].token_ids[:2]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_hold_the_end_back_where_it_is_ignored_too_as_vllm_does(llm: LLM, temperature: float) -> None:
+    (eos,) = llm.engine.rules.eos_token_ids
+    bias = {eos: 1e4}  # nothing else is ever sampled where it may be
+    params = SamplingParams(
+        temperature=temperature, seed=1, max_tokens=9, min_tokens=5, ignore_eos=True, logit_bias=bias
+    )
+    tokens = llm.generate("12+30=", params)[0].outputs[0].token_ids
+    assert [token == eos for token in tokens] == [False] * 5 + [True] * 4
+    ending = llm.generate("12+30=", replace(params, ignore_eos=False))[0].outputs[0].token_ids
+    assert ending == tokens[:6]
+    only_end = llm.generate("12+30=", replace(params, allowed_token_ids=[eos]))[0]
+    assert "none of allowed_token_ids is left" in str(only_end.error)
+
+
 def test_logprobs_name_the_most_likely_tokens(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=3)
     output = llm.generate("12+30=", params)[0].outputs[0]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,12 +16,12 @@ from lazy_visit import SHARED, Answer, Visit, answered, first_wrong
 from planted import Fault
 
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
-from graphdecode.engine import mixed_steps
+from graphdecode.buckets import StepShape
+from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
-from graphdecode.engine.mixed_steps import MixedSteps
-from graphdecode.engine.prefill import Prefill, PromptChunk
-from graphdecode.engine.runner import Launch, Runner
+from graphdecode.engine.prompts import Prompts
+from graphdecode.engine.runner import Launch, LaunchPlan, Runner
 from graphdecode.engine.steps import StepTokens
 from graphdecode.models import Model, load_model
 
@@ -78,13 +77,12 @@ def expected(model: Model) -> list[Answer]:
 
 @pytest.fixture(autouse=True)
 def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(mixed_steps.GRAPH_TOKENS, "cuda", FEW_TOKENS)
+    monkeypatch.setitem(shapes.MIXED_TOKENS, "cuda", FEW_TOKENS)
 
 
 def ready(runner: Runner) -> Engine:
     engine = Engine(runner)
-    engine.graphs.capture(progress=False)
-    runner.capture_prompts(progress=False)
+    runner.table.capture(progress=False)
     assert "mixed" in runner.reports()
     return engine
 
@@ -116,10 +114,10 @@ def test_a_chunk_goes_along_while_the_step_with_the_last_one_is_under_way(
     with installed(0) as streams, lazy_runner(streams, model, config) as runner:
         launch, read, both_mixed = runner.launch, runner.read, []
 
-        def noting_launch(*arguments: int, along: Sequence[PromptChunk] = (), **options: Any) -> Launch:
-            both_mixed.append(bool(along) and unread == [True])
-            unread.append(bool(along))
-            return launch(*arguments, along=along, **options)
+        def noting_launch(plan: LaunchPlan, meanwhile: Any = None) -> Launch:
+            both_mixed.append(bool(plan.chunks) and unread == [True])
+            unread.append(bool(plan.chunks))
+            return launch(plan, meanwhile)
 
         def noting_read(*arguments: Any, **options: Any) -> list[StepTokens]:
             unread.pop(0)
@@ -138,15 +136,15 @@ def test_a_chunk_goes_along_while_the_step_with_the_last_one_is_under_way(
 
 FAULTS = [
     # chunks
-    Fault(Prefill, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
-    Fault(Prefill, "stage", "upload(_CHUNKS, end)", "upload(_CHUNKS, self.max_tokens)"),
-    Fault(Runner, "stage_chunks", "self._prefill", "with torch.cuda.stream(torch.cuda.Stream()): self._prefill"),
+    Fault(Prompts, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
+    Fault(Prompts, "stage", 'staged["rows"][span] = row', 'staged["rows"][span] = 0'),
+    Fault(Runner, "stage", "self.prompts.stage", "with torch.cuda.stream(torch.cuda.Stream()): self.prompts.stage"),
     # the engine's loop
-    Fault(EngineLoop, "_launch", "1 if along else ", ""),  # the rings have one entry of a mixed step
-    Fault(EngineLoop, "_launch", "if along:", "if along and not self._under_way:"),
+    Fault(LaunchPlan, "of_chunks", ", 1, chunks", ", 3, chunks"),  # the rings have one entry of a mixed step
+    Fault(EngineLoop, "_planned", "if along:", "if along and not self._under_way:"),
     Fault(EngineLoop, "_taken_along", "self._to_prefill, []", "[], []"),
     # the passes
-    Fault(MixedSteps, "_graph_for", "num_tokens <= self._room(tokens, graphs.bucket_for(num_rows))", "True"),
+    Fault(StepShape, "holds", "and self.prompt_tokens >= wanted.prompt_tokens", ""),
 ]
 
 

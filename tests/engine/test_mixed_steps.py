@@ -1,22 +1,22 @@
 """Decode steps that take prompts along: the same answers in fewer passes, wherever chunks, buckets and pages end."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
 import torch
 
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
-from graphdecode.engine import mixed_steps
+from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.prefill import PromptChunk
-from graphdecode.engine.runner import Launch
+from graphdecode.engine.runner import Launch, LaunchPlan
 from graphdecode.engine.scheduler import Chunk
 from graphdecode.models import Decoder, Model, load_model
 from graphdecode.models.blocks import StepOperators
 
 ROWS = 12
+BESIDE = ("prompts", "mixed")
 ROOM = 63  # tokens of a prompt that the largest graph takes beside one row
 CONFIG = BucketConfig(max_batch_size=ROWS, max_sequence_length=256, page_size=8, batch_sizes=(1, 8))
 
@@ -29,7 +29,7 @@ def model() -> Model:
 @pytest.fixture(autouse=True)
 def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a model that fits into a processor's caches have mixed steps."""
-    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", 0)
+    monkeypatch.setattr(shapes, "CACHED_BYTES", 0)
 
 
 class Arrival(NamedTuple):
@@ -43,7 +43,7 @@ def engine_of(model: Model, *, config: BucketConfig = CONFIG, mixes: bool = True
     runner = make_runner(model, EngineConfig(config, **keywords))
     runner.graphs.capture(progress=False)
     if mixes:
-        runner.capture_prompts(progress=False)
+        runner.table.capture(progress=False, kinds=BESIDE)
     return Engine(runner)
 
 
@@ -124,11 +124,11 @@ def test_who_gives_way_in_the_round_of_its_chunk_writes_into_nobodys_pages(
     engine = engine_of(model, config=config, max_prefill_tokens=2, prefix_cache=False)
     launch, scheduler = engine.runner.launch, engine.scheduler
 
-    def checked(*arguments: int, along: Sequence[PromptChunk] = (), **options: object) -> Launch:
+    def checked(plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         served_now = [*scheduler.decoding, *scheduler.prefilling]
         held = {page for sequence in served_now for page in scheduler.cache.pages_of(sequence.request_id)}
-        assert all(held.issuperset(chunk.pages) for chunk in along)
-        return launch(*arguments, along=along, **options)
+        assert all(held.issuperset(chunk.pages) for chunk in plan.chunks)
+        return launch(plan, meanwhile)
 
     monkeypatch.setattr(engine.runner, "launch", checked)
     served(engine, arrivals)
@@ -232,14 +232,14 @@ def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None
         assert runner.reports()["mixed"].buckets
         sequence = engine.scheduler.decoding[0]
         chunk = Chunk(sequence, 2, 5).inputs(engine.scheduler.cache)  # what it computes is there already
-        runner.stage_chunks([chunk])
+        runner.stage(chunks=[chunk])
         if poisoned:
             runner.buffers.poison(3)
             for name in ("tokens", "rows", "positions"):
-                tail = getattr(runner.prompt_buffers, name)[3:]
+                tail = getattr(runner.prompts.buffers, name)[3:]
                 tail.fill_(torch.iinfo(tail.dtype).max)
-            runner.prompt_buffers.page_table[1:].fill_(2**31 - 1)
-        assert runner.launch(3, along=[chunk]).bucket == 8
+            runner.prompts.buffers.page_table[1:].fill_(2**31 - 1)
+        assert runner.launch(LaunchPlan.of_chunks([chunk], 3)).bucket == 8
         pages = [tensor[:-1] for layer in runner.cache.layers for tensor in layer]
         kept.append([*pages, runner.buffers.sampled[:3], runner.buffers.sampled_logprob[:3], runner.buffers.tokens[:3]])
     for clean, hostile in zip(*kept, strict=True):
@@ -255,10 +255,10 @@ def test_a_prompt_that_is_scored_goes_by_itself(model: Model) -> None:
 
 @pytest.mark.parametrize(
     "keywords",
-    [{"batch_invariant": True}, {"speculation": "ngram"}, {"backend": "eager"}, {"capture_when": "first-use"}],
+    [{"batch_invariant": True}, {"speculation": "ngram"}, {"backend": "eager"}],
 )
 def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, object]) -> None:
-    of_buckets = {name: value for name, value in keywords.items() if name in ("backend", "capture_when")}
+    of_buckets = {name: value for name, value in keywords.items() if name == "backend"}
     others = {name: value for name, value in keywords.items() if name not in of_buckets}
     invariant = load_model("demo", device="cpu", dtype="float32", batch_invariant=True) if others else model
     engine = engine_of(invariant, config=CONFIG.with_limits(**of_buckets), **others)
@@ -267,23 +267,35 @@ def test_some_engines_have_no_mixed_steps(model: Model, keywords: dict[str, obje
     assert "mixed" not in engine.runner.reports()
 
 
+def test_mixed_steps_are_captured_at_their_first_use_where_that_is_asked_for(model: Model) -> None:
+    arrivals = arriving(20, seed=3)
+    expected = served(engine_of(model, mixes=False), arrivals)
+    engine = engine_of(model, config=CONFIG.with_limits(capture_when="first-use"))
+    assert {bucket.state for bucket in engine.runner.reports()["mixed"].buckets} == {"waiting"}
+    assert served(engine, arrivals) == expected
+    mixed = engine.runner.reports()["mixed"].buckets
+    assert engine.stats.mixed_steps == sum(bucket.replays + bucket.eager_runs for bucket in mixed) > 10
+    assert {bucket.state for bucket in mixed if bucket.replays} == {"captured"}
+
+
 def test_a_cpu_takes_no_prompts_along_where_its_caches_hold_the_weights(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", model.weight_bytes)
+    monkeypatch.setattr(shapes, "CACHED_BYTES", model.weight_bytes)
     assert "mixed" not in engine_of(model).runner.reports()
-    monkeypatch.setattr(mixed_steps, "CACHED_BYTES", model.weight_bytes - 1)
+    monkeypatch.setattr(shapes, "CACHED_BYTES", model.weight_bytes - 1)
     assert "mixed" in engine_of(model).runner.reports()
 
 
+@pytest.mark.parametrize("capture_when", ["startup", "first-use"])
 def test_a_model_whose_blocks_look_at_rows_themselves_has_its_prompts_computed_by_themselves(
-    model: Model, monkeypatch: pytest.MonkeyPatch
+    model: Model, capture_when: str
 ) -> None:
     assert isinstance(model, Decoder)
     unfused = model.varied(operators=StepOperators()._replace(fuses_append=False))
     arrivals = arriving(6, seed=8)
     with pytest.warns(RuntimeWarning, match="prompts are computed by themselves: .* two parts"):
-        engine = engine_of(unfused)
+        engine = engine_of(unfused, config=CONFIG.with_limits(capture_when=capture_when))
     assert served(engine, arrivals) == served(engine_of(model, mixes=False), arrivals)
     assert engine.stats.mixed_steps == 0
 
@@ -294,7 +306,7 @@ def test_graphs_are_captured_again_without_a_trace_in_anybodys_pages(model: Mode
     runner = engine.runner
     served(engine, arriving(8, seed=2))
     pages = [tensor[:-1].fill_(0.5) for layer in runner.cache.layers for tensor in layer]
-    runner.capture_prompts(progress=False)
+    runner.table.capture(progress=False, kinds=BESIDE)
     assert all(bool((tensor == 0.5).all()) for tensor in pages)
 
 

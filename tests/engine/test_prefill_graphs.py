@@ -4,9 +4,8 @@ import pytest
 
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.prefill import Prefill
 from graphdecode.engine.runner import Runner
-from graphdecode.graphs import CaptureError, GraphManager
+from graphdecode.graphs import Backend, CaptureError
 from graphdecode.models import load_model
 
 LENGTHS = (1, 2, 3, 8, 9, 10, 16, 17, 33, 63, 64, 65, 66, 90)  # of prompts, whose last token no pass takes
@@ -30,69 +29,56 @@ def answers_of(runner: Runner) -> list[list[int]]:
     return list(told.values())
 
 
-def replays_of(prefill: Prefill) -> int:
-    return 0 if prefill.graphs is None else sum(bucket.replays for bucket in prefill.graphs.report().buckets)
+def replays_of(runner: Runner) -> int:
+    return sum(bucket.replays for bucket in runner.table.report("prompts").buckets)
 
 
-@pytest.fixture
-def prefills(monkeypatch: pytest.MonkeyPatch) -> list[Prefill]:
-    """Those that are made in a test."""
-    made: list[Prefill] = []
-    original = Prefill.__init__
-
-    def noted(self: Prefill, *arguments: object, **options: object) -> None:
-        original(self, *arguments, **options)
-        made.append(self)
-
-    monkeypatch.setattr(Prefill, "__init__", noted)
-    return made
+def captured_for_prompts(runner: Runner) -> list[int]:
+    """The tokens of passes that have graphs."""
+    return [bucket.bucket for bucket in runner.table.report("prompts").buckets if bucket.state == "captured"]
 
 
 @pytest.mark.parametrize("budget", [20, 64, 512])
-def test_answers_are_the_same_with_graphs_and_without(budget: int, prefills: list[Prefill]) -> None:
-    expected = answers_of(runner_with(max_prefill_tokens=budget))
-    runner = runner_with(max_prefill_tokens=budget)
-    runner.capture_prompts(progress=False)
+def test_answers_are_the_same_with_graphs_and_without(budget: int) -> None:
+    without, runner = (runner_with(max_prefill_tokens=budget) for _ in range(2))
+    expected = answers_of(without)
+    runner.table.capture(progress=False, kinds=["prompts"])
     assert answers_of(runner) == expected
-    without, with_graphs = map(replays_of, prefills)
-    assert without == 0
-    assert with_graphs > 0
-    graphs = prefills[1].graphs
-    assert graphs is not None
-    assert graphs.buckets[-1] == min(budget, 64)
+    assert replays_of(without) == 0
+    assert replays_of(runner) > 0
+    assert captured_for_prompts(runner)[-1] == min(budget, 64)
     runner.close()
-    assert prefills[1].graphs is None
+    assert captured_for_prompts(runner) == []
 
 
-def test_a_prompt_that_is_scored_is_computed_without_a_graph(prefills: list[Prefill]) -> None:
+def test_a_prompt_that_is_scored_is_computed_without_a_graph() -> None:
     with LLM("demo", max_batch_size=2) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
         (output,) = llm.generate(["12+30="], params, use_tqdm=False)
         assert output.prompt_logprobs is not None
-        assert replays_of(prefills[0]) == 0
+        assert replays_of(llm.engine.runner) == 0
+        assert llm.engine.runner.reports()["prompts"].buckets[-1].eager_runs == 1
         llm.generate(["12+31="], SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
-        assert replays_of(prefills[0]) == 1
+        assert replays_of(llm.engine.runner) == 1
 
 
 @pytest.mark.parametrize("keywords", [{"batch_invariant": True}, {"backend": "eager"}])
-def test_there_are_no_graphs_where_nothing_is_captured(keywords: dict[str, object], prefills: list[Prefill]) -> None:
+def test_there_are_no_graphs_where_nothing_is_captured(keywords: dict[str, object]) -> None:
     runner = runner_with(**keywords)
-    runner.capture_prompts(progress=False)
-    assert prefills[0].graphs is None
+    runner.table.capture(progress=False)
+    assert captured_for_prompts(runner) == []
 
 
-def test_prompts_are_served_without_graphs_where_these_cannot_be_captured(
-    prefills: list[Prefill], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_are_served_without_graphs_where_these_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers_of(runner_with())
     runner = runner_with()
 
-    def refused(*_arguments: object, **_options: object) -> None:
+    def refused(*_arguments: object) -> None:
         raise CaptureError("failed", "aten.mm", "not today")
 
     with monkeypatch.context() as patch:
-        patch.setattr(GraphManager, "capture", refused)
+        patch.setattr(Backend, "captured", refused)
         with pytest.warns(RuntimeWarning, match="prompts are computed without graphs: .*not today"):
-            runner.capture_prompts(progress=False)
-    assert prefills[1].graphs is None
+            runner.table.capture(progress=False, kinds=["prompts"])
+    assert captured_for_prompts(runner) == []
     assert answers_of(runner) == expected

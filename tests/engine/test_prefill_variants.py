@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import BucketConfig
 from graphdecode.engine.loading import make_runner
-from graphdecode.engine.prefill import PromptChunk
-from graphdecode.engine.runner import Runner
+from graphdecode.engine.prompts import PromptChunk
+from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.kernels.native.registration import versions
 from graphdecode.models import load_model
 
@@ -85,7 +85,8 @@ def prefill(runner: Runner, lengths: list[int]) -> None:
         PromptChunk([97 + row] * length, 0, range(row * pages, (row + 1) * pages)) for row, length in enumerate(lengths)
     ]
     with WouldLaunch():
-        runner.prefill(chunks)
+        runner.stage(chunks=chunks)
+        runner.launch(LaunchPlan.of_chunks(chunks))
 
 
 @pytest.mark.parametrize("runner", [False], indirect=True)

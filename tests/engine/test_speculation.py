@@ -12,8 +12,8 @@ import torch
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.buffers import Batch
 from graphdecode.config import ConfigError
-from graphdecode.engine.draft_pace import DraftPace
 from graphdecode.engine.loading import make_runner, step_of
+from graphdecode.engine.pace import DraftPace
 from graphdecode.engine.steps import SpeculativeStep, StepDrafts, StepSetting
 from graphdecode.engine.steps.draft_model import ModelDrafts
 from graphdecode.engine.steps.draft_sources import DraftSource
@@ -330,7 +330,7 @@ def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known
     table, _ = planted(texts, lambda: True)
     step = partial(SpeculativeStep, source=lambda _: Planted(table, 7))
     engine = make(decoder, step)
-    pace = engine.pace
+    pace = engine.loop.pace
     assert pace is not None
     seconds = {width: 1.0 + 10.0 * (width > 1) for width in pace.widths}
     pace.saw_step = lambda bucket, width, _: None  # type: ignore[method-assign]
@@ -368,9 +368,9 @@ def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(
     engine, plain = make(decoder, step), make(decoder)
     nodes = [made.graphs.report().buckets[0].kernels for made in (engine, plain)]
     assert sum(nodes[0].values()) < 1.3 * sum(nodes[1].values())  # one model's pass, and not two
-    assert engine.pace is not None
-    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.pace.widths}
-    engine.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
+    assert engine.loop.pace is not None
+    seconds = {width: 1.0 + 100.0 * (width > 1) for width in engine.loop.pace.widths}
+    engine.loop.pace.step_seconds = lambda bucket, width: seconds[width]  # type: ignore[method-assign]
     given = [
         Request([97 + index] * 5 + [61], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
         for index in range(3)
@@ -380,7 +380,7 @@ def test_a_model_whose_drafts_do_not_pay_is_left_out_of_the_step_and_catches_up(
     for turn in range(100):
         if turn == 25:
             assert engine.stats.spec_decode_num_draft_tokens == 0
-            seconds |= dict.fromkeys(engine.pace.widths, 1.0)
+            seconds |= dict.fromkeys(engine.loop.pace.widths, 1.0)
         for event in engine.step():
             found[event.request_id] += event.token_ids
     assert list(found.values()) == expected

@@ -21,11 +21,11 @@ from graphdecode.buffers import StagingBlock
 from graphdecode.config import EngineConfig
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.loop import EngineLoop
-from graphdecode.engine.prefill import Prefill
+from graphdecode.engine.prompts import Prompts
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.steps import DecodeStep, step
-from graphdecode.graphs import capture
-from graphdecode.graphs.capture import CudaCapture
+from graphdecode.graphs import step_graph
+from graphdecode.graphs.cuda import CudaCapture
 from graphdecode.models import Model, load_model
 
 SEEDS = 8
@@ -112,17 +112,17 @@ def test_whenever_the_device_runs_what_is_queued_the_tokens_are_the_same(
 
 def test_on_the_device_a_launch_is_read_while_the_next_one_runs(model: Model) -> None:
     with installed(0) as streams, lazy_runner(streams, model, settings(random.Random(0))) as runner:
-        assert Engine(runner).lookahead == 1
+        assert Engine(runner).loop.lookahead == 1
 
 
 FAULTS = [
     # the engine's loop
-    Fault(EngineLoop, "_launch", "self._drain()  # what", "pass  # what"),
+    Fault(EngineLoop, "_planned", "self._drain()  # what", "pass  # what"),
     Fault(EngineLoop, "_reserve_pages", "self._drain()", "pass"),
     Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
     Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
-    Fault(EngineLoop, "_launch", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_launch", "bool(self._held) if is_steady", "False if is_steady"),
+    Fault(EngineLoop, "_planned", "if pages_changed:", "if False:"),
+    Fault(EngineLoop, "_planned", "bool(self._held) if is_steady", "False if is_steady"),
     Fault(EngineLoop, "step", " and not self._held", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
@@ -135,13 +135,13 @@ FAULTS = [
     Fault(StagingBlock, "wait", "self._copied.synchronize()", "pass"),
     Fault(StagingBlock, "upload", "current_stream(self.device.device)", "Stream(self.device.device)"),
     Fault(StagingBlock, "upload", "self._copied.record(", "str("),
-    Fault(Prefill, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
+    Fault(Prompts, "stage", "self.buffers.staging(_CHUNKS)", "self.buffers._blocks[_CHUNKS].arrays"),
     # the rings
     Fault(step, "ring_length", "max(2 * steps, steps + config.warmup_steps + 2)", "steps"),
     Fault(step, "ring_length", "steps + config.warmup_steps + 2", "0"),
     Fault(DecodeStep, "_end_launch", "skip_steps(", "print and ("),
     # captures at a first use
-    Fault(capture, "slots_restored", "tensor.copy_(values)", "pass"),
+    Fault(step_graph, "slots_restored", "tensor.copy_(values)", "pass"),
     Fault(CudaCapture, "on_stream", "self.stream.wait_stream(outer)", "pass"),
 ]
 

@@ -32,7 +32,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 @pytest.fixture(params=[0, 1], ids=lambda launches: f"lookahead={launches}")
 def engine(llm: LLM, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Read at once, as on a CPU, or while the next launch is under way, as on a GPU."""
-    llm.engine.lookahead = request.param
+    llm.engine.loop.lookahead = request.param
     llm.cache.reset()
     yield llm.engine
     assert not llm.engine.has_work

@@ -3,6 +3,10 @@
 import functools
 import inspect
 import re
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 
 import baked_steps  # noqa: F401 (adds its steps to the bad ones)
@@ -13,9 +17,11 @@ from command_line import run_command, spawn_command
 from good_steps import GOOD_STEPS
 from step_buffers import CONSTANTS, make_buffers
 
-from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams
+from graphdecode import LLM, BucketConfig, CaptureError, GraphManager, SamplingParams, Slot, StepBuffers
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.graphs import check
+from graphdecode.graphs.inspect.observer import launches_watched
 
 HERE = Path(__file__).parent
 # steps that replay as they run, but whose rows are one whole: right in a bucket that is full
@@ -41,6 +47,65 @@ def test_a_bad_step_is_found_with_kind_and_line(name: str) -> None:
 def test_the_corpus_is_large_enough() -> None:
     assert len(BAD_STEPS) >= 40
     assert len(GOOD_STEPS) >= 15
+
+
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def elsewhere(batch: Batch) -> None:
+    in_a_thread(lambda: batch.y.copy_(2 * batch.x))
+
+
+def partly_elsewhere(batch: Batch) -> None:
+    batch.x.add_(1)
+    in_a_thread(lambda: batch.y.copy_(2 * batch.x))
+
+
+def also_elsewhere(batch: Batch) -> None:
+    batch.x.add_(1)
+    batch.y.copy_(batch.x)
+    in_a_thread(lambda: batch.y.mul_(2))
+
+
+def nothing(batch: Batch) -> None:
+    del batch
+
+
+@pytest.mark.parametrize("step", [elsewhere, partly_elsewhere, also_elsewhere, nothing])
+def test_work_that_no_operator_of_the_steps_thread_does_is_found_and_not_captured(step) -> None:
+    slots = [Slot(name, ("batch", 2), torch.float32, pad=0.0) for name in ("x", "y")]
+    buffers = StepBuffers(slots, max_batch_size=2, device="cpu")
+    findings = check(step, buffers)
+    assert {finding.kind for finding in findings} == {"unseen-work"}
+    assert {(finding.file, finding.line) for finding in findings} == {(__file__, step.__code__.co_firstlineno)}
+    graphs = GraphManager(step, buffers, [2])
+    with pytest.raises(CaptureError, match="unseen-work"):
+        graphs.capture(progress=False)
+
+
+def test_watches_of_launches_that_overlap_leave_tritons_class_as_it_was() -> None:
+    from triton.runtime.jit import JITFunction
+
+    class Kernel:
+        __name__ = "kernel"
+
+    original, refused = JITFunction.run, list[str]()
+
+    def watch(name: str) -> AbstractContextManager[None]:
+        return launches_watched(lambda: False, lambda error: refused.append(name))
+
+    first, second = watch("first"), watch("second")
+    first.__enter__()
+    second.__enter__()
+    JITFunction.run(Kernel())
+    first.__exit__(None, None, None)
+    JITFunction.run(Kernel())
+    second.__exit__(None, None, None)
+    assert refused == ["first", "second"]
+    assert JITFunction.run is original
 
 
 @pytest.mark.parametrize("name", GOOD_STEPS)
@@ -96,7 +161,7 @@ def test_the_demo_decoder_has_no_findings(options: dict) -> None:
         assert len(rows) == 2
         runner.stage(rows)
         assert not check(
-            runner.step,
+            partial(runner.step.run, StepShape(2)),
             runner.buffers,
             constants=runner.model.constants,
             between_steps=lambda: runner.stage(rows[::-1]),
@@ -121,7 +186,8 @@ def test_the_documents_steps_have_no_findings() -> None:
             if inspect.isfunction(value) and "batch" in inspect.signature(value).parameters
         )
         constants = [value for value in names.values() if isinstance(value, torch.Tensor)]
-        assert not check(step, names["buffers"], constants=constants)
+        found = check(step, names["buffers"], constants=constants)
+        assert ["slot 'sum'" in finding.why for finding in found] == [True] * ("right as long as the pads" in source)
         checked.append(step.__name__)
     assert "step" in checked
     assert "count_down" in checked

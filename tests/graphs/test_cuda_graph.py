@@ -10,8 +10,8 @@ from torch import Tensor
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 from graphdecode.graphs import StalePointerError
-from graphdecode.graphs.cuda_memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap
-from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.inspect.memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap
+from graphdecode.graphs.inspect.owners import Owners
 
 CAPACITY = 8
 

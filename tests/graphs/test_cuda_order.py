@@ -12,7 +12,8 @@ import torch
 
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
-from graphdecode.graphs import Loop, cuda_loop, cuda_nodes, manager
+from graphdecode.graphs import Loop, backend, cuda_loop
+from graphdecode.graphs.inspect import nodes as cuda_nodes
 
 
 class StandIn:
@@ -124,7 +125,7 @@ class StandIn:
         patch.setattr(torch._C, "_cuda_endAllocateToPool", self.end_device, raising=False)
         patch.setattr(torch._C, "_cuda_releasePool", self.note("pool released"), raising=False)
         patch.setattr(torch._C, "_cuda_clearCublasWorkspaces", self.workspaces.clear, raising=False)
-        patch.setattr(manager, "backend_for", lambda backend, device: "cuda")
+        patch.setattr(backend, "backend_for", lambda backend, device: "cuda")
         patch.setattr(cuda_nodes, "driver", None)
 
 

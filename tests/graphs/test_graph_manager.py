@@ -305,10 +305,8 @@ def test_the_report_tells_what_was_captured(step, buffers, weight) -> None:
     assert [bucket.bucket for bucket in report.buckets] == [1, 2, 4, 8]
     assert by_bucket[4].replays == 2
     assert all(bucket.state == "captured" and bucket.capture_ms > 0 for bucket in by_bucket.values())
-    # CUDA graphs share a pool, largest first: what a later bucket needs is mostly there already
-    least = 0 if torch.cuda.is_available() else 1
+    # graphs share a pool, largest first: what a later bucket needs is mostly there already
     assert by_bucket[8].pool_bytes >= max(by_bucket[1].pool_bytes, 1)
-    assert by_bucket[1].pool_bytes >= least
     assert "replays" in str(report)
     assert report.as_dict()["buckets"][0]["bucket"] == 1
 

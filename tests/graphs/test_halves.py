@@ -2,12 +2,15 @@
 
 import threading
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 
-from graphdecode import GraphManager, Slot, StepBuffers
+from graphdecode import Slot, StepBuffers
+from graphdecode.buckets import ShapeLadder, StepShape
 from graphdecode.buffers import Batch
+from graphdecode.graphs import Backend, GraphTable
 
 
 @pytest.fixture
@@ -37,8 +40,19 @@ def whole(batch: Batch) -> None:
     choose(batch)
 
 
-def made(buffers: StepBuffers, **options: object) -> GraphManager:
-    graphs = GraphManager(whole, buffers, [2, 4, 8], halves=(compute, choose), **options)  # type: ignore[arg-type]
+PARTS: dict[str, Callable[[Batch], None]] = {"whole": whole, "logits": compute, "choose": choose}
+
+
+def made(
+    buffers: StepBuffers,
+    rows: Sequence[int] = (2, 4, 8),
+    parts: Mapping[str, Callable[[Batch], None]] = PARTS,
+    backend: str = "auto",
+) -> GraphTable:
+    shapes = [StepShape(bucket, part=part) for bucket in rows for part in parts]
+    graphs = GraphTable(
+        lambda shape, batch: parts[shape.part](batch), buffers, ShapeLadder(shapes, 8), Backend(buffers, name=backend)
+    )
     graphs.capture(progress=False)
     return graphs
 
@@ -58,10 +72,14 @@ def test_law_5_the_halves_give_the_bits_of_the_whole(buffers: StepBuffers, backe
             buffers.tensors[name].fill_(0.25 if name == "x" else 0)
         for step, rows in enumerate([3, 3, 8, 1, 3, 2, 3]):
             if in_halves:
-                assert graphs.replay_halves(rows, lambda rows=rows, step=step: masked(buffers, rows, step)) >= rows
+                ran = graphs.run(
+                    StepShape(rows, part="logits"), meanwhile=lambda rows=rows, step=step: masked(buffers, rows, step)
+                )
+                assert ran is not None
+                assert ran.rows >= rows
             else:
                 masked(buffers, rows, step)
-                graphs.replay(rows)
+                graphs.run(StepShape(rows))
         found.append((buffers.x.clone(), buffers.y.clone(), buffers.steps.clone()))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     assert found[0][2].item() == 7
@@ -72,11 +90,11 @@ def test_only_what_runs_in_halves_is_captured_so_and_only_once(buffers: StepBuff
     graphs = made(buffers)
     before = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}
     for _ in range(3):
-        graphs.replay_halves(3, lambda: None)
+        graphs.run(StepShape(3, part="logits"), meanwhile=lambda: None)
     after = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}
     assert [bucket for bucket in before if after[bucket] > before[bucket]] == [4]
     for _ in range(3):
-        graphs.replay_halves(3, lambda: None)
+        graphs.run(StepShape(3, part="logits"), meanwhile=lambda: None)
     assert {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets} == after
 
 
@@ -84,7 +102,7 @@ def test_frozen_graphs_are_not_captured_in_halves_and_run_all_the_same(buffers: 
     graphs = made(buffers)
     graphs.freeze()
     buffers.x.fill_(1.0)
-    graphs.replay_halves(2, lambda: masked(buffers, 2, 1))
+    graphs.run(StepShape(2, part="logits"), meanwhile=lambda: masked(buffers, 2, 1))
     assert torch.equal(buffers.y[:2], torch.sin(torch.ones_like(buffers.x[:2])) * 3.0 + 1.0)
 
 
@@ -93,13 +111,12 @@ def test_halves_that_cannot_be_captured_stay_eager(buffers: StepBuffers) -> None
         batch.x.add_(float(batch.steps.sum()) * 0.0)
         choose(batch)
 
-    graphs = GraphManager(whole, buffers, [8], halves=(compute, reads))
-    graphs.capture(progress=False)
+    graphs = made(buffers, [8], PARTS | {"choose": reads})
     with pytest.warns(RuntimeWarning, match="the halves of bucket 8 stay eager: .*host-read"):
-        graphs.replay_halves(8, lambda: None)
+        graphs.run(StepShape(8, part="logits"), meanwhile=lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        graphs.replay_halves(8, lambda: None)
+        graphs.run(StepShape(8, part="logits"), meanwhile=lambda: None)
     assert buffers.steps.item() == 2
 
 
@@ -115,8 +132,7 @@ def test_what_the_host_does_runs_while_the_first_half_does(buffers: StepBuffers)
         order.append("first")
 
     written = threading.Event()
-    graphs = GraphManager(whole, buffers, [8], halves=(first, choose), backend="eager")
-    graphs.capture(progress=False)
+    graphs = made(buffers, [8], PARTS | {"logits": first}, backend="eager")
     on_the_way.set()
     begun.clear()
 
@@ -128,21 +144,20 @@ def test_what_the_host_does_runs_while_the_first_half_does(buffers: StepBuffers)
 
     if buffers.device.type != "cpu":
         written.set()
-    graphs.replay_halves(8, meanwhile)
+    graphs.run(StepShape(8, part="logits"), meanwhile=meanwhile)
     assert sorted(order) == ["first", "host"]
 
 
 def test_what_fails_meanwhile_is_raised_and_the_next_step_runs(buffers: StepBuffers) -> None:
     graphs = made(buffers)
-    graphs.replay_halves(2, lambda: None)
+    graphs.run(StepShape(2, part="logits"), meanwhile=lambda: None)
     with pytest.raises(ZeroDivisionError):
-        graphs.replay_halves(2, lambda: 1 // 0)
-    graphs.replay_halves(2, lambda: None)
+        graphs.run(StepShape(2, part="logits"), meanwhile=lambda: 1 // 0)
+    graphs.run(StepShape(2, part="logits"), meanwhile=lambda: None)
     assert buffers.steps.item() == 2
 
 
-def test_a_manager_without_halves_says_so(buffers: StepBuffers) -> None:
-    graphs = GraphManager(whole, buffers, [8])
-    graphs.capture(progress=False)
-    with pytest.raises(RuntimeError, match="replay_halves.. needs a manager that was made with halves="):
-        graphs.replay_halves(1, lambda: None)
+def test_a_table_without_halves_says_so(buffers: StepBuffers) -> None:
+    graphs = made(buffers, [8], {"whole": whole})
+    with pytest.raises(ValueError, match="no step runs in part .logits."):
+        graphs.run(StepShape(1, part="logits"), meanwhile=lambda: None)

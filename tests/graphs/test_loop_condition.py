@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from graphdecode.graphs import loop_condition
+from graphdecode.graphs import cuda_loop
 
 pytest.importorskip("cuda.bindings.nvrtc")
 
@@ -45,8 +45,8 @@ def test_the_condition_is_compiled_for_the_device_and_the_program_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake = FakeNvrtc()
-    monkeypatch.setattr(loop_condition, "nvrtc", fake)
-    assert len(loop_condition.compile_condition((12, 0))) == 6
+    monkeypatch.setattr(cuda_loop, "nvrtc", fake)
+    assert len(cuda_loop.compile_condition((12, 0))) == 6
     steps = ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN", "nvrtcDestroyProgram"]
     assert fake.calls == steps
 
@@ -54,21 +54,21 @@ def test_the_condition_is_compiled_for_the_device_and_the_program_is_given_back(
 @pytest.mark.parametrize("call", ["nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN"])
 def test_a_compiler_that_refuses_is_quoted(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     fake = FakeNvrtc(failing=call)
-    monkeypatch.setattr(loop_condition, "nvrtc", fake)
+    monkeypatch.setattr(cuda_loop, "nvrtc", fake)
     with pytest.raises(RuntimeError, match="NVRTC refused to compile the loop's condition: REFUSED"):
-        loop_condition.compile_condition((12, 0))
+        cuda_loop.compile_condition((12, 0))
     assert ("nvrtcDestroyProgram" in fake.calls) == (call != "nvrtcCreateProgram")
 
 
 def test_without_cuda_python_the_condition_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_condition, "nvrtc", None)
+    monkeypatch.setattr(cuda_loop, "nvrtc", None)
     with pytest.raises(RuntimeError, match="cuda-python is not installed"):
-        loop_condition.compile_condition((9, 0))
+        cuda_loop.compile_condition((9, 0))
 
 
 def has_nvrtc() -> bool:
     try:
-        loop_condition.nvrtc.nvrtcVersion()
+        cuda_loop.nvrtc.nvrtcVersion()
     except RuntimeError:
         return False
     return True
@@ -78,9 +78,9 @@ def has_nvrtc() -> bool:
 def test_nvrtc_compiles_the_condition(capability: tuple[int, int]) -> None:
     if not has_nvrtc():
         pytest.skip("no NVRTC here")
-    code = loop_condition.compile_condition(capability)
+    code = cuda_loop.compile_condition(capability)
     assert code.startswith(b"\x7fELF")
-    assert loop_condition.NAME in code
+    assert cuda_loop.CONDITION in code
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100, 120])
@@ -90,9 +90,9 @@ def test_nvcc_compiles_the_condition_with_the_toolkits_own_declarations(arch: in
         pytest.skip("no nvcc here")
     # the toolkit's header declares what the source declares for NVRTC; with both, they would have to agree
     source, cubin = tmp_path / "condition.cu", tmp_path / "condition.cubin"
-    kernel = re.sub(rb'typedef.*?;\n|extern "C" __device__.*?;\n', b"", loop_condition.SOURCE)
+    kernel = re.sub(rb'typedef.*?;\n|extern "C" __device__.*?;\n', b"", cuda_loop.CONDITION_SOURCE)
     source.write_bytes(kernel)
     command = [compiler, "-cubin", f"-arch=sm_{arch}", "-o", str(cubin), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert loop_condition.NAME in cubin.read_bytes()
+    assert cuda_loop.CONDITION in cubin.read_bytes()

@@ -36,6 +36,23 @@ def counted(batch: Batch) -> None:
     batch.ids.sub_(batch.ids.sum())
 
 
+def shared(batch: Batch) -> None:
+    batch.mean.copy_(batch.x.mean(0))
+
+
+def shared_of_the_live(batch: Batch) -> None:
+    is_live = torch.arange(len(batch.x)) < batch.live_rows
+    batch.mean.copy_(torch.where(is_live.unsqueeze(1), batch.x, 0.0).sum(0) / batch.live_rows)
+
+
+@pytest.mark.parametrize(("step", "kinds"), [(shared, ["mixed-rows"]), (shared_of_the_live, [])])
+def test_a_slot_without_rows_that_takes_from_padding_is_found(step, kinds) -> None:
+    x, mean = Slot("x", ("batch", 2), torch.float32, pad=0.0), Slot("mean", (2,), torch.float32)
+    findings = check(step, StepBuffers([x, mean], max_batch_size=4, device="cpu"))
+    assert [finding.kind for finding in findings] == kinds
+    assert all("(slot 'mean')" in finding.why for finding in findings)
+
+
 @pytest.mark.parametrize("step", [centred, largest, summed, ranked, counted])
 def test_a_step_that_mixes_rows_is_found_with_line_and_slot(step) -> None:
     (finding,) = check(step, make(x=0.0, y=0.0))

@@ -9,8 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from graphdecode import CaptureError, GraphManager
 from graphdecode.buffers import Batch
 from graphdecode.graphs import check
-from graphdecode.graphs.capture import warm_up
-from graphdecode.graphs.owners import Owners
+from graphdecode.graphs.backend import warm_up
+from graphdecode.graphs.inspect.owners import Owners
 
 
 @torch.library.custom_op("graphdecode_tests::fails_inside", mutates_args={"x"})

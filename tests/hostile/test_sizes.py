@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graphdecode import LLM, GraphdecodeError
-from graphdecode.engine import loading, room
+from graphdecode.engine import capacity, loading
 
 GIB = 2**30
 
@@ -35,7 +35,7 @@ GIB = 2**30
 def test_what_no_memory_holds_is_refused_by_key_and_bytes(
     settings: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "total_bytes", lambda device: 16 * GIB)
+    monkeypatch.setattr(capacity, "total_bytes", lambda device: 16 * GIB)
     monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("weights were loaded first"))
     tracemalloc.start()
     try:
@@ -47,7 +47,7 @@ def test_what_no_memory_holds_is_refused_by_key_and_bytes(
 
 
 def test_what_is_there_is_what_the_process_may_use() -> None:
-    assert 2**28 < room.total_bytes(torch.device("cpu")) < 2**63
+    assert 2**28 < capacity.total_bytes(torch.device("cpu")) < 2**63
 
 
 @pytest.mark.parametrize("device", ["cpu:0", torch.device("cpu", 0)])

@@ -40,6 +40,7 @@ struct memory {
     float gate_up[EXPERTS * 2 * WIDTH * HIDDEN], down[EXPERTS * HIDDEN * WIDTH], inner[BATCH * SLOTS * WIDTH];
     float parts[BATCH * SLOTS * HIDDEN], scales[HIDDEN];
     enum kind { F32, BF16, F16 } kind;
+    int64_t code; /* of tensors that may be floats beside elements */
     /* in floats */
     float gains[HIDDEN], cos_sin[ROW_PAGES * PAGE * DIM], sinks[HEADS], expert_weights[BATCH * SLOTS], numbers[6][BATCH];
     float bias_values[BATCH * BIASES], sampled_logprob[BATCH], top_logprobs[BATCH * TOPS];
@@ -60,6 +61,7 @@ static struct memory given[KINDS];
 
 #define PLACE(field, at, ...) \
     a.field.data = at, memcpy(a.field.size, (int64_t[4]){__VA_ARGS__}, sizeof a.field.size)
+#define MAY_BE_WIDE(field) a.field.code = m->code
 #define RUN(kernel) \
     (m->kind == F32 ? kernel##_f32 : m->kind == BF16 ? kernel##_bf16 : kernel##_f16)(&a, threads)
 
@@ -67,20 +69,20 @@ static void run_norms(struct memory *m, int threads) {
     {
         rms_norm_args a = {.eps = 1e-5};
         PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(weight, m->gains, HIDDEN);
-        a.x.stride[0] = HIDDEN;
+        a.x.stride[0] = HIDDEN, MAY_BE_WIDE(x);
         RUN(rms_norm);
     }
     add_rms_norm_args a = {.eps = 1e-5, .post_eps = 1e-5, .scale = 0.5};
     PLACE(out, m->x, BATCH, HIDDEN), PLACE(x, m->out, BATCH, HIDDEN), PLACE(residual, m->residual, BATCH, HIDDEN);
     PLACE(weight, m->gains, HIDDEN), PLACE(post_weight, m->gains, HIDDEN);
-    a.x.stride[0] = HIDDEN;
+    a.x.stride[0] = HIDDEN, MAY_BE_WIDE(x), MAY_BE_WIDE(residual);
     RUN(add_rms_norm);
 }
 
 static void run_linear(struct memory *m, int threads, int as_int8) {
     native_linear_args a = {0};
     PLACE(out, m->out, BATCH, HIDDEN), PLACE(x, m->x, BATCH, HIDDEN), PLACE(bias, m->scales, HIDDEN);
-    a.x.stride[0] = HIDDEN;
+    a.x.stride[0] = HIDDEN, MAY_BE_WIDE(out);
     if (as_int8) PLACE(panels, m->panels, HIDDEN / PANEL, HIDDEN / 4, PANEL, 4), PLACE(scales, m->scales, HIDDEN);
     else PLACE(panels, m->weight, HIDDEN / PANEL, HIDDEN, PANEL, 1);
     RUN(native_linear);
@@ -89,14 +91,14 @@ static void run_linear(struct memory *m, int threads, int as_int8) {
 static void run_act_mul(struct memory *m, int threads, int64_t activation) {
     act_mul_args a = {.activation = activation};
     PLACE(out, m->gated, BATCH, WIDTH), PLACE(gate_up, m->x, BATCH, 2 * WIDTH);
-    a.gate_up.stride[0] = HIDDEN;
+    a.gate_up.stride[0] = HIDDEN, MAY_BE_WIDE(gate_up);
     RUN(act_mul);
 }
 
 static void run_embedding(struct memory *m, int threads) {
     embedding_args a = {.scale = 1.5};
     PLACE(out, m->embedded, BATCH, HIDDEN), PLACE(tokens, m->tokens, BATCH), PLACE(live, &m->live, 1);
-    PLACE(weight, m->weight, TOKENS, HIDDEN), a.weight.stride[0] = HIDDEN;
+    PLACE(weight, m->weight, TOKENS, HIDDEN), a.weight.stride[0] = HIDDEN, MAY_BE_WIDE(out);
     RUN(embedding);
 }
 
@@ -106,7 +108,7 @@ static void run_append(struct memory *m, int threads) {
     PLACE(k_cache, m->cache[0], PAGES, PAGE, KV_HEADS, DIM), PLACE(v_cache, m->cache[1], PAGES, PAGE, KV_HEADS, DIM);
     PLACE(rows, m->rows, BATCH), PLACE(positions, m->positions, BATCH), PLACE(live, &m->live, 1);
     PLACE(page_table, m->table, BATCH, ROW_PAGES), PLACE(cos_sin, m->cos_sin, ROW_PAGES * PAGE, 2, DIM / 2);
-    PLACE(q_norm, m->gains, DIM), PLACE(k_norm, m->gains, DIM);
+    PLACE(q_norm, m->gains, DIM), PLACE(k_norm, m->gains, DIM), MAY_BE_WIDE(qkv);
     RUN(rope_append);
 }
 
@@ -146,7 +148,7 @@ static void run_expert_linears(struct memory *m, int threads, int64_t gate) {
     expert_linear_args a = {.slots = 1, .gate = GATE_NONE};
     PLACE(out, m->parts, BATCH * SLOTS, HIDDEN), PLACE(x, m->inner, BATCH * SLOTS, WIDTH);
     PLACE(weight, m->down, EXPERTS * HIDDEN / PANEL, WIDTH, PANEL, 1), PLACE(offsets, m->offsets, EXPERTS + 1);
-    PLACE(order, m->order, BATCH * SLOTS), a.x.stride[0] = WIDTH;
+    PLACE(order, m->order, BATCH * SLOTS), a.x.stride[0] = WIDTH, MAY_BE_WIDE(out);
     RUN(expert_linear);
 }
 
@@ -163,6 +165,7 @@ static void run_experts(struct memory *m, int threads, int64_t gate) {
     PLACE(out, m->out, BATCH, HIDDEN), PLACE(parts, m->parts, BATCH * SLOTS, HIDDEN), PLACE(ids, m->ids, BATCH, SLOTS);
     PLACE(weights, m->expert_weights, BATCH, SLOTS);
     if (gate != GATE_SILU) PLACE(gate, m->x, BATCH, 1), a.gate.stride[0] = HIDDEN;
+    MAY_BE_WIDE(out), MAY_BE_WIDE(parts), MAY_BE_WIDE(gate);
     RUN(moe_combine);
 }
 
@@ -212,12 +215,15 @@ static void run_sampler(struct memory *m, int threads) {
 }
 
 static void run_everything(struct memory *m, int threads) {
-    run_norms(m, threads);
-    run_embedding(m, threads);
-    for (int as_int8 = 0; as_int8 < 2; as_int8++) run_linear(m, threads, as_int8);
-    for (int64_t kind = ACTIVATION_SILU; kind <= ACTIVATION_GELU; kind++) run_act_mul(m, threads, kind);
-    for (int64_t gate = GATE_SILU; gate <= GATE_SWIGLU_CLAMPED; gate++) run_experts(m, threads, gate);
-    run_append(m, threads);
+    for (int is_wide = 0; is_wide < 2; is_wide++) {
+        m->code = is_wide ? CODE_WIDE : 0;
+        run_norms(m, threads);
+        run_embedding(m, threads);
+        for (int as_int8 = 0; as_int8 < 2; as_int8++) run_linear(m, threads, as_int8);
+        for (int64_t kind = ACTIVATION_SILU; kind <= ACTIVATION_GELU; kind++) run_act_mul(m, threads, kind);
+        for (int64_t gate = GATE_SILU; gate <= GATE_SWIGLU_CLAMPED; gate++) run_experts(m, threads, gate);
+        run_append(m, threads);
+    }
     for (int64_t window = -1; window < 15; window += 8) {
         run_extend_attention(m, threads, window);
         run_decode_attention(m, threads, window);

@@ -279,7 +279,9 @@ def test_what_is_slower_than_a_plain_weight_is_said_and_each_number_of_rows_reme
 
 
 def test_the_report_compares_a_weight_of_few_bits_with_a_plain_one():
-    options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), (1, 8), quantize="int8")
+    options = FormOptions(
+        torch.device("cpu"), torch.float32, LinearTuner(), (1, 8), quantize="int8", report_sizes=(1, 8)
+    )
     form = linear_of(torch.randn(64, 32), None, options)
     for rows in (1, 8):
         report = form.choice(rows).as_report()

@@ -18,6 +18,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     SamplingSlots,
+    held_back,
 )
 
 native_sample = versions("sample").native
@@ -289,13 +290,14 @@ def test_bias_can_force_and_forbid(draw):
     assert draw(logits, slots).tolist() == [17, int(logits_without.argmax())]
 
 
-def test_stop_ids_are_masked_below_the_minimum_position_alone(draw):
+@pytest.mark.parametrize("stops", [(39,), (held_back(39),), (7, held_back(39), held_back(0))])
+def test_stop_ids_and_what_is_held_back_are_masked_below_the_minimum_position_alone(draw, stops):
     rows = 4
     logits = torch.zeros(rows, 40)
     logits[:, 39], logits[:, 5] = 9.0, 3.0
     slots = neutral_slots(rows)
     for row in range(rows):
-        set_row(slots, row, stops=(39,), min_position=10, temperature=(0.0, 1e-3)[row % 2])
+        set_row(slots, row, stops=stops, min_position=10, temperature=(0.0, 1e-3)[row % 2])
     fed = torch.tensor([8, 8, 9, 9], dtype=torch.int32)  # the new tokens stand at 9, 9, 10, 10
     assert draw(logits, slots, fed).tolist() == [5, 5, 39, 39]
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hostile_rows import hostile_rows
 from sampling_rows import CAPACITY, logprob_outputs, make_hostile, random_automata, random_rows
 from torch import Tensor
@@ -135,6 +137,23 @@ def test_how_many_programs_share_a_row_changes_no_bit(monkeypatch: pytest.Monkey
         assert all(torch.equal(a, b) for a, b in zip(flat(found[0]), flat(other), strict=True))
 
 
+@triton.jit
+def _count_kernel(counter, seen, rows):
+    for row in range(3):
+        done, going_on = choose.count_row(counter, tl.program_id(0) == 0)
+        tl.store(seen + 2 * row, (done == rows).to(tl.int32))
+        tl.store(seen + 2 * row + 1, going_on)
+
+
+@pytest.mark.parametrize("rows", [32_769, 65_536])
+@pytest.mark.parametrize("ended", [0, 5])
+def test_the_last_row_of_the_largest_batch_ends_it(rows: int, ended: int, device: str) -> None:
+    counter = torch.tensor([rows - 3, rows - 3 - ended], dtype=torch.int32, device=device)
+    seen = torch.zeros(3, 2, dtype=torch.int32, device=device)
+    _count_kernel[(1,)](counter, seen, rows)
+    assert seen.tolist() == [[0, rows - 2 - ended], [0, rows - 1 - ended], [1, rows - ended]]
+
+
 def test_dead_rows_with_hostile_slots_change_nothing() -> None:
     """Law 4: padding is inert."""
     calm = end_of_step(6, 4, 5)
@@ -156,7 +175,7 @@ def test_dead_rows_with_hostile_slots_change_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_odd_rows_with_odd_wishes_get_the_tokens_of_the_torch_version(seed: int, device: str) -> None:
-    """A few of the rows of `tools/fuzz_sampler.py`."""
+    """A few of the rows of `tools/check sampler`."""
     rows = 30
     logits, positions, slots, counts, recent, sizes = hostile_rows(rows, 1000 + seed)
     live = torch.tensor([rows - 1], dtype=torch.int32)

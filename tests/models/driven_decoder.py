@@ -44,7 +44,7 @@ class DrivenDecoder:
             Slot("pre_step_seqlens", ("batch",), torch.int32),
             Slot("rows", ("batch",), torch.int32),
             Slot("page_table", ("batch", pages_per_row), torch.int32, pad=self.trash_page),
-            Slot("logits", ("batch", config.vocab_size), model.dtype),
+            Slot("logits", ("batch", config.vocab_size), torch.float32),
         ]
         self.buffers = StepBuffers(slots, max_batch_size=rows, device=device)
         for layer, (keys, values) in enumerate(self.caches):

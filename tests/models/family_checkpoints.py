@@ -113,9 +113,9 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "qwen2-moe": (
         Qwen2MoeConfig,
         Qwen2MoeForCausalLM,
-        EXPERTS
-        | {"shared_expert_intermediate_size": 48, "mlp_only_layers": [1], "use_sliding_window": True}
-        | {"sliding_window": 12},
+        EXPERTS  # the router, with the shared expert's gate, gives as many numbers as that expert has channels
+        | {"num_experts": 15, "shared_expert_intermediate_size": 16, "mlp_only_layers": [1]}
+        | {"use_sliding_window": True, "sliding_window": 12},
     ),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
     "gpt-oss": (

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.kernels.native import library as native
-from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load_model
+from graphdecode.kernels.native.instructions import Instructions
+from graphdecode.models import CheckpointError, UnsupportedModelError, describe_model, load, load_model
 from graphdecode.models.load import resolve_dtype
 
 PROMPT = [[65, 66, 67, 68]]
@@ -181,28 +182,33 @@ def test_unknown_options_are_refused(options: dict) -> None:
     [(True, False, torch.bfloat16), (False, True, torch.bfloat16), (False, False, torch.float32)],
 )
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64"])
-def test_auto_keeps_bf16_on_a_cpu_only_where_it_multiplies_bf16(
+def test_without_compiled_kernels_auto_keeps_bf16_where_torch_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch, machine: str, avx512_bf16: bool, amx: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     cpu = torch.device("cpu")
-    assert resolve_dtype("auto", torch.bfloat16, cpu) == expected
-    assert resolve_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
-
-
-def test_auto_takes_the_dtype_of_the_checkpoint_but_for_fp16_on_a_cpu_that_is_slow_at_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    for vectors, expected in (("AVX512", torch.float16), ("AVX2", torch.float16), ("DEFAULT", torch.float32)):
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda vectors=vectors: vectors)
-        assert resolve_dtype("auto", torch.float16, cpu) == (expected if native.library() else torch.float32)
     with native.switched_off():
+        assert resolve_dtype("auto", torch.bfloat16, cpu) == expected
         assert resolve_dtype("auto", torch.float16, cpu) == torch.float32
-    assert resolve_dtype("auto", torch.float32, cpu) == torch.float32
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        assert resolve_dtype("bfloat16", torch.float32, cpu) == torch.bfloat16
+
+
+@pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+@pytest.mark.parametrize(
+    ("instructions", "keeps_bf16", "keeps_fp16"),
+    [(Instructions("portable", ()), False, False), (Instructions("avx2", ()), False, True),
+     (Instructions("avx512", ()), False, True), (Instructions("avx512_bf16", (), has_bf16=True), True, True)],
+)  # fmt: skip
+def test_auto_takes_the_dtype_of_the_checkpoint_where_the_chosen_instructions_are_fast_at_it(
+    monkeypatch: pytest.MonkeyPatch, instructions: Instructions, keeps_bf16: bool, keeps_fp16: bool
+) -> None:
+    monkeypatch.setattr(load, "instructions", lambda: instructions)
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for dtype, is_kept in ((torch.bfloat16, keeps_bf16), (torch.float16, keeps_fp16), (torch.float32, True)):
+        assert resolve_dtype("auto", dtype, cpu) == (dtype if is_kept else torch.float32)
+        assert resolve_dtype(dtype, torch.float32, cpu) == dtype  # what is asked for by its name is had
         assert resolve_dtype("auto", dtype, gpu) == dtype
 
 

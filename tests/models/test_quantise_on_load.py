@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import gguf
@@ -12,6 +13,7 @@ from family_checkpoints import save_checkpoint
 from quantised_checkpoints import FORMS, write_pair
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.group_panels import GroupPanels
@@ -93,11 +95,24 @@ def test_a_model_answers_with_rounded_weights(tmp_path: Path, quantize: str) -> 
         assert path in str(llm.graphs.report())
 
 
+def test_blocks_of_five_bits_keep_large_values_better_than_with_a_scale_by_the_largest() -> None:
+    plain = torch.randn(64, 576, generator=torch.Generator().manual_seed(4))
+    kind = gguf.GGMLQuantizationType.Q5_0
+    theirs = gguf.quants.quantize(plain.numpy(), kind)
+    lost = [
+        float(((torch.from_numpy(gguf.quants.dequantize(blocks, kind)) - plain).square() * plain.square()).sum())
+        for blocks in (quantised_blocks(plain, "Q5_0").numpy(), theirs)
+    ]
+    assert lost[0] < 0.9 * lost[1]
+
+
 @compiled
 def test_the_report_has_figures_for_every_bucket_for_prompts_and_for_experts(tmp_path: Path) -> None:
     save_checkpoint("mixtral", tmp_path)
-    with LLM(tmp_path, quantize="q8_0", max_batch_size=3, max_sequence_length=64, max_prefill_tokens=24) as llm:
-        reports = llm.engine.runner.reports()
+    settings = {"quantize": "q8_0", "max_batch_size": 3, "max_sequence_length": 64, "max_prefill_tokens": 24}
+    with closing(load_runner(tmp_path, times_products=True, **settings)) as runner:
+        runner.table.capture(progress=False)
+        reports = runner.reports()
     assert [bucket.bucket for bucket in reports["steps"].buckets] == [1, 2, 3]
     assert [(bucket.bucket, bucket.state) for bucket in reports["prompts"].buckets][-1] == (24, "captured")
     for bucket in (*reports["steps"].buckets, *reports["prompts"].buckets):

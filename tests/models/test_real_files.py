@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gguf_against_peers import compare_answers, compare_perplexity, reference_model
+from checks.gguf import compare_answers, compare_perplexity, reference_model
 from graphdecode import LLM
 from graphdecode.kernels.native import library as native
 

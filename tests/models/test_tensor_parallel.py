@@ -111,7 +111,7 @@ def test_preemption_shared_prefixes_and_launches_ahead_change_no_token(
     checkpoint: Callable[[str], Path], ranks: Leader
 ) -> None:
     def look_ahead(engine: Engine) -> None:
-        engine.lookahead = 1
+        engine.loop.lookahead = 1
 
     requests = [sampled(seed, 3 * seed, max_tokens=20) for seed in range(7)]
     engine = same_on_one_and_on_two(

@@ -122,7 +122,7 @@ def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -
 
 @pytest.mark.slow
 def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) -> None:
-    script = [sys.executable, str(ROOT / "tools" / "bench_attention.py"), "--out", str(tmp_path), "--device", "cpu"]
+    script = [sys.executable, str(ROOT / "tools" / "bench"), "attention", "--out", str(tmp_path), "--device", "cpu"]
     script += ["--batches", "1", "--contexts", "64", "--shapes", "qwen3"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     run = partial(subprocess.run, capture_output=True, text=True, env=environment, check=False)
@@ -133,5 +133,5 @@ def test_the_script_writes_its_points_and_refuses_unknown_names(tmp_path: Path) 
     assert report["tolerance"].keys() == {shape.name for shape in SHAPES}
     assert "flashinfer     left out: " in done.stdout
     refused = run([*script, "--peers", "sdpo"])
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "unknown peers: sdpo; there are sdpa, gather+sdpa, flex" in refused.stderr

@@ -12,11 +12,12 @@ import torch
 from typer.testing import CliRunner
 
 from graphdecode import BucketConfig
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch
 from graphdecode.cli import app
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.steps import DecodeStep
-from graphdecode.models import load_model
+from graphdecode.models import Chunks, load_model
 from graphdecode.profiling.comparison import compare_profiles, read_profile
 from graphdecode.profiling.latency import LatencyProfiler
 
@@ -126,8 +127,8 @@ class DawdlingStep(DecodeStep):
 
     delays_us: ClassVar[dict[int, float]] = {}
 
-    def __call__(self, batch: Batch) -> None:
-        super().__call__(batch)
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+        super().run(shape, batch, chunks)
         if self.delays_us:
             dawdle(batch.sampled, self.delays_us[batch.sampled.shape[0]])
 

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import pytest
-import torch
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.buckets import BucketLadder
@@ -28,7 +27,7 @@ def test_every_ladder_is_tried_on_the_same_load():
         assert len(trial.rounds_ms) == 2
         assert trial.quiet_ms == min(trial.rounds_ms) <= trial.step_ms <= max(trial.rounds_ms)
         assert trial.capture_ms > 0
-    assert found["all"].pool_bytes > found["one"].pool_bytes or torch.cuda.is_available()  # there they share a pool
+    assert found["all"].pool_bytes >= found["one"].pool_bytes > 0  # all buckets share a pool
 
 
 def trial_of(**rounds_ms: list[float]) -> Trial:

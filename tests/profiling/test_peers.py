@@ -25,8 +25,8 @@ from peers import (
     parse_peers,
 )
 from peers import contest as contest_module
-from peers.attempt import attempt
 from peers.greedy import Reference
+from peers.peer import attempt
 from peers.transformers_generate import Transformers, TransformersStatic
 
 ROOT = Path(__file__).parents[2]
@@ -239,7 +239,7 @@ def test_a_compiled_step_gives_the_greedy_tokens_or_says_that_there_is_no_compil
 @pytest.mark.slow
 def test_the_script_lists_who_was_left_out_and_refuses_unknown_names(tmp_path: Path) -> None:
     out = tmp_path / "generate.json"
-    script = [sys.executable, str(ROOT / "tools" / "bench_generate.py"), "--device", "cpu", "--threads", "1"]
+    script = [sys.executable, str(ROOT / "tools" / "bench"), "generate", "--device", "cpu", "--threads", "1"]
     small = ["--batch-sizes", "1", "--new-tokens", "2", "--repeats", "1", "--out", str(out)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     run = lambda *extra: subprocess.run(  # noqa: E731

@@ -2,25 +2,24 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from benchmarks.serving import main
 from graphdecode import LLM, BucketConfig
-from graphdecode.profiling.load import Arrival
 from graphdecode.profiling.percentiles import Percentiles
-from graphdecode.profiling.serving import check_fits, serve
-from graphdecode.profiling.serving_plot import plot_serving
+from serving_load.arrivals import Arrival
+from serving_load.picture import plot_serving
+from serving_load.play import check_fits, serve
 
 ROOT = Path(__file__).parent.parent.parent
-TOOL = [sys.executable, str(ROOT / "tools" / "bench_serving.py")]
+TOOL = [sys.executable, str(ROOT / "tools" / "bench"), "serving"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
@@ -38,7 +37,7 @@ def test_every_request_is_served_and_every_token_counted(llm: LLM) -> None:
     tokens = sum(arrival.answer_tokens for arrival in arrivals)
     fed = sum(int(size) * steps for size, steps in result["batch_sizes"].items())
     # a launch that is under way when a row ends has the row still
-    assert tokens <= fed <= tokens + len(arrivals) * llm.engine.lookahead
+    assert tokens <= fed <= tokens + len(arrivals) * llm.engine.loop.lookahead
     assert result["tokens_per_second"] == pytest.approx(tokens / result["seconds"])
     assert result["offered_per_second"] == pytest.approx(1000)
     for kind in ("ttft_ms", "tpot_ms", "itl_ms", "queue_ms"):
@@ -147,9 +146,8 @@ def test_the_tool_refuses_what_cannot_be_served(tmp_path: Path, options: dict[st
     (tmp_path / "one.jsonl").write_text('{"at": 0.5, "prompt_tokens": 3, "answer_tokens": 4}\n')
     if "trace" in options:
         options = options | {"trace": tmp_path / options["trace"]}
-    tool = runpy.run_path(TOOL[1])
     with pytest.raises(ValueError, match=message):
-        tool["main"](SimpleNamespace(invoked_subcommand=None), **options)
+        main(**options)
 
 
 def test_the_tool_ends_an_error_with_one_line(tmp_path: Path) -> None:

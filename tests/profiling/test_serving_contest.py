@@ -9,11 +9,11 @@ import pytest
 
 from peers.servers import Setting, parse_servers
 
-TOOL = Path(__file__).parents[2] / "tools" / "bench_serving.py"
+TOOL = Path(__file__).parents[2] / "tools" / "bench"
 
 
 def test_our_server_is_measured_beside_the_engine_below_it(tmp_path: Path) -> None:
-    command = [sys.executable, str(TOOL), "http", "--clients", "3", "--answer-tokens", "6", "--rounds", "2"]
+    command = [sys.executable, str(TOOL), "servers", "--clients", "3", "--answer-tokens", "6", "--rounds", "2"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "server.json").read_text())

@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
 
 
 def test_the_script_writes_what_it_shows(tmp_path):
-    command = [sys.executable, str(ROOT / "tools" / "bench_step.py"), "--model", "demo,shape:nothing", "--steps", "2"]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "step", "--model", "demo,shape:nothing", "--steps", "2"]
     done = subprocess.run(
         [*command, "--rounds", "1", "--batch-sizes", "1,2", "--contexts", "8", "--out", str(tmp_path)],
         capture_output=True,

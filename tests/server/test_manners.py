@@ -12,12 +12,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2 as httpx
 import openai
 import pytest
-from served import AT_LENGTH, ROOT, Served, serving
+from served import AT_LENGTH, ROOT, Served, children_of, serving
 
 from graphdecode.config import ServerConfig
 from graphdecode.server.guards import own_names
@@ -118,10 +117,13 @@ def test_requests_in_one_piece_are_answered_in_their_order(served: Served) -> No
 
 def test_a_full_queue_is_429_and_says_when_to_come_again(served: Served) -> None:
     with served.client() as http:
-        refused = http.post("/v1/completions", json=SHORT | {"n": 5})
+        assert http.post("/v1/completions", json=SHORT | {"n": 5}).status_code == 400  # that will never have room
+        with begin(served, LONG):
+            refused = http.post("/v1/completions", json=SHORT | {"n": 4})
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
+        served.until_idle()
         assert http.post("/v1/completions", json=SHORT | {"n": 4}).status_code == 200
 
 
@@ -155,15 +157,15 @@ def test_a_body_that_is_too_large_or_never_comes_is_refused(served: Served) -> N
 
 
 def test_who_asks_for_little_is_not_kept_waiting_by_who_asks_for_much_and_priority_goes_first() -> None:
-    async def ask(http: httpx.AsyncClient, key: str, tokens: int, priority: int = 0) -> float:
-        body = LONG | {"max_tokens": tokens, "priority": priority}
+    async def ask(http: httpx.AsyncClient, key: str, tokens: int, priority: int = 0, n: int = 1) -> float:
+        body = LONG | {"max_tokens": tokens, "priority": priority, "n": n}
         answer = await http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
         assert answer.status_code == 200
         return time.monotonic()
 
     async def main(address: str) -> tuple[list[float], float, float]:
         async with httpx.AsyncClient(base_url=address, timeout=60) as http:
-            greedy = [asyncio.create_task(ask(http, "greedy", 1000)) for _ in range(6)]
+            greedy = [asyncio.create_task(ask(http, "greedy", 1000, n=5)) for _ in range(6)]
             await asyncio.sleep(0.1)
             others = await asyncio.gather(ask(http, "modest", 20), ask(http, "greedy", 20, priority=-1))
             return await asyncio.gather(*greedy), *others
@@ -348,8 +350,7 @@ def test_told_to_end_while_its_engine_is_imported_it_ends_in_one_line() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not children.read_text():
+    while not any("engine_process" in command for _, command in children_of(process.pid)):
         time.sleep(0.01)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does

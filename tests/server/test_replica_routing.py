@@ -1,4 +1,4 @@
-"""Who gets a request, and what the front does where who got it is gone; tools/try_replicas.py tries a real Ray."""
+"""Who gets a request, and what the front does where who got it is gone; tools/check replicas tries a real Ray."""
 
 import asyncio
 import json

@@ -1,8 +1,13 @@
 """Calls of tools are found in the text of an answer, however it comes in pieces, and nothing else is taken from it."""
 
 import json
+import time
+from pathlib import Path
 
+import httpx2 as httpx
 import pytest
+from command_line import run_command
+from served import serving
 
 from graphdecode.server.tool_calls import FORMATS, ToolCall, ToolCallReader, ToolFormat, format_of
 
@@ -40,6 +45,10 @@ CONTENT = [
     (HERMES, "<tool_call>[1, null, {}]</tool_call>"),
     (HERMES, '<tool_call>{"name": {"add": 1}}</tool_call>'),
     (HERMES, "<tool_call>" + "[" * 5000),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add"]</tool_call>'),
     (MISTRAL, "[TOOL_CALLS"),
     (MISTRAL, '[TOOL_CALLS][{"name": "other"}]'),
     (LLAMA, "Hello {world}"),
@@ -78,6 +87,25 @@ def test_what_only_looks_like_a_call_stays_content(form: ToolFormat, text: str) 
         assert read(form, pieces) == (text, []), pieces
 
 
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        ('<tool_call>{"name": "add", "arguments": {"a": "', "xy"),
+        ('<tool_call>{"name": "add", "arguments": {"a": "', "}]"),
+        ('<tool_call>{"name": "add", "arguments": [', "[],"),
+        (f'<tool_call>{{"name": "add", "arguments": {{"a": "{"x" * 60_000}"}}}}', "\n"),
+    ],
+)
+def test_a_call_in_many_pieces_takes_time_in_proportion_to_them(begins: str, goes_on: str) -> None:
+    reader, count = ToolCallReader(HERMES, NAMES), 64_000
+    began = time.process_time()
+    assert reader.feed(begins, final=False) == ("", [])
+    for _ in range(count):
+        assert reader.feed(goes_on, final=False) == ("", [])
+    reader.feed("", final=True)
+    assert time.process_time() - began < 3
+
+
 def test_content_is_not_held_back_longer_than_it_may_be_a_call() -> None:
     reader = ToolCallReader(HERMES, NAMES)
     assert reader.feed("Hello <tool", final=False) == ("Hello", [])
@@ -97,3 +125,25 @@ def test_a_template_tells_its_format(form: ToolFormat) -> None:
     assert format_of(f"{{{{ x }}}}{form.sign}") is form
     assert format_of("{{ messages }}") is None
     assert format_of(None) is None
+
+
+def test_a_template_of_ones_own_is_what_conversations_go_through(tmp_path: Path) -> None:
+    """With a server, by flag and by key; the demo's own knows of no tools."""
+    file, config = tmp_path / "own.jinja", tmp_path / "own.toml"
+    file.write_text("{% for tool in tools or [] %}<tool_call>{{ tool }}{% endfor %}{{ messages[-1].content }}=")
+    config.write_text(f"[server]\nchat_template = {json.dumps(str(file))}\n")
+    for options in (["--chat-template", str(file)], ["--config", str(config)]):
+        with serving(*options) as served:
+            said = {"messages": [{"role": "user", "content": "12+30"}], "temperature": 0, "max_tokens": 8}
+            answer = httpx.post(f"{served.address}/v1/chat/completions", json=said, timeout=60).json()
+            assert answer["choices"][0]["message"]["content"] == "42"
+            told = httpx.get(f"{served.address}/tokenizer_info").json()
+            assert told["chat_template"] == file.read_text()
+
+
+def test_a_file_without_a_template_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "broken.jinja").write_text("{% for")
+    for name, said in (("none.jinja", "no such file"), ("broken.jinja", "the chat template refuses")):
+        result = run_command("serve", "--chat-template", str(tmp_path / name))
+        assert result.returncode == 2
+        assert said in result.stderr

@@ -215,17 +215,43 @@ def test_fp8_queries_of_one_request_too(dtype, device):
     torch.testing.assert_close(lse.double().cpu(), expected_lse[0], atol=1e-3, rtol=1e-3)
 
 
+HALF, BRAIN, FULL, BYTE = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
 @pytest.mark.parametrize(
-    "others", [{}, {"q_data_type": torch.float16}, {"q_data_type": None, "kv_data_type": "float16"}]
+    ("given", "q_dtype", "kv_dtype"),
+    [
+        ({}, HALF, HALF),
+        ({"data_type": "bfloat16"}, BRAIN, BRAIN),
+        ({"data_type": BRAIN, "q_data_type": None}, BRAIN, BRAIN),
+        ({"data_type": BRAIN, "q_data_type": "float16"}, HALF, BRAIN),  # equal to the default, and given
+        ({"data_type": BRAIN, "q_data_type": HALF, "kv_data_type": None}, HALF, BRAIN),
+        ({"data_type": BRAIN, "kv_data_type": "float32"}, BRAIN, FULL),
+        ({"data_type": BRAIN, "q_data_type": FULL, "kv_data_type": BYTE}, FULL, BYTE),
+        ({"data_type": BYTE}, HALF, BYTE),
+        ({"data_type": BYTE, "q_data_type": BRAIN}, BRAIN, BYTE),
+        ({"data_type": BYTE, "q_data_type": BYTE}, BYTE, BYTE),
+        ({"data_type": "float8_e5m2", "q_data_type": None}, torch.float8_e5m2, torch.float8_e5m2),
+        ({"q_data_type": BRAIN}, BRAIN, BRAIN),
+        ({"kv_data_type": BYTE}, HALF, BYTE),
+    ],
 )
-@pytest.mark.parametrize("spelling", ["bfloat16", torch.bfloat16])
-def test_data_type_overrides_both_dtypes_however_they_are_spelt(spelling, others, device):
-    rows = random_rows([9, 3], device, torch.bfloat16)
+def test_data_type_fills_only_what_was_not_given(given, q_dtype, kv_dtype, device):
+    rows = random_rows([9, 3], device, kv_dtype)
     wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
-    wrapper.plan(
-        rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, data_type=spelling, **others
-    )
-    assert wrapper.run(queries(2, torch.bfloat16, device), (rows.k_cache, rows.v_cache)).dtype == torch.bfloat16
+    wrapper.plan(rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, **given)
+    q = queries(2, q_dtype, device)
+    assert wrapper.run(q, (rows.k_cache, rows.v_cache)).dtype == q_dtype
+
+
+def test_a_data_type_that_there_is_not_is_refused_even_where_both_are_given(device):
+    rows = random_rows([9], device)
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(ValueError, match="data_type must be one of"):
+        wrapper.plan(
+            rows.indptr, rows.indices, rows.last_page_len, HEADS, KV_HEADS, DIM, PAGE, q_data_type=HALF,
+            kv_data_type=HALF, data_type="int8",
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])

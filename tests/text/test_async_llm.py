@@ -1,11 +1,15 @@
 """The engine from asyncio: many tasks at once, cancelled by leaving, awake only when there is work."""
 
 import asyncio
+import sys
 import threading
+from types import FrameType
+from typing import Any
 
 import pytest
 
 from graphdecode import LLM, AsyncLLM, BucketConfig, SamplingParams, StructuredOutputsParams
+from graphdecode.text.async_front import Bell
 
 CONFIG = BucketConfig(max_batch_size=4, max_sequence_length=128, page_size=8)
 PROMPTS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "abc", "rev graph=", "999+1=", "x"]
@@ -45,7 +49,7 @@ def test_leaving_an_answer_frees_its_row_and_pages() -> None:
             async for _ in llm.generate("12+30=", params(max_tokens=100, ignore_eos=True)):
                 break
             tasks = [asyncio.create_task(answer(llm, "abc", params(max_tokens=100, ignore_eos=True))) for _ in range(6)]
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0)  # all have begun, and none can have ended
             for task in tasks[::2]:
                 task.cancel()
             done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -53,6 +57,25 @@ def test_leaving_an_answer_frees_its_row_and_pages() -> None:
             assert await answer(llm, "12+30=", params()) == "42"
             assert not llm.llm.engine.has_work
             assert llm.llm.cache.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_what_runs_by_a_name_can_be_aborted_by_it() -> None:
+    async def last(llm: AsyncLLM, name: str) -> list[str | None]:
+        async for output in llm.generate("12+30=", params(max_tokens=100, ignore_eos=True), request_id=name):
+            assert output.finished == (output.outputs[0].finish_reason is not None)
+        return [answer.finish_reason for answer in output.outputs]
+
+    async def main() -> None:
+        async with AsyncLLM("demo", config=CONFIG) as llm:
+            tasks = [asyncio.create_task(last(llm, name)) for name in "abc"]
+            await asyncio.sleep(0)
+            await llm.abort("a")
+            await llm.abort(["b", "nobody"])
+            assert await asyncio.gather(*tasks) == [["abort"], ["abort"], ["length"]]
+            assert llm.llm.cache.pool.used == 0
+            assert llm.llm.get_tokenizer() is llm.llm.tokenizer
 
     asyncio.run(main())
 
@@ -138,5 +161,39 @@ def test_reading_a_form_for_seconds_holds_up_neither_the_loop_nor_other_answers(
             may_go_on.set()
             assert set(await held) <= {"x", "y"}
             assert seen[0].name not in (threading.main_thread().name, "graphdecode-engine")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("line", range(8))
+def test_no_ring_is_lost_wherever_a_thread_stands_while_another_one_rings(line: int) -> None:
+    async def main() -> None:
+        bell = Bell(asyncio.get_running_loop())
+        first, second = asyncio.Event(), asyncio.Event()
+        other = threading.Thread(target=bell.ring, args=(second,))
+        lines = 0
+
+        def trace(frame: FrameType, event: str, _: object) -> Any:
+            nonlocal lines
+            if event == "call":
+                return trace if frame.f_code is Bell.ring.__code__ else None
+            if lines == line and event == "line":
+                other.start()
+                other.join(0.1)  # it may have to wait for this one
+            lines += event == "line"
+            return trace
+
+        def rings() -> None:
+            sys.settrace(trace)
+            bell.ring(first)
+            sys.settrace(None)
+
+        thread = threading.Thread(target=rings)
+        thread.start()
+        await asyncio.to_thread(thread.join)
+        async with asyncio.timeout(2):
+            await first.wait()
+            if other.ident is not None:  # there are as many lines
+                await second.wait()
 
     asyncio.run(main())

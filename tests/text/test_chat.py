@@ -53,6 +53,14 @@ def test_the_last_message_can_be_gone_on_with(tokenizer: Any) -> None:
         render_chat(tokenizer, turns, chat_template=TEMPLATE, continue_final_message=True)
 
 
+def test_arguments_of_a_call_that_are_nested_too_deep_stay_a_text(tokenizer: Any) -> None:
+    arguments = "[" * 100_000
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    template = "{{ messages[0].tool_calls[0].function.arguments }}"
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    assert render_chat(tokenizer, messages, chat_template=template).text == arguments
+
+
 def test_parts_of_text_are_joined_and_calls_of_tools_are_given_as_dicts(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -77,6 +85,7 @@ def test_tools_and_variables_reach_the_template(tokenizer: Any) -> None:
         ([], "got an empty list"),
         (["hello"], "got 'hello'"),
         ([{"content": "a"}], r"messages\[0\] must have a `role`"),
+        ([TURNS[0], {"role": "usr", "content": "a"}], r"messages\[1\].role must be one of system, .*, got 'usr'"),
         ([TURNS[0], {"role": "user"}], r"messages\[1\] of the role 'user' has no `content`"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content must be a text or a list of parts, got 3"),
         ([{"role": "user", "content": None}], r"messages\[0\].content must be a text"),

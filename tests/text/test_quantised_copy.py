@@ -36,10 +36,12 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_fac
 TEXT = "Hello, world!  12 + 345 = x\n\n\tdef f(): 'naïve' 你好"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+MERGES = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("o", "r")]
+
+
+def tokenizer(merges: list[tuple[str, str]] = MERGES) -> PreTrainedTokenizerFast:
     """Return byte-level BPE with a few merges, which cuts texts as GPT-2's does."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("Ġ", "w"), ("o", "r")]
     vocabulary = {token: index for index, token in enumerate([*letters, "<|end|>", *map("".join, merges)])}
     made = Tokenizer(models.BPE(vocabulary, merges))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -114,6 +116,13 @@ def test_a_file_of_gguf_answers_as_the_model_rounded_while_it_is_read(tmp_path: 
     made = copy(model, tmp_path / "copy.gguf", "q8_0")
     assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
     assert answers(made, quantize="gguf") == answers(model, quantize="q8_0")
+
+
+def test_a_tokenizer_without_merges_is_written_and_read_back(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path / "model")
+    tokenizer([]).save_pretrained(model)
+    made = copy(model, tmp_path / "copy.gguf", "q8_0")
+    assert load_tokenizer(made)(TEXT).input_ids == load_tokenizer(model)(TEXT).input_ids
 
 
 SPARSE = [("Mixtral", True), ("Mixtral", False), ("Qwen3Moe", True), ("GptOss", True)]

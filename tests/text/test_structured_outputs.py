@@ -154,7 +154,7 @@ def test_the_mask_of_every_step_is_the_librarys_where_the_device_follows_an_auto
     said = b""
     while llm.engine.has_work:
         events = llm.engine.step()
-        assert llm.engine.runner.guided_rows == frozenset(range(len(rows)))
+        assert llm.engine.runner.step.guided_rows == frozenset(range(len(rows)))
         masks = dict(zip(rows, llm.engine.runner.buffers.token_mask.numpy(), strict=False))
         for event in events:
             matcher = matchers[event.request_id]
@@ -215,7 +215,7 @@ def test_law_9_masks_that_are_filled_beside_the_step_give_the_same_answers(
     asked.append(SamplingParams(temperature=1.0, seed=3, max_tokens=50, ignore_eos=True, logprobs=2))
     found = []
     for worth in (1e9, -1.0):
-        monkeypatch.setattr(llm.engine, "worth_a_thread_seconds", worth)
+        monkeypatch.setattr(llm.engine.loop, "worth_a_thread_seconds", worth)
         found.append([output.outputs[0] for output in answers(llm, asked)])
     assert found[0] == found[1]
     assert [answer.finish_reason for answer in found[0][3:]] == ["length"]
@@ -354,3 +354,36 @@ def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.Monkey
     answers(llm, [wild(1, 9, grammar="start: /[ab]{9}/"), free])
     assert len(staged) >= 7
     assert all(rows == [0] for rows in staged), "the mask of the row that has one, and of no other"
+
+
+@pytest.mark.parametrize("beside", [{}, {"ignore_eos": True}, {"stop_token_ids": [120, 121]}], ids=str)
+def test_a_form_counts_for_more_than_min_tokens_which_hold_where_it_goes_on(llm: LLM, beside: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    forms: list[tuple[dict[str, Any], str]] = [
+        ({"choice": ["left", "right"]}, "left|right"),
+        ({"regex": "a{2,3}"}, "aaa"),
+        ({"regex": "b*"}, "b{20,}"),
+        ({"grammar": 'start: "c" start | "c"'}, "c{20,}"),
+        ({"json": schema, "disable_any_whitespace": True}, re.escape('{"a":"b"}')),
+    ]
+    params = [
+        SamplingParams(
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+            min_tokens=20,
+            structured_outputs=StructuredOutputsParams(**form),
+            **beside,
+        )
+        for seed, (form, _) in enumerate(forms)
+    ]
+    for output, (form, expected) in zip(answers(llm, params), forms, strict=True):
+        assert output.error is None, form
+        assert re.fullmatch(expected, output.outputs[0].text), form
+
+
+def test_bad_words_that_forbid_all_that_a_form_allows_are_named(llm: LLM) -> None:
+    params = SamplingParams(bad_words=["x"], structured_outputs=StructuredOutputsParams(choice=["x"]))
+    (output,) = answers(llm, [params])
+    assert output.error is not None
+    assert "its grammar cannot be followed further: bad_words forbid all" in output.error

@@ -6,8 +6,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from tqdm import tqdm
 
-from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode import LLM, BucketConfig, EngineConfig, SamplingParams
+from graphdecode.engine.loading import load_engine
 from graphdecode.text.detokenizer import Detokenizer
 
 THREADS, ROUNDS = 16, 6
@@ -161,3 +163,34 @@ def test_who_sees_an_answer_finished_sees_all_of_it(llm: LLM, monkeypatch: pytes
     for thread in threads:
         thread.join(60)
     assert given == [expected] * 8
+
+
+def test_without_a_bar_nobody_waits_for_the_lock_that_all_bars_share(llm: LLM) -> None:
+    """Ctrl-C in the middle of another bar's birth may leave it held."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        llm.generate("12+30=", use_tqdm=False)
+        answered.set()
+
+    with tqdm.get_lock():
+        thread = threading.Thread(target=ask)
+        thread.start()
+        in_time = answered.wait(10)
+    thread.join()
+    assert in_time
+
+
+def test_loading_and_capturing_wait_for_that_lock_as_little() -> None:
+    loaded = threading.Event()
+
+    def load() -> None:
+        load_engine("demo", EngineConfig.of(None, device="cpu", max_batch_size=1), progress=False).close()
+        loaded.set()
+
+    with tqdm.get_lock():
+        thread = threading.Thread(target=load)
+        thread.start()
+        in_time = loaded.wait(30)
+    thread.join()
+    assert in_time

@@ -1,1 +1,1 @@
-"""A cluster of replicas as discrete events: what `tools/simulate_cluster.py` runs."""
+"""A cluster of replicas as discrete events: what `tools/bench cluster` runs."""

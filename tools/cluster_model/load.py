@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
-from cluster_model.replica import Request
+from cluster_model.simulation import Request
 
 Rate = Callable[[float], float]  # requests a second, at a time
 

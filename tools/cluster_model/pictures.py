@@ -8,7 +8,7 @@ from typing import Any
 
 import matplotlib as mpl
 
-from cluster_model.run import Outcome
+from cluster_model.simulation import Outcome
 
 mpl.use("svg")
 mpl.rcParams |= {"svg.hashsalt": "graphdecode", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}

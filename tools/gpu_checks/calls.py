@@ -63,7 +63,7 @@ def call_b(scratch: Path) -> list[Part]:
     small = scratch / "small.toml"
     small.write_text(SMALL_CONFIG + '[capture]\nbackend = "eager"\n')
     tests = ["-m", "not slow", "tests/engine", "tests/graphs", "tests/cache", "tests/models"]
-    loop = [*_PYTHON, "tools/bench_loop.py", "--out", str(scratch / "loop.json")]
+    loop = [*_PYTHON, "tools/bench", "loop", "--out", str(scratch / "loop.json")]
     in_small = ["--device", "cpu", "--steps-per-launch", "1,4", "--new-tokens", "16"]
     eager = [*_CLI, "generate", "--prompt", "12+30=", "--prompt", "rev abc=", "--max-tokens", "4"]
     eager += ["--config", str(small)]
@@ -86,9 +86,9 @@ def call_b(scratch: Path) -> list[Part]:
 
 def call_c(scratch: Path) -> list[Part]:
     """Products, the step beside its floor, attention, and one profile of counters."""
-    linear = [*_PYTHON, "tools/bench_linear.py", "--out", str(scratch / "linear")]
-    step = [*_PYTHON, "tools/bench_step.py", "--out", str(scratch / "step")]
-    attention = [*_PYTHON, "tools/bench_attention.py", "--out", str(scratch / "attention")]
+    linear = [*_PYTHON, "tools/bench", "linear", "--out", str(scratch / "linear")]
+    step = [*_PYTHON, "tools/bench", "step", "--out", str(scratch / "step")]
+    attention = [*_PYTHON, "tools/bench", "attention", "--out", str(scratch / "attention")]
     of_step = ["--batch-sizes", "1,64", "--contexts", "512,4096", "--steps", "32", "--rounds", "3", "--device", "cuda"]
     step_in_small = ["--model", "demo", "--batch-sizes", "1", "--contexts", "32", "--steps", "2", "--rounds", "1"]
     attention_in_small = ["--device", "cpu", "--batches", "1", "--contexts", "64", "--shapes", "llama-8b"]

@@ -2,8 +2,7 @@
 
 from peers.contest import compare_engines
 from peers.known import PEERS, parse_peers
-from peers.own import Graphdecode
-from peers.peer import Peer, Workload
+from peers.peer import Graphdecode, Peer, Workload, random_prompts
 from peers.table import contest_notes, contest_table
 
 __all__ = [
@@ -15,4 +14,5 @@ __all__ = [
     "contest_notes",
     "contest_table",
     "parse_peers",
+    "random_prompts",
 ]

@@ -9,16 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from graphdecode.profiling.bandwidth import read_bandwidth
-from peers.attempt import attempt
 from peers.greedy import Reference
-from peers.own import Graphdecode
-from peers.peer import Peer, Tokens, Workload
-
-_FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
+from peers.peer import Graphdecode, Peer, Tokens, Workload, attempt, random_prompts
 
 
 def compare_engines(
@@ -78,9 +73,7 @@ class _Round:
     """All engines at one batch size; this engine is the first of them."""
 
     def __init__(self, engines: Mapping[str, Peer], batch_size: int, workload: Workload, vocab_size: int) -> None:
-        generator = torch.Generator().manual_seed(batch_size)
-        shape = (batch_size, workload.prompt_tokens)
-        self._prompts: Tokens = torch.randint(_FIRST_TOKEN, vocab_size, shape, generator=generator).tolist()
+        self._prompts = random_prompts(batch_size, workload.prompt_tokens, vocab_size)
         self._workload = workload
         self._engines = dict(engines)
         self._own = next(iter(engines))

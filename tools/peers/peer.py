@@ -1,21 +1,45 @@
-"""What a peer is: another engine that decodes the same checkpoint, when it is there."""
+"""What a peer is: another engine that decodes the same checkpoint, when it is there; and this engine as one."""
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata, util
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
+import torch
+
+from graphdecode.config import BucketConfig
+from graphdecode.text import LLM, SamplingParams
+from harness import step_seconds
+
+Result = TypeVar("Result")
 Tokens = list[list[int]]
 
 GPU_SHARE = 0.25
 """Of a GPU's memory, for a peer that takes all it is given: every engine of a comparison is loaded at once."""
 
+_FIRST_TOKEN = 3  # below are the special tokens of most vocabularies
+_REASON_LENGTH = 200
 _LEAST_CAPACITY = 512  # tokens a sequence may have, though a comparison needs fewer: engines are not sized to the token
+
+
+def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
+    """Return what a call gives and "", or None and why it gives nothing, in one line."""
+    try:
+        return call(), ""
+    except Exception as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        return None, f"{type(error).__name__}: {first_line}"[:_REASON_LENGTH]
+
+
+def random_prompts(count: int, length: int, vocab_size: int) -> Tokens:
+    """Return prompts of one length, the same ones for the same number of them."""
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(_FIRST_TOKEN, vocab_size, (count, length), generator=generator).tolist()
 
 
 @dataclass(frozen=True)
@@ -49,8 +73,8 @@ class Workload:
         return max(self.prompt_tokens + 1 + self.new_tokens, _LEAST_CAPACITY)
 
 
-class Peer(ABC):
-    """An engine that may be absent. Nothing of it is imported before `open`.
+class Adapter(ABC):
+    """Somebody else's code, which may be absent. Nothing of it is imported before it is asked for something.
 
     Attributes:
         name: that a person asks for it by.
@@ -62,6 +86,17 @@ class Peer(ABC):
     requires: ClassVar[Mapping[str, str]] = {}
     devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
+    def why_not_on(self, device: str, verb: str) -> str:
+        """Return why it cannot take part on a device, where it `verb` on others only; "" when it can be tried."""
+        absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
+        if absent:
+            return f"not installed: {', '.join(absent)}"
+        return "" if device in self.devices else f"{verb} on {' and '.join(self.devices)} only"
+
+
+class Peer(Adapter):
+    """An engine that may be absent. Nothing of it is imported before `open`."""
+
     def why_not(self, folder: Path, workload: Workload) -> str:
         """Return why this peer cannot take part, for people; "" when it can be tried.
 
@@ -69,12 +104,7 @@ class Peer(ABC):
             folder: the checkpoint.
             workload: what it would run.
         """
-        absent = [package for module, package in self.requires.items() if util.find_spec(module) is None]
-        if absent:
-            return f"not installed: {', '.join(absent)}"
-        if workload.device not in self.devices:
-            return f"is compared on {' and '.join(self.devices)} only"
-        return ""
+        return self.why_not_on(workload.device, "is compared")
 
     @property
     def versions(self) -> dict[str, str]:
@@ -106,11 +136,36 @@ class Peer(ABC):
 
     def seconds_per_step(self, prompts: Tokens, new_tokens: int) -> float:
         """Return the time of one decode step: a long answer less a short one, so that prefill does not count."""
-        began = time.perf_counter()
-        self.generate(prompts, 1)
-        middle = time.perf_counter()
-        self.generate(prompts, new_tokens + 1)
-        return (time.perf_counter() - middle - (middle - began)) / new_tokens
+        return step_seconds(partial(self.generate, prompts), new_tokens)
 
-    def close(self) -> None:  # noqa: B027 (most peers hold nothing that outlives them)
+    def close(self) -> None:
         """Give back what outlives the object: processes, files, memory of other libraries."""
+
+
+class Graphdecode(Peer):
+    """`LLM.generate`, with a bucket for each batch size of the workload."""
+
+    name = "graphdecode"
+
+    def open(self, folder: Path, workload: Workload) -> None:
+        """Load and capture."""
+        config = BucketConfig(
+            max_batch_size=workload.max_batch_size,
+            max_sequence_length=workload.capacity,
+            batch_sizes=list(workload.batch_sizes),
+        )
+        self._llm = LLM(folder, config=config, dtype=workload.dtype, device=workload.device, prefix_cache=False)
+
+    @property
+    def weight_bytes(self) -> int:
+        """That one step reads."""
+        return self._llm.model.weight_bytes
+
+    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
+        """Return greedy tokens."""
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        return [output.outputs[0].token_ids for output in self._llm.generate(prompts, params, use_tqdm=False)]
+
+    def close(self) -> None:
+        """Release the graphs."""
+        self._llm.close()

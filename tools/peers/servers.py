@@ -18,6 +18,8 @@ from typing import ClassVar, NamedTuple
 
 import httpx2 as httpx
 
+from graphdecode.errors import ArgumentError
+
 _START_SECONDS = 600
 _END_SECONDS = 20
 # ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration of
@@ -152,7 +154,7 @@ def parse_servers(texts: list[str]) -> list[Server]:
     for text in texts:
         name, _, python = text.partition("=")
         if name not in SERVERS:
-            raise ValueError(f"unknown peer: {name}; there are {', '.join(SERVERS)}")
+            raise ArgumentError(f"unknown peer: {name}; there are {', '.join(SERVERS)}")
         servers.append(SERVERS[name](python or sys.executable))
     return servers
 

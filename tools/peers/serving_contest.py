@@ -17,6 +17,7 @@ import httpx2 as httpx
 import torch
 
 from graphdecode import LLM, SamplingParams
+from graphdecode.errors import ArgumentError
 from peers.http_load import alone_prompts, first_token_seconds, prompts_of, tokens_per_second
 from peers.servers import Graphdecode, Running, Server, Setting, pin, running
 
@@ -73,7 +74,7 @@ def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], No
         for peer in peers:
             weights = contest.weights if not peer.why_not(contest.weights) else contest.checkpoint or contest.weights
             if why := peer.why_not(weights):
-                raise ValueError(f"{peer.name} cannot serve {weights.name}: {why}")
+                raise ArgumentError(f"{peer.name} cannot serve {weights.name}: {why}")
             for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Graphdecode(sys.executable))):
                 turns[name] = _turn_of(start(server, weights), contest, server.ignores_eos)
         own = start(Graphdecode(sys.executable), contest.weights)

@@ -1,1 +1,1 @@
-"""What `tools/try_replicas.py` tries on a real Ray: a module for each claim, and what they share."""
+"""What `tools/check replicas` tries its claims with: the command on a Ray of its own, and clients."""

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from graphdecode.buckets import StepShape
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
 from graphdecode.engine.steps import DecodeStep, StepSetting
@@ -342,7 +343,7 @@ def recorded_step(
         step = DecodeStep(setting)
         batch = step.buffers.narrow(rows)
         with noting.in_place_of_launches(), noting:
-            step(batch)
+            step.run(StepShape(rows), batch)
     token_bytes = sum(layer.nbytes for layer in cache.layers) // (cache.total_num_pages + 1) // cache.page_size
     return RecordedStep(
         noting.launches,

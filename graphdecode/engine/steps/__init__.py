@@ -11,15 +11,13 @@ from graphdecode.engine.steps.row_inputs import (
     StepTokens,
 )
 from graphdecode.engine.steps.speculative import SpeculativeStep
-from graphdecode.engine.steps.step import Drafting, HeldStep, MixingStep, Step, StepSetting
+from graphdecode.engine.steps.step import Drafting, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",
     "NO_CHOICE",
     "DecodeStep",
     "Drafting",
-    "HeldStep",
-    "MixingStep",
     "RowInputs",
     "RowSampling",
     "SpeculativeStep",

@@ -10,7 +10,7 @@ import torch
 
 from graphdecode.buffers import Slot, StepBuffers
 from graphdecode.config import BucketConfig
-from graphdecode.engine.token_automaton import TokenAutomaton
+from graphdecode.engine.constraint import TokenAutomaton
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
@@ -30,12 +30,7 @@ class Place(NamedTuple):
 
 
 class AutomatonPlaces:
-    """The books of the tables that `follow_automata` reads; what no row follows gives way.
-
-    Args:
-        config: says how many automata and states there is room for.
-        vocab_size: of the model.
-    """
+    """The books of the tables that `follow_automata` reads; what no row follows gives way."""
 
     def __init__(self, config: BucketConfig, vocab_size: int) -> None:
         self._automata, self._lines = config.max_automata, config.max_automaton_states
@@ -53,12 +48,7 @@ class AutomatonPlaces:
         ]
 
     def place(self, wanted: Sequence[TokenAutomaton], buffers: StepBuffers) -> dict[TokenAutomaton, Place]:
-        """Return where some automata lie, written there if they are new; those that find no room are missing.
-
-        Args:
-            wanted: all that rows are going to follow; the first ones go before.
-            buffers: hold the tables.
-        """
+        """Return where some automata lie; new ones are written, the first before the others, where there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
             if automaton in self._places or automaton.num_classes > _MOST_CLASSES:

@@ -10,21 +10,18 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention import PagedDecodeAttention
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import LayerCache, fill_page_row
 from graphdecode.engine.steps.automaton_places import AutomatonPlaces
 from graphdecode.engine.steps.rings import Rings
 from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
-from graphdecode.engine.steps.step import Drafting, StepSetting
+from graphdecode.engine.steps.step import Step, StepSetting
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.model.sample_and_advance import sample_and_advance
 from graphdecode.kernels.model.skip_steps import skip_steps
-from graphdecode.kernels.sampling.follow_automata import (
-    NO_AUTOMATON,
-    AutomatonTables,
-    Guides,
-)
+from graphdecode.kernels.sampling.follow_automata import NO_AUTOMATON, AutomatonTables, Guides
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     FLAG_BAD_WORDS,
@@ -41,7 +38,7 @@ _ROWS = "rows"  # staging block: everything that the host knows of a row, but it
 _PAGES = "pages"  # staging block: the page table
 
 
-class DecodeStep:
+class DecodeStep(Step):
     """Feed each row's token, sample its successor, and make the row ready for the next step; see `Step`.
 
     Args:
@@ -49,11 +46,12 @@ class DecodeStep:
         queries: tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
     """
 
-    drafting: Drafting | None = None
+    holds_forms = True
 
     def __init__(self, setting: StepSetting, *, queries: int = 1) -> None:
         config, model = setting.config, setting.model
         rows, entries = config.max_batch_size, setting.ring_length * queries
+        self._setting = setting
         self._model = model
         self._caches = setting.caches
         self._trash_page = setting.trash_page
@@ -67,7 +65,11 @@ class DecodeStep:
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
-        self.halves = (self._compute, self._choose)
+
+    def shapes(self) -> list[StepShape]:
+        """One query of each row, whole, in halves, and with prompts."""
+        rows = self._setting.row_shapes
+        return [*rows, *(half for shape in rows for half in shape.halves), *self._setting.mixed_shapes]
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         vocab_size, pages = self._model.config.vocab_size, setting.max_pages_per_row
@@ -79,7 +81,7 @@ class DecodeStep:
             Slot("automaton", ("batch",), torch.int32, staged=_ROWS),
             Slot("automaton_state", ("batch",), torch.int32, pad=NO_AUTOMATON, staged=_ROWS),
             Slot("page_table", ("batch", pages), torch.int32, pad=self._trash_page, staged=_PAGES),
-            Slot("logits", ("batch", vocab_size), self._model.dtype),
+            Slot("logits", ("batch", vocab_size), torch.float32),
             Slot("sampled", ("batch",), torch.int64, pad=1),
             Slot("token_counts", ("batch", vocab_size), torch.int32),
             Slot("sampled_logprob", ("batch",), torch.float32),
@@ -106,21 +108,19 @@ class DecodeStep:
         for index, tensor in enumerate(self._attention.workspace):
             self.buffers.adopt(f"attention_workspace_{index}", tensor)
 
-    def __call__(self, batch: Batch) -> None:
-        """Run one decode step of a bucket's rows."""
-        self._take_plain(batch, self._model.decode(batch, self._caches, self._attention))
-
-    def mix(self, batch: Batch, chunks: Chunks) -> None:
-        """Run one decode step of a bucket's rows, and compute chunks of prompts, in one pass of a `MixingModel`."""
-        self._take_plain(batch, self._model.mix(batch, chunks, self._caches, self._attention))  # type: ignore[attr-defined]
-
-    def _compute(self, batch: Batch) -> None:
-        """The first half of a step that is one launch: up to the logits."""
-        batch.logits.copy_(self._model.decode(batch, self._caches, self._attention))
-
-    def _choose(self, batch: Batch) -> None:
-        """The second half."""
-        self._take_plain(batch, batch.logits)
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+        """Run one decode step of a bucket's rows, or one half of it; with chunks in one pass of a `MixingModel`."""
+        if shape.part == "choose":
+            self._take_plain(batch, batch.logits)
+            return
+        if chunks is None:
+            logits = self._model.decode(batch, self._caches, self._attention)
+        else:
+            logits = self._model.mix(batch, chunks, self._caches, self._attention)  # type: ignore[attr-defined]
+        if shape.part == "logits":
+            batch.logits.copy_(logits)
+        else:
+            self._take_plain(batch, logits)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
         """Take a token of each row; all that a step of one query does with its logits."""
@@ -223,11 +223,11 @@ class DecodeStep:
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return the tokens of some steps from the rings, and the log-probabilities if they are wanted."""
         read: list[StepTokens] = []
+        ring = self._ring_tokens
         for step in steps:
-            place = step % len(self._ring_tokens)
-            tokens = self._ring_tokens[place, :num_rows].tolist()
+            place = step % len(ring)
             found = None if logprobs is None else self._read_logprobs(place, num_rows, logprobs)
-            read.append(StepTokens(tokens, found))
+            read.append(StepTokens(ring[place, :num_rows].tolist(), found))
         return read
 
     def _read_logprobs(self, place: int, num_rows: int, most: int) -> StepLogprobs:
@@ -268,13 +268,7 @@ def adopt_model(buffers: StepBuffers, model: Model, caches: Sequence[LayerCache]
 
 
 def decode_attention_of(setting: StepSetting, rows: int, *, batch_invariant: bool) -> PagedDecodeAttention:
-    """Return decode attention over a setting's caches.
-
-    Args:
-        setting: model, caches and capacity.
-        rows: queries at once, at most.
-        batch_invariant: a query's bits do not depend on the others.
-    """
+    """Return decode attention over a setting's caches, of at most so many queries at once."""
     config = setting.model.config
     return PagedDecodeAttention(
         max_batch_size=rows,

@@ -13,7 +13,7 @@ from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.engine.steps.step import StepSetting
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Model
+from graphdecode.models import Chunks, Model
 
 
 class ModelDrafts(DraftSource):
@@ -60,19 +60,9 @@ class ModelDrafts(DraftSource):
         self.tensors = {f"draft_model_{place}": tensor for place, tensor in enumerate(kept)}
         self.constants = model.constants
 
-    def prefill(
-        self,
-        token_ids: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        live: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        page_table: Tensor,
-    ) -> None:
+    def prefill(self, chunks: Chunks) -> None:
         """Compute its own keys and values of a prompt's tokens; see `Model.prefill`."""
-        arguments = (token_ids, rows, positions, live, cu_seqlens_q, cu_seqlens_kv, page_table)
-        self._model.prefill(*arguments, self._caches)
+        self._model.prefill(*chunks, self._caches)
 
     def look(self, batch: Batch) -> None:
         """There are always as many drafts as may be."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphdecode.buffers import Batch, Slot
 from graphdecode.kernels.speculation.ngram_draft import ngram_draft
+from graphdecode.models import Chunks
 
 
 class DraftSource(ABC):
@@ -33,16 +34,7 @@ class DraftSource(ABC):
     constants: Sequence[Tensor] = ()
     is_cheap: bool = True
 
-    def prefill(  # noqa: B027 (only sources with keys of their own)
-        self,
-        token_ids: Tensor,
-        rows: Tensor,
-        positions: Tensor,
-        live: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_kv: Tensor,
-        page_table: Tensor,
-    ) -> None:
+    def prefill(self, chunks: Chunks) -> None:  # noqa: B027 (only sources with keys of their own)
         """Take tokens of prompts or answers, as `Model.prefill` does, for a source with keys and values of its own."""
 
     @abstractmethod
@@ -50,31 +42,18 @@ class DraftSource(ABC):
         """Write `num_drafts` and `match_lengths` of the live rows' next step, and the `drafts` that are known by then.
 
         A row's tokens are `history[row, : pre_step_seqlens[row] + 1]`, the last of them the one to feed next. It runs
-        at the end of each step, and once when rows are staged.
-
-        Args:
-            batch: all slots of the step, the source's among them.
+        at the end of each step, and once when rows are staged. The batch has the source's slots, too.
         """
 
     def draft(self, batch: Batch, count: int) -> None:  # noqa: B027 (only sources that look nothing up)
         """Write the first `count` of `drafts`, for a source that makes them when they are wanted.
 
-        It runs at the beginning of each step; of one that feeds no draft too, with a count
-        of 1, where the source is cheap.
-
-        Args:
-            batch: all slots of the step, the source's among them.
-            count: that the step feeds.
+        It runs at the beginning of each step; of one that feeds no draft, too, with a count of 1, where it is cheap.
         """
 
 
 class NgramDrafts(DraftSource):
-    """What followed the row's last tokens when they stood in it before; see `ngram_draft`.
-
-    Args:
-        ngram_min: tokens that must agree.
-        ngram_max: tokens that are compared.
-    """
+    """What followed the row's last tokens when at least `ngram_min` of them stood in it before; see `ngram_draft`."""
 
     def __init__(self, ngram_min: int, ngram_max: int) -> None:
         self._ngram_min = ngram_min

@@ -20,33 +20,18 @@ class Rings(NamedTuple):
 
     A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
     follows. Only steps with drafts read their tokens back.
-
-    Attributes:
-        memory: int32, the whole block.
-        tokens: int64 [length, rows]; -1 where a row had finished before.
-        logprob: float32 [length, rows], of the sampled tokens.
-        rank: int32 [length, rows], theirs among all tokens.
-        top_logprobs: float32 [length, rows, logprobs], of the most likely ones.
-        top_ids: int32 [length, rows, logprobs].
     """
 
-    memory: Tensor
-    tokens: Tensor
-    logprob: Tensor
-    rank: Tensor
-    top_logprobs: Tensor
-    top_ids: Tensor
+    memory: Tensor  # int32, the whole block
+    tokens: Tensor  # int64 [length, rows]; -1 where a row had finished before
+    logprob: Tensor  # float32 [length, rows], of the sampled tokens
+    rank: Tensor  # int32 [length, rows], theirs among all tokens
+    top_logprobs: Tensor  # float32 [length, rows, logprobs], of the most likely ones
+    top_ids: Tensor  # int32 [length, rows, logprobs]
 
     @classmethod
     def allocate(cls, length: int, rows: int, logprobs: int, *, pin_memory: bool) -> Rings:
-        """Return rings of `length` steps.
-
-        Args:
-            length: steps that the rings hold.
-            rows: of the largest batch.
-            logprobs: most likely tokens that are kept of each step.
-            pin_memory: for a GPU.
-        """
+        """Return rings of `length` steps of `rows` rows, with so many most likely tokens; pinned for a GPU."""
         entries = length * rows
         tops = entries * logprobs
         size = entries * _TOKEN_WORDS + 2 * tops

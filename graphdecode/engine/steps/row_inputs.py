@@ -17,6 +17,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     TOO_COLD,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
+    held_back,
     sampling_flags,
 )
 
@@ -26,7 +27,7 @@ _NO_LIMIT = 2**31 - 1
 # What a step gives a row instead of a token.
 ENDED_BEFORE = -1
 NO_CHOICE = {  # the row ends here, and why
-    WITHOUT_NUMBERS: "a logit is NaN or +inf",
+    WITHOUT_NUMBERS: "a logit is NaN or +inf; dtype='float32' computes what goes beyond float16's 65504",
     WITHOUT_FINITE: "every token is masked: all logits are -inf",
     TOO_COLD: "the logits leave the range of float32 when they are divided by the temperature",
 }
@@ -34,26 +35,9 @@ NO_CHOICE = {  # the row ends here, and why
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How a row's tokens are chosen, and what ends it; the fields are named as the slots of `SamplingSlots`.
+    """How a row's tokens are chosen, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: 0 is off.
-        top_p: 1 is off.
-        min_p: 0 is off.
-        seed: of the random numbers.
-        repetition_penalty: 1 is off.
-        presence_penalty: 0 is off.
-        frequency_penalty: 0 is off.
-        bias_ids: distinct token ids.
-        bias_values: what is added to their logits.
-        stop_ids: tokens that end the row.
-        min_position: below it the stop ids are neither sampled nor obeyed.
-        last_position: the row is finished by the token at this position.
-        num_logprobs: most likely tokens to report; -1: not even the sampled one.
-        token_mask: int32 words, a bit set for each token that is allowed; None: all are.
-        bad_words: rows of BAD_WORD_LENGTH token ids, see `SamplingSlots`.
-        sampling_flags: what of all this the kernels have to look at.
+    Without a token mask all tokens are allowed; with `num_logprobs=-1` not even the sampled one's is reported.
     """
 
     temperature: float = 0.0
@@ -95,6 +79,7 @@ class RowSampling:
         *,
         seed: int,
         stop_ids: tuple[int, ...],
+        held_back_ids: tuple[int, ...] = (),
         prompt_length: int,
         max_length: int,
         vocab_size: int,
@@ -103,16 +88,8 @@ class RowSampling:
     ) -> RowSampling:
         """Return what a request's parameters mean for its row.
 
-        Args:
-            params: of the request.
-            seed: of its random numbers.
-            stop_ids: the tokens that end it, the model's included.
-            prompt_length: tokens of the prompt.
-            max_length: tokens that prompt and answer may have together.
-            vocab_size: token ids are below it.
-            bad_words: sequences of tokens, of BAD_WORD_LENGTH at most.
-            constrained: words of a token mask whose owner changes them between steps, in place of the parameters'
-                allowed tokens.
+        `bad_words` are tokens; `constrained` is a token mask whose owner changes it between steps, in place of the
+        parameters' allowed tokens. `held_back_ids` are masked before `min_tokens` too, and end nothing.
         """
         if params.allowed_token_ids is not None:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
@@ -129,7 +106,7 @@ class RowSampling:
             frequency_penalty=params.frequency_penalty,
             bias_ids=tuple(bias),
             bias_values=tuple(bias.values()),
-            stop_ids=stop_ids,
+            stop_ids=(*stop_ids, *map(held_back, held_back_ids)),
             min_position=min(prompt_length + params.min_tokens, max_length) if params.min_tokens else 0,
             last_position=max_length - 1,
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
@@ -144,12 +121,7 @@ class RowSampling:
 
 
 def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
-    """Return the words of a token mask, int32 [ceil(vocab_size / 32)]: bit i of word w is set for token 32 w + i.
-
-    Args:
-        allowed: token ids.
-        vocab_size: they are below it.
-    """
+    """Return a token mask, int32 [ceil(vocab_size / 32)]: bit i of word w is set for token 32 w + i."""
     bits = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=bool)
     bits[np.fromiter(allowed, np.int64, len(allowed))] = True
     return np.packbits(bits, bitorder="little").view("<i4")
@@ -157,23 +129,16 @@ def token_mask(allowed: Collection[int], vocab_size: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowInputs:
-    """One row of a batch, as it stands before the next step.
+    """One row of a batch, as it stands before the next step."""
 
-    Attributes:
-        token_ids: prompt and answer so far; the last one is fed, the keys and values of the others are in the cache.
-        prompt_length: how many of them are the prompt.
-        pages: of the cache, in order, for the tokens so far and those to come.
-        sampling: how the next tokens are chosen.
-        may_draft: whether tokens may be guessed ahead: not where the host says after each one what may follow.
-        guide: the automaton that holds the answer to its form, if the device can follow it.
-    """
-
+    # prompt and answer so far; the last one is fed, the keys and values of the others are in the cache
     token_ids: Sequence[int]
-    prompt_length: int
-    pages: Sequence[int]
-    sampling: RowSampling
+    prompt_length: int  # how many of them are the prompt
+    pages: Sequence[int]  # of the cache, in order, for the tokens so far and those to come
+    sampling: RowSampling  # how the next tokens are chosen
+    # whether tokens may be guessed ahead: not where the host says after each one what may follow
     may_draft: bool = True
-    guide: Guide | None = None
+    guide: Guide | None = None  # the automaton that holds the answer to its form, if the device can follow it
 
 
 class StepLogprobs(NamedTuple):
@@ -186,20 +151,14 @@ class StepLogprobs(NamedTuple):
 
 
 class StepDrafts(NamedTuple):
-    """What became of a step's drafts, row by row.
+    """What became of a step's drafts, row by row."""
 
-    Attributes:
-        verified: drafts that were fed.
-        accepted: how many of them were what was sampled; of a step that feeds one token a row, 1 where a draft was
-            known that would have been.
-        found: drafts of the next step.
-        matched: tokens that agreed where these were found.
-    """
-
-    verified: list[int]
+    verified: list[int]  # drafts that were fed
+    # how many of them were what was sampled; of a step that feeds one token a row, 1 where a draft was known that would
+    # have been
     accepted: list[int]
-    found: list[int]
-    matched: list[int]
+    found: list[int]  # drafts of the next step
+    matched: list[int]  # tokens that agreed where these were found
 
 
 class StepTokens(NamedTuple):

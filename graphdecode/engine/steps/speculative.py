@@ -9,30 +9,23 @@ before anybody reads them: to roll back is to leave the length as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.buckets import MOST_DRAFTS, query_widths
+from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
 from graphdecode.buffers import Batch, Slot
 from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.draft_sources import DraftSource
 from graphdecode.engine.steps.row_inputs import RowInputs, StepDrafts, StepTokens
 from graphdecode.engine.steps.step import Drafting, StepSetting
 from graphdecode.kernels.model.skip_steps import skip_steps
-from graphdecode.kernels.speculation.draft_slots import (
-    ACCEPTED,
-    DRAFT_COLUMNS,
-    FOUND,
-    MATCHED,
-    VERIFIED,
-    DraftSlots,
-)
+from graphdecode.kernels.speculation.draft_slots import ACCEPTED, DRAFT_COLUMNS, FOUND, MATCHED, VERIFIED, DraftSlots
 from graphdecode.kernels.speculation.judge_drafts import judge_drafts
 from graphdecode.kernels.speculation.settle_drafts import settle_drafts
 from graphdecode.kernels.speculation.spread_queries import Queries, spread_queries
+from graphdecode.models import Chunks
 
 _HISTORY = "history"  # staging block: the rows' tokens, and how many of them may be guessed
 
@@ -73,9 +66,14 @@ class SpeculativeStep(DecodeStep):
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
         self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
         super().__init__(setting, queries=widths[-1])
-        wider = {width: partial(self._verify, queries=width) for width in widths}
-        own = self._source
-        self.drafting = Drafting(wider, not adapts, self._found, own.prefill, own.constants, own.is_cheap)
+        self._widths = widths
+        self.constants = self._source.constants
+        self.drafting = Drafting(not adapts, self._found, self._source.prefill, self._source.is_cheap)
+
+    def shapes(self) -> list[StepShape]:
+        """Those of plain decoding, and more queries of each row; drafts' sources are to see prompts by themselves."""
+        plain = [shape for shape in super().shapes() if shape.kind == "steps"]
+        return plain + [shape._replace(queries=width) for shape in self._setting.row_shapes for width in self._widths]
 
     def _slots(self, setting: StepSetting) -> list[Slot]:
         width = setting.max_pages_per_row * setting.page_size
@@ -100,14 +98,16 @@ class SpeculativeStep(DecodeStep):
         if self._is_cuda:
             self.buffers.adopt("host_drafts", self._host_drafts)
 
-    def __call__(self, batch: Batch) -> None:
-        """Run one step of one query a row."""
-        super().__call__(batch)
-        self._end_step(batch)
-
-    def _choose(self, batch: Batch) -> None:
-        super()._choose(batch)
-        self._copy_drafts(batch)
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+        """Run one step of one query a row, or of several."""
+        if shape.queries > 1:
+            self._verify(batch, shape.queries)
+            return
+        super().run(shape, batch, chunks)
+        if shape.part == "choose":
+            self._copy_drafts(batch)
+        elif shape.part == "whole":
+            self._end_step(batch)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
         """Take a token of each row; cheap drafts are made and judged, but none was fed."""

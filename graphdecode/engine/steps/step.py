@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
+from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
+from graphdecode.engine.shapes import mixed_shapes
 from graphdecode.engine.steps.row_inputs import RowInputs, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
@@ -21,25 +22,28 @@ from graphdecode.models import Chunks, Model
 
 @dataclass(frozen=True)
 class StepSetting:
-    """What a step is built on; nothing in it changes while the step lives.
+    """What a step is built on; nothing in it changes while the step lives."""
 
-    Attributes:
-        model: the decoder.
-        caches: keys and values of each layer.
-        page_size: tokens of a page.
-        max_pages_per_row: width of the page table.
-        config: rows, steps a launch, warm-up.
-        batch_invariant: a row's bits depend neither on its neighbours nor on the bucket.
-        around: is entered around each capture, with what is captured.
-    """
+    model: Model  # the decoder
+    caches: list[LayerCache]  # keys and values of each layer
+    page_size: int  # tokens of a page
+    max_pages_per_row: int  # width of the page table
+    config: BucketConfig  # rows, steps a launch, warm-up
+    batch_invariant: bool = False  # a row's bits depend neither on its neighbours nor on the bucket
+    prefill_tokens: int = 1  # of a pass of prompts at most
+    mixes: bool = False  # whether steps are to take prompts along where they can
 
-    model: Model
-    caches: list[LayerCache]
-    page_size: int
-    max_pages_per_row: int
-    config: BucketConfig
-    batch_invariant: bool = False
-    around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+    @property
+    def row_shapes(self) -> list[StepShape]:
+        """One query of each row, for each bucket."""
+        return [StepShape(bucket) for bucket in self.config.ladder]
+
+    @property
+    def mixed_shapes(self) -> list[StepShape]:
+        """Steps that take prompts along; none where they are not to."""
+        if not self.mixes:
+            return []
+        return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
 
     @property
     def trash_page(self) -> int:
@@ -70,80 +74,74 @@ def ring_length(config: BucketConfig) -> int:
     return max(2 * steps, steps + config.warmup_steps + 2)
 
 
-@runtime_checkable
-class HeldStep(Protocol):
-    """What a step has beside that of `Step` whose rows can be held to forms.
-
-    Attributes:
-        halves: the step in two, of which the second alone reads the token masks.
-        guided_rows: the staged rows that follow their automata on the device; the host need not stage their masks.
-    """
-
-    halves: tuple[Callable[[Batch], None], Callable[[Batch], None]]
-    guided_rows: Collection[int]
-
-    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Write the token masks of some of the staged rows, by row."""
-
-
-@runtime_checkable
-class MixingStep(Protocol):
-    """What a step has beside that of `Step` which can take chunks of prompts along in its pass."""
-
-    def mix(self, batch: Batch, chunks: Chunks) -> None:
-        """Run one step of a bucket's rows, and compute the keys and values of chunks of prompts."""
-
-
 @dataclass(frozen=True)
 class Drafting:
-    """What a step that feeds drafts tells of it.
+    """What a step that feeds drafts tells of it."""
 
-    Attributes:
-        wider: steps of more queries a row than one, by their number.
-        is_fixed: whether every launch verifies all drafts that there are, whatever that costs.
-        found: given the number of staged rows, returns each row's drafts for the next step and how many tokens speak
-            for them; None where only the rings will tell.
-        prefill: is given what `Model.prefill` is, up to the page table, behind each prefill.
-        constants: what the drafts' source only reads.
-        is_cheap: whether plain steps make drafts, too; else `prefill` is to be given the tokens that they fed.
-    """
-
-    wider: Mapping[int, Callable[[Batch], None]]
-    is_fixed: bool
+    is_fixed: bool  # whether every launch verifies all drafts that there are, whatever that costs
+    # given the number of staged rows, returns each row's drafts for the next step and how many tokens speak for them;
+    # None where only the rings will tell
     found: Callable[[int], list[tuple[int, int]] | None]
-    prefill: Callable[..., None]
-    constants: Sequence[Tensor]
-    is_cheap: bool
+    prefill: Callable[[Chunks], None]  # is given the chunks of each prefill, behind it
+    is_cheap: bool  # whether plain steps make drafts, too; else `prefill` is to be given the tokens that they fed
 
 
-class Step(Protocol):
+class Step(ABC):
     """One kind of step: it owns its slots, and alone knows their names.
 
-    It is called with the buffers narrowed to a bucket, and captured so. The Runner tells it which rows there are, asks
+    Its shapes are captured, each over the buffers narrowed to its rows. The Runner tells it which rows there are, asks
     it for the tokens, and launches its graphs.
 
     Attributes:
         buffers: every tensor that it reads or writes.
+        constants: what it only reads, beside the model's weights.
         loop: how several of them are one launch; None where a launch is one step.
-        drafting: how it feeds several tokens of a row; a step that does not may leave it out.
+        drafting: how it feeds several tokens of a row; None where it does not.
+        holds_forms: whether its rows can be held to forms; it runs in halves then, of which the second alone reads the
+            token masks.
+        guided_rows: the staged rows that follow their automata on the device; the host need not stage their masks.
     """
 
     buffers: StepBuffers
-    loop: Loop | None
-    drafting: Drafting | None
+    constants: Sequence[Tensor] = ()
+    loop: Loop | None = None
+    drafting: Drafting | None = None
+    holds_forms: bool = False
+    guided_rows: Collection[int] = ()
 
-    def __call__(self, batch: Batch) -> None:
-        """Run the step over a bucket's rows."""
+    @abstractmethod
+    def shapes(self) -> Sequence[StepShape]:
+        """Return the shapes that it can run; those of one query a row are the setting's `row_shapes`."""
 
+    @abstractmethod
+    def run(self, shape: StepShape, batch: Batch, chunks: Chunks | None = None) -> None:
+        """Run a shape.
+
+        Args:
+            shape: one of `shapes`, or one of as many rows as there are and more prompt tokens than any.
+            batch: the slots, narrowed to its rows.
+            chunks: of prompts, whose keys and values are computed in the same pass; None where the shape has none.
+        """
+
+    @abstractmethod
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write everything that the device has to know of these rows; for when the membership changed."""
 
+    def begin(self, num_rows: int) -> None:  # noqa: B027 (only where the device has to do something with them)
+        """Do on the device what follows the staging of rows; `stage` ends with it."""
+
+    @abstractmethod
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Write the rows' pages alone; for when the rows are the same but own more pages."""
 
+    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:  # noqa: B027 (only where forms are held)
+        """Write the token masks of some of the staged rows, by row."""
+
+    @abstractmethod
     def rewind(self, step_index: int) -> None:
         """Go on counting from here: a launch failed, and the host will look for later tokens behind this step."""
 
+    @abstractmethod
     def read(self, steps: range, num_rows: int, *, logprobs: int | None) -> list[StepTokens]:
         """Return what some steps gave their rows; their launch has come to its end.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Layer, SandwichLayer
+from graphdecode.models.blocks import Layer
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, flag, layer_windows, number
 from graphdecode.models.families.llama import Llama
+from graphdecode.models.layers import SandwichLayer
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
 

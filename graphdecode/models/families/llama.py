@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer, PreNormLayer
+from graphdecode.models.blocks import Attention, FeedForward, GatedMlp, Layer
 from graphdecode.models.config import ModelConfig, common_fields, flag
 from graphdecode.models.family import Family, edges
+from graphdecode.models.layers import PreNormLayer
 from graphdecode.models.weight_map import Part, Run, WeightMap, product
 from graphdecode.models.weights import Weights
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from graphdecode.models.blocks import Attention, Layer, SandwichLayer
+from graphdecode.models.blocks import Attention, Layer
 from graphdecode.models.config import ModelConfig, flag
 from graphdecode.models.families.llama import Llama, head_run
+from graphdecode.models.layers import SandwichLayer
 from graphdecode.models.split_blocks import jointly_normed
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights

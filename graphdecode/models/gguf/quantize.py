@@ -1,4 +1,5 @@
-"""From plain weights to blocks of GGUF: Q8_0 and Q5_0 by the library, Q4_K and Q6_K, which it does not write, here.
+"""From plain weights to blocks of GGUF: Q8_0 by the library, Q4_K and Q6_K, which it does not write, here, and Q5_0,
+whose scale the library takes from the largest value alone.
 
 The layouts are those of ggml's `ggml-common.h`. A block's scales are found as ggml does: several are tried, those of
 the least error are taken, and the codes are rounded with what is stored of them.
@@ -92,6 +93,17 @@ def _scales_and_mins(groups: Tensor, most: int) -> tuple[Tensor, Tensor]:
     return best_scale[..., 0].clamp(min=0), -best_min[..., 0]
 
 
+def _q5_0(weight: Tensor) -> Tensor:
+    """Return blocks of 32 with a scale: 5.5 bits a value."""
+    groups = weight.reshape(-1, 1, 32)
+    scale = _signed_scales(groups, 16).half()
+    codes = (groups[:, 0] / torch.where(scale == 0, torch.inf, scale.float())).round().clamp(-16, 15).add(16)
+    codes = codes.to(torch.uint8)
+    fifth = (codes.view(-1, 4, 8) >> 4 << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    low, high = (codes & 15).view(-1, 2, 16).unbind(1)
+    return torch.cat((_bytes(scale[:, 0]), fifth, low | high << 4), dim=1).view(len(weight), -1)
+
+
 def _q6_k(weight: Tensor) -> Tensor:
     """Return blocks of 256 in 16 groups, each with a scale of eight bits: 6.6 bits a value."""
     groups = weight.reshape(-1, 16, 16)
@@ -126,4 +138,4 @@ def _signed_scales(groups: Tensor, most: int) -> Tensor:
     return best[..., 0]
 
 
-_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": _q4_k, "Q6_K": _q6_k}
+_KINDS: dict[str, Callable[[Tensor], Tensor]] = {"Q4_K": _q4_k, "Q5_0": _q5_0, "Q6_K": _q6_k}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,18 @@ class Gguf:
             UnsupportedModelError: a field is missing or wrong, or describes no model that is supported.
         """
         try:
-            return config_of(self.settings)
+            config = config_of(self.settings)
         except (UnsupportedModelError, UnsupportedRopeError) as error:
             raise UnsupportedModelError(f"{self._file}: {error}") from error
+        kinds = {tensor.block for tensor in self._stored.values()}
+        return replace(config, few_bits=any(kind.values > 1 for kind in kinds))
 
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of the config.json that such a model has."""
         return self._architecture.settings(self._metadata, self._stored)
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, Stored]:
         """All that the files hold, under the names of transformers; what has none, under its own."""
         return {name: Stored(view.shape, view.block_type) for name, view in self._views.items()}

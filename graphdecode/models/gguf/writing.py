@@ -79,7 +79,7 @@ class GgufModel:
 
         writer = gguf.GGUFWriter(path, self.fields["general.architecture"])
         for key, value in {**self.fields, **vocabulary}.items():
-            if key != "general.architecture":
+            if key != "general.architecture" and value != []:  # of no entries, the library writes none
                 kind, of_entries = _kinds(value)
                 writer.add_key_value(key, value, kind, of_entries)
         if self._factors is not None:

@@ -102,6 +102,7 @@ class CompressedTensors:
         if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
             raise UnsupportedModelError(f"quantization_config: config_groups must be an object, got {shown(groups)}")
         self._schemes = {_scheme_of(group, self._format) for group in groups.values() if group.get("weights")}
+        self.of_integers = any(scheme.code == "integer" for scheme in self._schemes)
 
     def find(self, tensors: Mapping[str, Stored], read: Read) -> Iterator[tuple[str, PackedTensor]]:
         """Yield the weights of modules that have a scale."""

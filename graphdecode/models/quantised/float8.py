@@ -42,6 +42,7 @@ class Float8:
 
     name: ClassVar[str] = "fp8"
     spare: ClassVar[tuple[str, ...]] = (".input_scale", ".activation_scale", ".input_scale_inv")
+    of_integers = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         is_one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")

@@ -84,6 +84,7 @@ class _Packed:
     """What the two have in common."""
 
     spare: ClassVar[tuple[str, ...]] = ()
+    of_integers = True
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._bits = is_one_of(settings, "bits", self._known_bits, 4)

@@ -51,6 +51,7 @@ class Mxfp4:
 
     name: ClassVar[str] = "mxfp4"
     spare: ClassVar[tuple[str, ...]] = ()
+    of_integers = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Take a `quantization_config`, which says nothing more."""

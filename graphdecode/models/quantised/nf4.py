@@ -49,6 +49,7 @@ class Nf4:
 
     name: ClassVar[str] = "bitsandbytes"
     spare: ClassVar[tuple[str, ...]] = ()
+    of_integers = False
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         is_one_of(settings, "load_in_8bit", (False,), False)

@@ -58,10 +58,12 @@ class Method(Protocol):
     Attributes:
         name: that.
         spare: how tensors end that concern activations, which are not quantised here.
+        of_integers: weights are integers of few bits.
     """
 
     name: ClassVar[str]
     spare: ClassVar[tuple[str, ...]]
+    of_integers: bool
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Take the fields of a `quantization_config`.

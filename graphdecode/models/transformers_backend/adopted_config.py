@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -26,6 +26,7 @@ class AdoptedConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    few_bits: bool = field(default=False, init=False)
     num_parameters: int
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from graphdecode.linear.forms import linear_of
@@ -15,18 +17,21 @@ class FormLinear(nn.Module):
 
     Args:
         form: of the weight.
+        in_floats: whether products are float32: sums as they are.
     """
 
-    def __init__(self, form: WeightForm) -> None:
+    def __init__(self, form: WeightForm, *, in_floats: bool = False) -> None:
         super().__init__()
         self.form = form
+        self.in_floats = in_floats
         self.in_features = form.in_features
         self.out_features = form.out_features
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product for `x` [..., in_features], [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
-        out = rows.new_empty((rows.shape[0], self.out_features))
+        dtype = torch.float32 if self.in_floats else rows.dtype
+        out = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
         self.form.apply(out, rows)
         return out.view(*x.shape[:-1], self.out_features)
 
@@ -40,16 +45,17 @@ def weight_of(module: nn.Module) -> Tensor | None:
     return module.weight.detach().t() if type(module) is Conv1D else None
 
 
-def replace_linears(model: nn.Module, options: FormOptions) -> list[tuple[str, WeightForm]]:
+def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
     """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
 
     Args:
-        model: changed in place.
+        model: changed in place; its output layer gives float32.
         options: of the forms.
 
     Returns:
         Name within its layer, such as `q_proj`, and form of each.
     """
+    head = model.get_output_embeddings()
     paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
     forms = []
     for path in paths:  # modules in a list would hold all weights until the end
@@ -58,6 +64,7 @@ def replace_linears(model: nn.Module, options: FormOptions) -> list[tuple[str, W
         weight = weight_of(module)
         assert weight is not None
         bias = None if module.bias is None else module.bias.detach()
-        forms.append((name, linear_of(weight.contiguous(), bias, options)))
-        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1]))
+        in_floats = module is head
+        forms.append((name, linear_of(weight.contiguous(), bias, replace(options, in_floats=in_floats))))
+        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1], in_floats=in_floats))
     return forms

@@ -172,7 +172,7 @@ class ModuleDecoder:
         return attended[..., :v_dim]
 
     def _logits(self, tokens: _Pass) -> Tensor:
-        return self._run(self.module, tokens).logits[0].to(self.dtype)
+        return self._run(self.module, tokens).logits[0].float()
 
     def _run(self, module: Any, tokens: _Pass) -> Any:
         """Return what a module gives for the tokens of a pass, which it takes for one row."""

@@ -16,12 +16,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 from graphdecode.config import ServerConfig
 from graphdecode.server import sse
-from graphdecode.server.body import disconnected, read_body
+from graphdecode.server.body import Bodies, disconnected
 from graphdecode.server.http_errors import SAYING, HttpError
 from graphdecode.server.replicas.channel import REPLICA_HEADER, Channel, LostError
 from graphdecode.server.replicas.exposition import merged
 from graphdecode.server.replicas.routing import prompt_blocks
 
+_MOST_ROUTED_BYTES = 1 << 20  # a larger body is not looked into: all others would wait for it
 _ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them
 _TRY_ELSEWHERE = (429, 503)
 _LOST = "the replica ended before the answer was complete"
@@ -63,6 +64,7 @@ class Front:
     def __init__(self, channel: Channel, limits: ServerConfig) -> None:
         self._channel = channel
         self._limits = limits
+        self._bodies = Bodies(limits)
         self.draining = False
         self.num_open = 0
 
@@ -70,7 +72,10 @@ class Front:
         """Answer a request, until the client goes away."""
         if self.draining:
             raise HttpError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "1"})
-        body = await read_body(Request(scope, receive), self._limits)
+        async with self._bodies.read(Request(scope, receive)) as body:
+            await self._answered(scope, body, receive, send)
+
+    async def _answered(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         self.num_open += 1
         work = asyncio.ensure_future(self._answer(scope, body, receive, send))
         gone = asyncio.ensure_future(disconnected(receive))
@@ -134,6 +139,6 @@ def _header(begin: Message, name: bytes) -> str:
 
 def _blocks_of(body: bytes) -> list[int]:
     try:
-        return prompt_blocks(json.loads(body)) if body else []
+        return prompt_blocks(json.loads(body)) if 0 < len(body) <= _MOST_ROUTED_BYTES else []
     except (ValueError, RecursionError):  # the replica says what is wrong with it
         return []

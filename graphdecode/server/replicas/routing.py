@@ -1,6 +1,6 @@
 """Who gets a request: the least loaded first, and of those the one that has the beginning of its prompt.
 
-Nothing here knows Ray: `tools/simulate_cluster.py` runs the same code at a thousand replicas.
+Nothing here knows Ray: `tools/bench cluster` runs the same code at a thousand replicas.
 """
 
 from __future__ import annotations

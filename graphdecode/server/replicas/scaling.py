@@ -1,4 +1,4 @@
-"""What Ray's autoscaling aims at; `tools/simulate_cluster.py` simulates days with it."""
+"""What Ray's autoscaling aims at; `tools/bench cluster` simulates days with it."""
 
 from __future__ import annotations
 

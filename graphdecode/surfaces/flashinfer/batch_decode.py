@@ -20,7 +20,7 @@ from graphdecode.kernels.attention.attention_plan import (
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 from .decode_problem import DecodeProblem, check_metadata
-from .limits import FP8_DTYPES, OUT_DTYPES, check_backend, check_options, exact_queries
+from .limits import FP8_DTYPES, OUT_DTYPES, Q_DTYPE_LEFT_OUT, check_backend, check_options, exact_queries
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -149,7 +149,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         pos_encoding_mode: str = "NONE",
         window_left: int = -1,
         logits_soft_cap: float | None = None,
-        q_data_type: str | torch.dtype | None = "float16",
+        q_data_type: str | torch.dtype | None = Q_DTYPE_LEFT_OUT,
         kv_data_type: str | torch.dtype | None = None,
         data_type: str | torch.dtype | None = None,
         sm_scale: float | None = None,
@@ -174,9 +174,10 @@ class BatchDecodeWithPagedKVCacheWrapper:
             pos_encoding_mode: `NONE`, `ROPE_LLAMA` (keys and queries are rotated in the kernel) or `ALIBI`.
             window_left: keys before a query's own that it sees; -1: all.
             logits_soft_cap: caps the logits; None or 0: not.
-            q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype.
-            kv_data_type: likewise; None: as the queries.
-            data_type: both of them, whatever else is said of them.
+            q_data_type: float16, bfloat16, float32, float8_e4m3fn or float8_e5m2, as a name or a dtype; left out:
+                data_type where that has more than one byte, else float16; None: data_type, else float16.
+            kv_data_type: likewise; None: data_type, else as the queries.
+            data_type: of what the two before do not name.
             sm_scale: multiplies the logits; None: 1 / sqrt(head_dim).
             rope_scale: divides the rotation angles; None: 1.
             rope_theta: base of the rotation frequencies; None: 10000.

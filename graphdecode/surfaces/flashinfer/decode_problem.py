@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
 
-from .limits import DTYPES, FP8_DTYPES, check_head_dim, check_heads, check_options, dtype_of
+from .limits import FP8_DTYPES, check_head_dim, check_heads, check_options, planned_dtypes
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class DecodeProblem:
         for name, value in (("page_size", page_size), ("q_len_per_req", q_len)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
-        if data_type is not None:
-            q_data_type = kv_data_type = data_type
-        q_dtype = dtype_of("q_data_type", q_data_type or "float16", DTYPES)
+        q_dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type, data_type)
         return cls(
             num_qo_heads=num_qo_heads,
             num_kv_heads=num_kv_heads,
@@ -75,7 +73,7 @@ class DecodeProblem:
             window_left=window_left,
             soft_cap=cap,
             q_dtype=q_dtype,
-            kv_dtype=dtype_of("kv_data_type", kv_data_type or q_dtype, DTYPES),
+            kv_dtype=kv_dtype,
             sm_scale=1.0 / math.sqrt(head_dim) if sm_scale is None else sm_scale,
             rope_scale=scale,
             rope_theta=theta,

@@ -10,6 +10,7 @@ from graphdecode.kernels.attention.decode_attention import POSITION_MODES
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DTYPES = (*OUT_DTYPES, *FP8_DTYPES)
+Q_DTYPE_LEFT_OUT = str(b"float16", "ascii")  # made anew: equal to what a caller may give, and never the same object
 BACKENDS = ("auto", "fa2", "fa3", "trtllm-gen", "cudnn", "cute-dsl")
 MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 512
 
@@ -61,6 +62,25 @@ def dtype_of(name: str, value: str | torch.dtype, allowed: tuple[torch.dtype, ..
     if found not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(str(dtype)[6:] for dtype in allowed)}, got {value!r}")
     return found
+
+
+def planned_dtypes(
+    q_data_type: str | torch.dtype | None,
+    kv_data_type: str | torch.dtype | None,
+    data_type: str | torch.dtype | None,
+) -> tuple[torch.dtype, torch.dtype]:
+    """Return the dtypes of queries and of keys and values; what each argument means says `plan`.
+
+    Raises:
+        ValueError: one of them is not taken.
+    """
+    if data_type is not None:
+        both = dtype_of("data_type", data_type, DTYPES)
+        kv_data_type = kv_data_type or both
+        if q_data_type is None or (q_data_type is Q_DTYPE_LEFT_OUT and both not in FP8_DTYPES):
+            q_data_type = both
+    q_dtype = dtype_of("q_data_type", q_data_type or "float16", DTYPES)
+    return q_dtype, dtype_of("kv_data_type", kv_data_type or q_dtype, DTYPES)
 
 
 def exact_queries(q: Tensor) -> Tensor:

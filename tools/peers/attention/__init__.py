@@ -1,9 +1,7 @@
 """Other decode attention on the same keys and values, in the same run: outputs first, then times."""
 
-from peers.attention.contest import AttentionResult, compare_attention
-from peers.attention.known import ATTENTION_PEERS, parse_attention_peers, suitable_peers
-from peers.attention.own import plan_us
-from peers.attention.peer import AttentionPeer
+from peers.attention.contest import AttentionResult, compare_attention, plan_us
+from peers.attention.peers import ATTENTION_PEERS, AttentionPeer, parse_attention_peers, suitable_peers
 from peers.attention.problem import PAGE_SIZE, SHAPES, AttentionProblem, AttentionShape
 
 __all__ = [

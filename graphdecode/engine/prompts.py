@@ -1,0 +1,169 @@
+"""Prompts, chunk by chunk: many tokens of some rows in one pass, into the same cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphdecode.attention import TokenByTokenAttention
+from graphdecode.buckets import StepShape
+from graphdecode.buffers import Slot, StepBuffers
+from graphdecode.cache import fill_page_row
+from graphdecode.engine.shapes import prompt_shapes
+from graphdecode.engine.steps import StepLogprobs
+from graphdecode.engine.steps.decode import adopt_model, decode_attention_of
+from graphdecode.engine.steps.step import StepSetting
+from graphdecode.kernels.sampling.logprobs import token_logprobs
+from graphdecode.kernels.sampling.sampling_slots import FLAG_LOGPROBS, LogprobOutputs
+from graphdecode.models import Chunks
+
+_CHUNKS = "chunks"  # the staging block
+_DUMMY_TOKEN = 1
+_PROBED_TOKENS = 16
+_PLACES = 128  # whose logits are held at once
+_ALIGNED_ROWS = 4  # so many int32 are 16 bytes: kernels that begin there are the ones that begin at 0
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Some tokens of one sequence, to be computed."""
+
+    token_ids: Sequence[int]  # of the chunk
+    start: int  # tokens of the sequence that are in the cache already
+    pages: Sequence[int]  # of the cache, in order, with room for these
+    # the tokens that follow those of the chunk, one for each, where their log-probabilities are wanted
+    scored: Sequence[int] = ()
+    num_logprobs: int = 0  # most likely tokens that are wanted beside them
+
+
+class Prompts:
+    """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
+
+    Args:
+        setting: model, caches and capacity.
+
+    Attributes:
+        buffers: every tensor that a pass reads or writes; its rows are tokens.
+        shapes: passes that have graphs; none with `batch_invariant`, where tokens are taken one by one.
+    """
+
+    def __init__(self, setting: StepSetting) -> None:
+        self._model = setting.model
+        self._caches = setting.caches
+        self._trash_page = setting.trash_page
+        self._page_size = setting.page_size
+        self._longest = setting.max_pages_per_row * setting.page_size
+        self.max_tokens = max_tokens = setting.prefill_tokens
+        self._rows = rows = min(setting.config.max_batch_size, max_tokens)
+        slots = [
+            Slot("tokens", ("batch",), torch.int64, pad=_DUMMY_TOKEN, staged=_CHUNKS),
+            Slot("rows", ("batch",), torch.int32, staged=_CHUNKS),
+            Slot("positions", ("batch",), torch.int32, staged=_CHUNKS),
+            Slot("cu_seqlens_q", (rows + 1,), torch.int32, staged=_CHUNKS),
+            Slot("cu_seqlens_kv", (rows + 1,), torch.int32, staged=_CHUNKS),
+            Slot("page_table", (rows, setting.max_pages_per_row), torch.int32, pad=self._trash_page, staged=_CHUNKS),
+        ]
+        device = self._model.device
+        self.buffers = StepBuffers(slots, max_batch_size=max_tokens, device=device)
+        self._most_logprobs = min(setting.config.max_logprobs, self._model.config.vocab_size)
+        self._attention = None
+        self.shapes: list[StepShape] = []
+        if setting.batch_invariant:
+            most = setting.config.max_batch_size
+            # a CPU's attention has no workspace that grows with the rows
+            at_once = -(-most // _ALIGNED_ROWS) * _ALIGNED_ROWS if device.type == "cuda" else max_tokens
+            self._attention = TokenByTokenAttention(decode_attention_of(setting, at_once, batch_invariant=True))
+        else:
+            adopt_model(self.buffers, self._model, self._caches)
+            if setting.config.backend != "eager":
+                self.shapes = prompt_shapes(device.type, max_tokens)
+
+    def chunks(self, tokens: int, rows: int | None = None) -> Chunks:
+        """Return what `stage` writes, narrowed to so many tokens and chunks (None: all); the last may be padding."""
+        buffers, rows = self.buffers, self._rows if rows is None else rows
+        return Chunks(
+            buffers.tokens[:tokens],
+            buffers.rows[:tokens],
+            buffers.positions[:tokens],
+            buffers.live_rows,
+            buffers.cu_seqlens_q[: rows + 1],
+            buffers.cu_seqlens_kv[: rows + 1],
+            buffers.page_table[:rows],
+        )
+
+    def run(self, chunks: Chunks) -> Any:
+        """Compute the keys and values of some chunks; return what `score` takes."""
+        return self._model.prefill(*chunks, self._caches, self._attention)
+
+    def dummies(self) -> list[list[PromptChunk]]:
+        """Return passes of 1, 2, 4, ... tokens into the trash page, up to the largest: they compile all."""
+        most = min(self.max_tokens, self._longest * self._rows)
+        passes = []
+        for tokens in [*(2**power for power in range((most - 1).bit_length())), most]:
+            lengths = [min(self._longest, tokens - begin) for begin in range(0, tokens, self._longest)]
+            passes.append([PromptChunk([_DUMMY_TOKEN] * length, 0, ()) for length in lengths])
+        return passes
+
+    def stay_finite(self) -> bool:
+        """Whether the logits of tokens from all of the vocabulary, whose keys go to the trash page, are finite."""
+        count = min(self._page_size, self.max_tokens, _PROBED_TOKENS)
+        tokens = np.linspace(1, self._model.config.vocab_size - 1, count, dtype=np.int64).tolist()
+        self.stage([PromptChunk(tokens, 0, ())])
+        passed = self.run(self.chunks(count, 1))
+        return bool(self._model.logits(passed, 0, count).isfinite().all())
+
+    def stage(self, chunks: Sequence[PromptChunk]) -> None:
+        """Tell the device of some chunks."""
+        staged = self.buffers.staging(_CHUNKS)
+        end = 0
+        for row, chunk in enumerate(chunks):
+            length = len(chunk.token_ids)
+            span, cached = slice(end, end + length), chunk.start + length
+            staged["tokens"][span] = chunk.token_ids
+            staged["rows"][span] = row
+            staged["positions"][span] = np.arange(chunk.start, cached, dtype=np.int32)
+            end += length
+            staged["cu_seqlens_q"][row + 1] = end
+            staged["cu_seqlens_kv"][row + 1] = staged["cu_seqlens_kv"][row] + cached
+            fill_page_row(staged["page_table"][row], chunk.pages, self._trash_page)
+        staged["cu_seqlens_q"][len(chunks) + 1 :] = end
+        staged["cu_seqlens_kv"][len(chunks) + 1 :] = staged["cu_seqlens_kv"][len(chunks)]
+        self.buffers.upload(_CHUNKS, end)
+
+    def score(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
+        """Return the log-probabilities that each chunk of a pass wants; it had no others behind it."""
+        found: list[StepLogprobs | None] = []
+        end = 0
+        for chunk in chunks:
+            begin, end = end, end + len(chunk.token_ids)
+            found.append(self._scored(chunk, stream, begin) if chunk.scored else None)
+        return found
+
+    def _scored(self, chunk: PromptChunk, stream: Any, begin: int) -> StepLogprobs:
+        """Reduce a chunk's logits, from `begin` on in the pass, with the operator that a decode step does it with."""
+        device, width = self._model.device, chunk.num_logprobs
+        found = StepLogprobs([], [], [], [])
+        targets = torch.tensor(chunk.scored, dtype=torch.int64).to(device)
+        for first in range(0, len(targets), _PLACES):
+            count = min(_PLACES, len(targets) - first)
+            outputs = LogprobOutputs(
+                sampled_logprob=torch.empty(count, dtype=torch.float32, device=device),
+                sampled_rank=torch.empty(count, dtype=torch.int32, device=device),
+                top_logprobs=torch.empty(count, self._most_logprobs, dtype=torch.float32, device=device),
+                top_ids=torch.empty(count, self._most_logprobs, dtype=torch.int32, device=device),
+            )
+            live, flags, wanted = (
+                torch.full((size,), value, dtype=torch.int32, device=device)
+                for size, value in ((1, count), (count, FLAG_LOGPROBS), (count, width))
+            )
+            logits = self._model.logits(stream, begin + first, begin + first + count)
+            token_logprobs(outputs, logits, targets[first : first + count], live, flags, wanted)
+            found.sampled.extend(outputs.sampled_logprob.tolist())
+            found.ranks.extend(outputs.sampled_rank.tolist())
+            found.top.extend(outputs.top_logprobs[:, :width].tolist())
+            found.top_ids.extend(outputs.top_ids[:, :width].tolist())
+        return found

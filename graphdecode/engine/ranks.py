@@ -1,0 +1,170 @@
+"""A model that several processes share: rank 0 tells the others all that its own steps are about to do."""
+
+from __future__ import annotations
+
+import gc
+import json
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from graphdecode.buffers import Change
+from graphdecode.config import EngineConfig
+from graphdecode.distributed import Follower, Leader, RankError, Ranks
+from graphdecode.distributed.link import Message
+from graphdecode.engine.prompts import PromptChunk
+from graphdecode.engine.runner import Launch, LaunchPlan, Runner
+from graphdecode.engine.steps import RowInputs
+from graphdecode.errors import GraphdecodeError
+
+# loads a model, and captures its graphs
+Load: TypeAlias = Callable[[str, EngineConfig, Ranks], Runner]
+
+
+class Command(IntEnum):
+    """What rank 0 tells the others, with the numbers and the payload of the message."""
+
+    LOAD = 0  # what to load, as JSON
+    CHANGE = 1  # which buffers, bytes of the name, how many numbers; name, numbers, data
+    STAGED = 2  # rows
+    LAUNCH = 3  # a `LaunchPlan`; what the host does between halves follows, up to HANDED
+    HANDED = 4
+    UNLOAD = 5
+    END = 6
+
+
+class LeadingRunner(Runner):
+    """A `Runner` whose model the other ranks have a part of.
+
+    They get what was staged, as bytes, and then the same pass or launch to run. Nothing is sent of a sequence but that,
+    and in a steady state one short message a launch. A failure in the midst of it is the group's: ranks that have not
+    done the same cannot go on together.
+
+    Attributes:
+        ranks: the leader.
+        ends_ranks: whether the other ranks end with this runner.
+    """
+
+    def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.ranks = leader
+        self.ends_ranks = True
+
+    def lead(self) -> None:
+        """Tell the others from now on; up to here all ranks have done the same by themselves."""
+        for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
+            buffers.relay = lambda change, number=number: self._relay(number, change)
+
+    def _relay(self, number: int, change: Change) -> None:
+        name = change.name.encode()
+        payload = name + np.asarray(change.numbers, dtype=np.int32).tobytes() + change.data
+        self.ranks.tell(Command.CHANGE, (number, len(name), len(change.numbers)), payload)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        self.ranks.check()
+        try:
+            yield
+        except BaseException as error:
+            self.ranks.explain(error)
+            raise
+        self.ranks.check()
+
+    def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
+        """Tell all ranks' devices everything about rows and chunks; see `Runner.stage`."""
+        with self._together():
+            super().stage(rows, chunks)
+            if rows:  # what follows on the device is looked at before the next launch
+                self.ranks.tell(Command.STAGED, (len(rows), 0, 0))
+
+    def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
+        """Start what is staged on all ranks; see `Runner.launch`."""
+        with self._together():
+            self.ranks.tell(Command.LAUNCH, payload=plan.to_bytes())
+            return super().launch(plan, None if meanwhile is None else lambda: self._handing(meanwhile))
+
+    def _handing(self, meanwhile: Callable[[], None]) -> None:
+        try:
+            meanwhile()
+        finally:
+            self.ranks.tell(Command.HANDED)
+
+    def close(self) -> None:
+        """Release the graphs of all ranks, and end the other ranks, unless they go on with another model."""
+        super().close()
+        if self.ends_ranks:
+            self.ranks.close(Command.END)
+        else:
+            self.ranks.tell(Command.UNLOAD)
+
+
+def follow(ranks: Follower, load: Load) -> None:
+    """Do what rank 0 tells, without a scheduler, until it ends the group.
+
+    Raises:
+        GraphdecodeError: the model cannot be loaded or captured.
+        RankError: a collective did not come to its end.
+    """
+    runner: Runner | None = None
+    while True:
+        try:
+            message = ranks.receive()
+        except EOFError:
+            return
+        if message.kind == Command.END:
+            return
+        if message.kind == Command.LOAD:
+            told = json.loads(message.payload)
+            settings = EngineConfig.of(tomllib.loads(told["config"]))
+            runner = load(told["model"], settings, ranks)
+            gc.collect()
+            gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
+        elif runner is not None and message.kind == Command.UNLOAD:
+            runner.close()
+            runner = None
+            gc.unfreeze()
+            gc.collect()
+        elif runner is not None:
+            _obey(message, runner, ranks)
+        late = ranks.collectives.late()
+        if late is not None:
+            raise RankError(late)
+
+
+def _obey(message: Message, runner: Runner, ranks: Follower) -> None:
+    kind, numbers, payload = message
+    if kind == Command.CHANGE:
+        buffers = (runner.buffers, runner.prompts.buffers)[numbers[0]]
+        data = numbers[1] + 4 * numbers[2]
+        rows = np.frombuffer(payload[numbers[1] : data], np.int32).tolist()
+        buffers.take(Change(payload[: numbers[1]].decode(), rows, payload[data:]))
+    elif kind == Command.STAGED:
+        runner.begin(numbers[0])
+    elif kind == Command.LAUNCH:
+        plan = LaunchPlan.of_bytes(payload)
+        runner.launch(plan, (lambda: _obey_until_handed(runner, ranks)) if plan.wanted.part != "whole" else None)
+
+
+def _obey_until_handed(runner: Runner, ranks: Follower) -> None:
+    while (message := ranks.receive()).kind != Command.HANDED:
+        _obey(message, runner, ranks)
+
+
+def run(ranks: Follower, load: Load) -> int:
+    """Follow, and return the process's exit code; rank 0 is told why where that is not 0."""
+    try:
+        follow(ranks, load)
+    except GraphdecodeError as error:
+        ranks.fail(str(error))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        ranks.fail(f"{type(error).__name__}: {error}")
+        return 1
+    ranks.close()
+    return 0

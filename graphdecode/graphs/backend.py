@@ -1,0 +1,177 @@
+"""`Backend`: captures steps over some memory, all of one engine on one stream, into one pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.buffers import Batch, StepBuffers, on_device
+from graphdecode.errors import ArgumentError
+from graphdecode.graphs.cuda import CudaCapture, CudaStepGraph
+from graphdecode.graphs.cuda_loop import CudaLoops
+from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError, stale_pointers
+from graphdecode.graphs.inspect.observer import StepObserver, observed
+from graphdecode.graphs.inspect.owners import Owners
+from graphdecode.graphs.loop import HostLoop, LoopControl, Ready, SingleLaunches, StepLoop
+from graphdecode.graphs.recorded import RecordedStepGraph
+from graphdecode.graphs.step_graph import Step, StepGraph, run
+
+BACKENDS = ("auto", "cuda", "recorded", "eager")
+
+
+class Backend:
+    """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch.
+
+    Args:
+        buffers: slots and adopted tensors that steps read and write: of rows, and of prompts.
+        constants: modules and tensors that they only read; kept alive.
+        name: "cuda", "recorded", "eager" (nothing is captured), or "auto".
+        warmup_steps: eager steps before each capture; recordings after the first do with one.
+
+    Raises:
+        ValueError: an argument is unknown, or does not fit the device.
+    """
+
+    def __init__(
+        self, *buffers: StepBuffers, constants: Iterable[Any] = (), name: str = "auto", warmup_steps: int = 2
+    ) -> None:
+        if warmup_steps < 1:
+            raise ArgumentError(f"warmup_steps must be >= 1, got {warmup_steps}")
+        self._buffers = buffers
+        self.name = backend_for(name, self.device)
+        self.owners = Owners(buffers[0], constants, buffers[1:])
+        self._warmup_steps = warmup_steps
+        self._captures: list[CudaCapture] = []  # one, unless the driver has spoilt some
+        self._blocks: list[Tensor] = []  # what recorded intermediates lie in
+        self._has_recorded = False
+        self._cuda_loops: CudaLoops | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self._buffers[0].device
+
+    def _graph(self, step: Step, batch: Batch) -> StepGraph:
+        """Warm a step up, and capture it."""
+        if self.name == "cuda":
+            if not self._captures or self._captures[-1].is_spoilt:
+                self._captures.append(CudaCapture(self.device))
+            shared = self._captures[-1]
+            with shared.on_stream():
+                warm_up(step, batch, self.owners, self._warmup_steps)
+                run(step, batch)  # under observation some modules take another path
+            return CudaStepGraph(step, batch, shared, self.owners)
+        warm_up(step, batch, self.owners, 1 if self._has_recorded else self._warmup_steps)
+        graph = RecordedStepGraph(step, batch, self.owners, self._blocks)
+        self._has_recorded = True
+        return graph
+
+    def captured(self, step: Step, batch: Batch, control: LoopControl | None) -> Ready:
+        """Capture a step, and build a loop over it where there is one to govern it.
+
+        Raises:
+            CaptureError: the step, or the loop's epilogue, does what no graph can replay.
+        """
+        with on_device(self.device):
+            graph, epilogue = self._graph(step, batch), None
+            if control is None:
+                return Ready(graph.replay, None, (graph,))
+            try:
+                if control.loop.epilogue is not None:
+                    control.count_all()  # so that the epilogue runs as behind a launch that left nothing out
+                    epilogue = self._graph(control.loop.epilogue, batch)
+                loop: StepLoop
+                if self.name == "cuda":
+                    self._cuda_loops = self._cuda_loops or CudaLoops(control, self.device)
+                    loop = self._cuda_loops.over(graph, epilogue)  # type: ignore[arg-type]
+                else:
+                    loop = HostLoop(control, graph.replay, None if epilogue is None else epilogue.replay)
+            except BaseException:
+                for captured in (epilogue, graph):
+                    if captured is not None:
+                        captured.close()
+                raise
+        return Ready(graph.replay, loop, (graph,) if epilogue is None else (graph, epilogue))
+
+    def eager(self, step: Step, batch: Batch, control: LoopControl | None) -> Ready:
+        """Return what runs a step, or a loop of it, without any graph."""
+        replay = partial(self._run, step, batch)
+        if control is None:
+            return Ready(replay)
+        epilogue = None if control.loop.epilogue is None else partial(self._run, control.loop.epilogue, batch)
+        kind = HostLoop if self.device.type == "cpu" else SingleLaunches
+        loop = kind(control, replay, epilogue)
+        if kind is SingleLaunches:
+            loop.reason = "nothing is captured"
+        return Ready(replay, loop)
+
+    def _run(self, step: Step, batch: Batch) -> None:
+        with on_device(self.device):
+            run(step, batch)
+
+    def audit(self, graphs: Iterable[tuple[int, StepGraph]]) -> list[StalePointer]:
+        """Return every address in some graphs, each with its bucket, that nobody owns any more."""
+        return [stale for bucket, graph in graphs for stale in stale_pointers(bucket, graph, self.owners)]
+
+    def refuse_stale(self, stale: Iterable[StalePointer]) -> None:
+        """Raise a StalePointerError that names the addresses which certainly are ones."""
+        certain = [pointer for pointer in stale if pointer.is_certain]
+        if certain:
+            raise StalePointerError("\n".join(map(str, certain)))
+
+    def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
+        """Retire what was captured, a loop before the graphs that it is made of.
+
+        With the last ones the pool goes, too: what is captured later begins anew.
+        """
+        for ready in gone:
+            if ready.loop is not None:
+                ready.loop.close()
+        if is_last and self._cuda_loops is not None:
+            self._cuda_loops.close()
+        for ready in gone:
+            for graph in ready.graphs:
+                graph.close()
+        if is_last:
+            for capture in self._captures:
+                capture.close()
+            self._captures, self._blocks, self._cuda_loops, self._has_recorded = [], [], None, False
+
+    def forget(self) -> None:
+        """Let go of the constants, too: nothing is captured any more."""
+        self.owners.thaw()
+        self.owners = Owners(self._buffers[0])
+
+
+def warm_up(step: Step, batch: Batch, owners: Owners, num_steps: int) -> None:
+    """Run a step under observation: hazards get a name, and what happens only once gets done.
+
+    What it makes in its first run and keeps in some Python object has no owner in the second, and is refused: a graph
+    would go on pointing at it.
+
+    Raises:
+        CaptureError: the step does what no graph can replay, or raised an error.
+    """
+    observer = StepObserver(owners)
+    for _ in range(num_steps):
+        observer.made.clear()
+        with observed(observer, batch, step=step) as watched:
+            step(watched)
+
+
+def backend_for(backend: str, device: torch.device) -> str:
+    """Return the backend that a name stands for on a device.
+
+    Raises:
+        ValueError: it is unknown, or does not work there.
+    """
+    if backend not in BACKENDS:
+        raise ArgumentError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    native = "cuda" if device.type == "cuda" else "recorded"
+    if backend in ("cuda", "recorded") and backend != native:
+        raise ArgumentError(f"backend {backend!r} does not work on {device.type}; there it is {native!r}")
+    return native if backend == "auto" else backend

@@ -1,0 +1,174 @@
+"""CUDA graphs: captured on one stream, into one pool."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from graphdecode.buffers import Batch
+from graphdecode.graphs.errors import CaptureError, definition_of
+from graphdecode.graphs.inspect import nodes as cuda_nodes
+from graphdecode.graphs.inspect.memory import AddressMap
+from graphdecode.graphs.inspect.observer import LastOperator
+from graphdecode.graphs.inspect.owners import Owners
+from graphdecode.graphs.step_graph import Argument, Step, StepGraph
+
+
+class CudaCapture:
+    """What all graphs of a back end share: one stream to capture on and one memory pool.
+
+    A pool is good for one generation of graphs: when the last one is gone the allocator takes it apart. cuBLAS keeps a
+    workspace for every stream that it was used on, and frees none. Those of all streams are freed right before a
+    capture and right after it, so that a graph's workspaces lie in its pool and live as long as that. A graph that
+    somebody else captured keeps its workspace, too, if that was first needed inside of its capture; where eager work on
+    the same stream had needed it before, it is freed under that graph, which has to be captured again.
+
+    Attributes:
+        is_spoilt: whether the driver refused to end a capture: nothing else can be captured with this stream and pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool: Any = torch.cuda.graph_pool_handle()
+        self.is_spoilt = False
+        self._failed: list[torch.cuda.CUDAGraph] = []
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Make the capture's stream the current one for a while, in order with what comes before and after."""
+        outer = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outer)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outer.wait_stream(self.stream)
+
+    def clear(self) -> None:
+        """Free what no graph points at: workspaces of cuBLAS outside of the pool, and the allocator's free memory."""
+        _clear_workspaces()
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+    def capture(self, step: Step, batch: Batch) -> torch.cuda.CUDAGraph:
+        """Run a step on the stream, and return the graph of what it launched, fit to be instantiated.
+
+        Raises:
+            CaptureError: the step or its capture failed; the process is fit to go on.
+        """
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        observer = LastOperator()
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream), torch.no_grad(), observer:
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    step(batch)
+                except BaseException:
+                    self._end(graph, is_failing=True)
+                    raise
+                self._end(graph, is_failing=False)
+        except BaseException as error:
+            self._failed.append(graph)
+            if isinstance(error, Exception):
+                raise CaptureError.of(error, observer.name) from error
+            raise
+        return graph
+
+    def _end(self, graph: torch.cuda.CUDAGraph, *, is_failing: bool) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self.is_spoilt = True
+            self._give_up(graph)
+            if not is_failing:
+                raise
+        finally:
+            _clear_workspaces()
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End what torch left under way when the driver refused to end a capture.
+
+        Up to 2.13 torch leaves before it tells its allocators. The one of device memory can be told from here. The one
+        of pinned host memory cannot: it goes on asking this graph whether a stream is its own, and refuses the pool.
+        """
+        index = torch.cuda.current_device()
+        tell = [getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool")]
+        try:
+            for told in filter(None, tell):
+                told(index, self.pool)
+        except RuntimeError:
+            return  # a newer torch has ended it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))  # so that whom it asks never goes away
+
+    def close(self) -> None:
+        """Release the graphs whose capture failed."""
+        for graph in self._failed:
+            graph.reset()
+        self._failed.clear()
+
+
+def _clear_workspaces() -> None:
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
+
+
+class CudaStepGraph(StepGraph):
+    """A captured step; replay is one launch.
+
+    Args:
+        step: what is captured; warmed up already.
+        batch: the views that it is given.
+        shared: stream and pool.
+        owners: what it may touch.
+
+    Raises:
+        CaptureError: the step or its capture failed; the process is fit to go on.
+    """
+
+    def __init__(self, step: Step, batch: Batch, shared: CudaCapture, owners: Owners) -> None:
+        self._pool = shared.pool
+        shared.clear()
+        reserved = torch.cuda.memory_reserved(shared.device)
+        began = time.perf_counter()
+        self._graph = shared.capture(step, batch)
+        free, captured = torch.cuda.mem_get_info(shared.device)[0], time.perf_counter()
+        try:
+            self._graph.instantiate()
+        except RuntimeError as error:
+            self._graph.reset()  # whoever holds the error holds the graph, and its pool
+            raise CaptureError.of(error) from error
+        ended = time.perf_counter()
+        self.capture_ms, self.instantiate_ms = 1000 * (ended - began), 1000 * (ended - captured)
+        self.driver_bytes = max(free - torch.cuda.mem_get_info(shared.device)[0], 0)
+        torch.cuda.synchronize(shared.device)
+        self.pool_bytes = max(torch.cuda.memory_reserved(shared.device) - reserved, 0)
+        memory = AddressMap.now(owners, self._pool)
+        self.nodes = cuda_nodes.described(self.raw_graph(), memory)
+        if not self.nodes and cuda_nodes.driver is not None:
+            self._graph.reset()
+            raise CaptureError("unseen-work", "the step", "it launched nothing", definition_of(step))
+        self.moved_bytes = memory.bytes_touched(self.nodes)
+
+    def replay(self) -> None:
+        """Launch the graph on the current stream."""
+        self._graph.replay()
+
+    def raw_graph(self) -> int:
+        """Return the `cudaGraph_t`, for graphs that this one is to be a part of."""
+        return self._graph.raw_cuda_graph()
+
+    def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
+        """Return a function that says what has become of the memory at an address since capture; None if nothing."""
+        return AddressMap.now(owners, self._pool).problem_of
+
+    def close(self) -> None:
+        """Release the graph."""
+        self._graph.reset()
+        self.nodes = []

@@ -1,0 +1,1 @@
+"""Looking into steps and graphs: what they do, whose memory they touch, and what of it has moved."""

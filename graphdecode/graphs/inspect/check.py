@@ -1,0 +1,198 @@
+"""`check`: runs a step under observation and names whatever a graph would get wrong, before anything is captured."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.buffers import StepBuffers
+from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
+from graphdecode.graphs.inspect.observer import StepObserver, mapped, observed
+from graphdecode.graphs.inspect.owners import Owners, storage_key
+from graphdecode.graphs.inspect.row_mixing import find_mixed_rows
+from graphdecode.graphs.step_graph import Step, slots_restored
+
+# after these, a second run that differs from the first is a consequence, and would only hide the cause
+_EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One hazard of a step.
+
+    Attributes:
+        kind: a key of `HAZARDS`.
+        operator: the operator to blame.
+        file: of the step's line.
+        line: its number.
+        why: what a graph would get wrong.
+        remedy: what to do instead.
+    """
+
+    kind: str
+    operator: str
+    file: str | None
+    line: int | None
+    why: str
+    remedy: str
+
+    @classmethod
+    def of(cls, error: CaptureError) -> Finding:
+        """Return the finding that an error stands for."""
+        return cls(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
+
+    def __str__(self) -> str:
+        where = f"{self.file}:{self.line}: " if self.file else ""
+        source = linecache.getline(self.file, self.line).strip() if self.file and self.line else ""
+        lines = [f"{where}{self.kind}: {self.operator}"]
+        if source:
+            lines.append(f"    {source}")
+        return "\n".join([*lines, f"  why: {self.why}", f"  instead: {self.remedy}"])
+
+
+def check(
+    step: Step,
+    buffers: StepBuffers,
+    *,
+    constants: Iterable[Tensor | torch.nn.Module] = (),
+    between_steps: Callable[[], None] | None = None,
+) -> list[Finding]:
+    """Return the hazards of a step, in the order in which they were met; a step that can be captured has none.
+
+    The step is run twice, with different contents in all slots and different numbers of live rows: what a graph would
+    repeat though the second run did something else (a number, a slice, a branch) is found by comparing the two. Where
+    nothing is found so, two more runs have different, hostile values in the rows past the live ones: what changes in a
+    live row would be wrong in a padded bucket. The slots hold the same afterwards as before; adopted tensors do not.
+
+    Args:
+        step: what would be captured.
+        buffers: what it would be captured over.
+        constants: tensors and modules that the step only reads.
+        between_steps: what the caller does on the host between two steps (counts them, picks other lengths), so that a
+            number that the step takes from there is seen to change.
+
+    Raises:
+        ValueError: a constant is neither a tensor nor a module.
+    """
+    owners = Owners(buffers, constants)
+    findings: dict[tuple[str, str | None, int | None], Finding] = {}
+
+    def collect(error: CaptureError) -> None:
+        # what a method reads on the host shows up again as the operators below it: one line, one finding of a kind
+        findings.setdefault((error.kind, error.file, error.line), Finding.of(error))
+
+    traces = []
+    with slots_restored(buffers):
+        for seed in range(2):
+            if seed and between_steps is not None:
+                between_steps()
+            _fill(buffers, seed)
+            tracer = _Tracer(owners, collect)
+            _run(step, buffers, tracer)
+            traces.append(tracer.trace)
+    if not any(finding.kind in _EXPLAIN_DIFFERENCES for finding in findings.values()):
+        _compare(*traces, refuse=collect)
+    if not findings and not any(traces):
+        collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
+    if not findings:  # what runs otherwise the next time cannot be compared
+        with slots_restored(buffers):
+            find_mixed_rows(step, buffers, owners, _fill, collect)
+    return list(findings.values())
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One operator of a run, in a form that can be compared with another run's."""
+
+    operator: str
+    values: Any  # its arguments and results: numbers as they are, tensors by where they are and what they look like
+    file: str | None
+    line: int | None
+
+
+class _Tracer(StepObserver):
+    """Collects hazards, and what the step did."""
+
+    def __init__(self, owners: Owners, refuse: Refuse) -> None:
+        super().__init__(owners, refuse)
+        self.trace: list[_Call] = []
+        self._places: dict[int | None, str] = {}
+
+    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Keep what the operator was given and what it gave."""
+        values = mapped(self._describe, (args, kwargs, result))
+        self.trace.append(_Call(str(func), values, *caller()))
+
+    def _describe(self, value: Any) -> Any:
+        if isinstance(value, float):
+            return repr(value)  # NaN equals NaN
+        if not isinstance(value, Tensor):
+            return value
+        key = storage_key(value)
+        if key is None:
+            return f"opaque {list(value.shape)}"
+        if key in self.literals:
+            with self.working():
+                return repr(self.literals[key].item())
+        place = self.owner_of(value) or self._places.setdefault(key, f"intermediate {len(self._places)}")
+        return f"{place} {list(value.shape)} {value.dtype}, offset {value.storage_offset()}, strides {value.stride()}"
+
+
+def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> None:
+    addresses = {name: tensor.data_ptr() for name, tensor in buffers.tensors.items()}
+    try:
+        with observed(tracer, buffers.narrow(buffers.max_batch_size), step=step) as batch:
+            step(batch)
+    except CaptureError as error:
+        tracer.refuse(error)
+    for name, tensor in buffers.tensors.items():
+        if tensor.data_ptr() != addresses[name]:
+            detail = f"the memory of {name} was replaced"
+            tracer.refuse(CaptureError("moved", f"buffers.{name}", detail, definition_of(step)))
+
+
+def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:
+    for before, after in zip(first, second, strict=False):
+        if before.operator != after.operator:
+            _blame(after, f"a branch: {before.operator} at first, {after.operator} the next time", refuse)
+            return
+        if before.values != after.values:
+            _blame(after, _difference(before.values, after.values), refuse)
+    if len(first) != len(second):
+        longer = max(first, second, key=len)
+        detail = f"a branch or a loop: {len(first)} operators at first, {len(second)} the next time"
+        _blame(longer[min(len(first), len(second))], detail, refuse)
+
+
+def _blame(call: _Call, detail: str, refuse: Refuse) -> None:
+    refuse(CaptureError("baked-value", call.operator, detail, (call.file, call.line)))
+
+
+def _difference(before: Any, after: Any) -> str:
+    if isinstance(before, (tuple, list)) and isinstance(after, (tuple, list)) and len(before) == len(after):
+        for old, new in zip(before, after, strict=True):
+            if old != new:
+                return _difference(old, new)
+    if isinstance(before, dict) and isinstance(after, dict):
+        return next((_difference(old, after.get(key)) for key, old in before.items() if old != after.get(key)), "")
+    return f"{before} at first, {after} the next time"
+
+
+def _fill(buffers: StepBuffers, seed: int) -> None:
+    """Fill the slots with small values, others for each seed, and make other numbers of rows live."""
+    generator = torch.Generator().manual_seed(seed)
+    for slot in buffers.slots.values():
+        tensor = buffers.tensors[slot.name]
+        if slot.dtype.is_floating_point:
+            values = torch.rand(tensor.shape, generator=generator)
+        elif slot.batch_dim is None:
+            continue  # counters and flags of the whole batch stay what they are
+        else:
+            values = torch.randint(0, 2, tensor.shape, generator=generator)
+        tensor.copy_(values.to(slot.dtype))
+    buffers.set_live_rows(max(buffers.max_batch_size - seed, 1))

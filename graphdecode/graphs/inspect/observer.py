@@ -1,0 +1,411 @@
+"""Watches one run of a step and refuses what no graph can replay, naming the operator and the line."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+
+from graphdecode.buffers import Batch
+from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
+from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
+from graphdecode.graphs.inspect.owners import Owners, storage_address, storage_key
+
+# Tensor methods that read on the host without any operator that a dispatch mode could see
+_HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
+_HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
+_HOST_METHODS = {getattr(Tensor, name): f"Tensor.{name}" for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)}
+_POINTER_METHODS = {Tensor.data_ptr: "Tensor.data_ptr", Tensor.__dlpack__: "Tensor.__dlpack__"}
+_MOVING_METHODS = {Tensor.data.__set__: "Tensor.data = ..."}  # type: ignore[attr-defined]
+_HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item", "aten::allclose"}
+_DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
+_MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
+# tagged as dynamic, but only boolean masks make their shape depend on data
+_INDEX_OPERATORS = {"aten::index", "aten::_unsafe_index"}
+_INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def raise_refusal(error: CaptureError) -> None:
+    """Stop at the first hazard."""
+    raise error
+
+
+class StepObserver(TorchDispatchMode):
+    """Checks every operator of one eager run of a step.
+
+    Args:
+        owners: what the step may read and write, and what it may only read.
+        refuse: what to do with a hazard; a checker collects them, a capture raises.
+
+    Attributes:
+        made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
+            free when the step needs it no more.
+        literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
+        last_operator: the operator that ran last.
+        depth: how many operators are running, one in the other; what happens inside of one is its own affair.
+        in_setitem: whether Python code is writing into a tensor by index.
+        slot_views: ids of the tensors that the step's batch holds.
+        written: storages that operators have written, and how often.
+    """
+
+    def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
+        super().__init__()
+        self.refuse = refuse
+        self.made: dict[int, StorageWeakRef] = {}
+        self.literals: dict[int, Tensor] = {}
+        self.last_operator: str | None = None
+        self.depth = 0
+        self.in_setitem = False
+        self.slot_views: set[int] = set()
+        self.written: Counter[int] = Counter()
+        self._device_type = owners.buffers.device.type
+        self._slots = owners.slots()
+        self._constants = owners.constants_now()
+
+    def owner_of(self, tensor: Tensor) -> str | None:
+        """Return the name of the slot or constant whose memory a tensor lies in."""
+        return self._slots.name_of(tensor) or self._constants.name_of(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        self.last_operator = str(func)
+        is_literal = self.in_setitem and func._schema.name in _DATA_OPERATORS and args[0].numel() == 1
+        if not is_literal:
+            self._check_operator(func, args, kwargs)
+        written = self._check_inputs(func, args, kwargs)
+        with self.working():
+            result = func(*args, **kwargs)
+        self._check_outputs(func, args, result, written)
+        for tensor in leaves(result):
+            if isinstance(tensor, Tensor):
+                key = storage_key(tensor)
+                if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
+                    continue
+                if is_literal:
+                    self.literals[key] = tensor
+                elif key not in self.made:
+                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
+                    self.made_new(key, tensor)
+        self.seen(func, args, kwargs, result)
+        return result
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Let what runs inside pass unseen: the inside of an operator, and this observer's own reading."""
+        self.depth += 1
+        try:
+            yield
+        finally:
+            self.depth -= 1
+
+    def made_new(self, key: int, tensor: Tensor) -> None:
+        """Take note of a storage that the step made; a recorder keeps it alive."""
+
+    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Take note of an operator that was run; a recorder keeps it."""
+
+    def _check_operator(self, func: Any, args: tuple, kwargs: dict) -> None:
+        name = func._schema.name
+        hazards = {
+            "host-read": name in _HOST_OPERATORS or _copies_to_host(name, args, kwargs),
+            "host-data": name in _DATA_OPERATORS,
+            "moved": name in _MOVING_OPERATORS or (reshapes_in_place(func) and id(args[0]) in self.slot_views),
+            "torch-rng": torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs),
+            "data-dependent-shape": self._is_dynamic(func, args),
+        }
+        for kind, is_there in hazards.items():
+            if is_there:
+                self.refuse(CaptureError(kind, str(func)))
+
+    def _is_dynamic(self, func: Any, args: tuple) -> bool:
+        name = func._schema.name
+        if name in _INDEX_OPERATORS:
+            return _has_mask(args)
+        if name in _INDEX_PUT_OPERATORS:  # one number written under a mask is a masked_fill
+            return _has_mask(args) and storage_key(args[2]) not in self.literals
+        return torch.Tag.dynamic_output_shape in func.tags
+
+    def _check_inputs(self, func: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
+        """Check where the arguments live, and return those that are written, with their present shape and address."""
+        written = []
+        for argument, value in named_arguments(func, args, kwargs):
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in leaves(value):
+                if not isinstance(tensor, Tensor):
+                    continue
+                if is_written:
+                    written.append((tensor, tensor.shape, storage_address(tensor)))
+                key = storage_key(tensor)
+                if is_written and key is not None:
+                    self.written[key] += 1
+                if key is None or key in self._slots or key in self.made or key in self.literals:
+                    continue
+                if func._schema.name in _DATA_OPERATORS:
+                    continue  # where host data comes in, which is a hazard of its own
+                if key not in self._constants:
+                    detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
+                    self.refuse(CaptureError("undeclared-input", str(func), detail))
+                elif is_written:
+                    self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
+        return written
+
+    def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
+        reports_itself = func._schema.name in _MOVING_OPERATORS or reshapes_in_place(func)
+        for tensor, shape, address in written:
+            if not reports_itself and (tensor.shape != shape or storage_address(tensor) != address):
+                owner = self.owner_of(tensor) or "its output"
+                detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
+                self.refuse(CaptureError("moved", str(func), detail))
+        made = leaves(result)
+        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in made):
+            self.refuse(CaptureError("host-read", str(func), "it returns a number"))
+        has_inputs = any(isinstance(leaf, Tensor) for leaf in leaves(args))
+        if self._device_type != "cpu" and not has_inputs:
+            for leaf in made:
+                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+                    self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
+
+
+class LastOperator(TorchDispatchMode):
+    """Remembers which operator was the last, for the error of a run that fails; checks nothing."""
+
+    name: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.name = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+class MethodGuard(TorchFunctionMode):
+    """Refuses the tensor methods that no dispatch mode sees: host reads, addresses, memory that is replaced."""
+
+    def __init__(self, observer: StepObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._observer.depth:
+            return func(*args, **kwargs)
+        if func is Tensor.__setitem__:
+            return self._set_item(func, args, kwargs)
+        for kind, methods in (
+            ("host-read", _HOST_METHODS),
+            ("raw-pointer", _POINTER_METHODS),
+            ("moved", _MOVING_METHODS),
+        ):
+            if func in methods:
+                self._observer.refuse(CaptureError(kind, methods[func]))
+        if func is Tensor.to and _names_the_cpu(args, kwargs):
+            self._observer.refuse(CaptureError("host-read", "Tensor.to"))
+        return func(*args, **kwargs)
+
+    def _set_item(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        self._observer.in_setitem = not isinstance(args[2], Tensor)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._observer.in_setitem = False
+
+
+class WatchedBatch(Batch):
+    """A batch of aliases: what a step does to its slots' shapes stays here, and no slot is rebound unseen."""
+
+    def __init__(self, batch: Batch, refuse: Refuse) -> None:
+        aliases = {k: v.detach() if isinstance(v, Tensor) else v for k, v in vars(batch).items()}
+        self.__dict__.update(aliases, _refuse=refuse, _names=frozenset(aliases))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `batch.x += 1` writes in place, and then binds the slot to itself
+        if name in self._names and value is not self.__dict__[name]:
+            self._refuse(CaptureError("moved", f"batch.{name} = ...", "a slot was rebound"))
+        self.__dict__[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse(CaptureError("moved", f"del batch.{name}", "a slot was deleted"))
+        del self.__dict__[name]
+
+
+@contextmanager
+def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
+    """Let an observer watch the step that runs over the batch that this gives, and refuse what it did unseen.
+
+    Args:
+        observer: sees the operators.
+        batch: what to run over.
+        step: blamed for what no operator of its thread did.
+        guards_methods: watch methods too. Some of torch's modules then take another path (they ask whether anybody
+            overrides torch functions), so that what is to be bit for bit what an eager step does is watched without.
+
+    Raises:
+        CaptureError: the step does what no graph can replay, or raised an error.
+    """
+    watched = WatchedBatch(batch, observer.refuse)
+    observer.slot_views = {id(value) for value in vars(watched).values() if isinstance(value, Tensor)}
+    tensors = {name: tensor for name, tensor in vars(batch).items() if isinstance(tensor, Tensor)}
+    versions = {name: _version(tensor) for name, tensor in tensors.items()}
+    try:
+        with (
+            torch.no_grad(),
+            launches_watched(lambda: observer.depth > 0, observer.refuse),
+            MethodGuard(observer) if guards_methods else nullcontext(),
+            observer,
+        ):
+            yield watched
+    except CaptureError:
+        raise
+    except Exception as error:
+        raise CaptureError.of(error, observer.last_operator) from error
+    place = None if step is None else definition_of(step)
+    for name, version in versions.items():
+        key = storage_key(tensors[name])
+        if _version(tensors[name]) - version > (0 if key is None else observer.written[key]):
+            observer.refuse(CaptureError("unseen-work", f"batch.{name}", "it was written in another thread", place))
+
+
+def _version(tensor: Tensor) -> int:
+    """Return how often a tensor's memory was written; torch counts it, but for those of inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any, Any]]:
+    """Yield each argument of an operator's schema with its value, defaults included."""
+    arguments = func._schema.arguments
+    yield from zip(arguments, args, strict=False)
+    for argument in arguments[len(args) :]:
+        yield argument, kwargs.get(argument.name, argument.default_value)
+
+
+def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+    """Return whether an operator that may draw random numbers does: attention and dropout may be told not to."""
+    values = {argument.name: value for argument, value in named_arguments(func, args, kwargs)}
+    shares = [values.get(name) for name in ("dropout_p", "dropout", "p")]
+    return values.get("train") is not False and not any(isinstance(p, float) and p == 0.0 for p in shares)
+
+
+def reshapes_in_place(func: Any) -> bool:
+    """Return whether an operator only gives its tensor another view of its memory (`transpose_`, `unsqueeze_`)."""
+    return torch.Tag.inplace_view in func.tags
+
+
+def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+    target = kwargs.get("device")
+    to_cpu = name == "aten::_to_copy" and target is not None and torch.device(target).type == "cpu"
+    return to_cpu and isinstance(args[0], Tensor) and args[0].device.type != "cpu"
+
+
+def _names_the_cpu(args: tuple, kwargs: dict) -> bool:
+    """Return whether a tensor is sent to the CPU by name; `x.to(y.device)` is no copy where all tensors live there."""
+    if not any(isinstance(value, str) and value == "cpu" for value in [*args[1:], kwargs.get("device")]):
+        return False
+    file, line = caller()
+    return file is not None and line is not None and "cpu" in linecache.getline(file, line)
+
+
+def _has_mask(args: tuple) -> bool:
+    indices = args[1] if len(args) > 1 else ()
+    return any(isinstance(index, Tensor) and index.dtype in _MASK_DTYPES for index in indices)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return what is neither tuple, list nor dict, in order."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, (tuple, list)):
+        return [value]
+    return [leaf for member in value for leaf in leaves(member)]
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the same nest with a function's results for leaves; named tuples become plain ones."""
+    if isinstance(value, dict):
+        return {key: mapped(function, member) for key, member in value.items()}
+    if isinstance(value, tuple):
+        return tuple(mapped(function, member) for member in value)
+    if isinstance(value, list):
+        return [mapped(function, member) for member in value]
+    return function(value)
+
+
+def _kernel_classes() -> tuple[Any, ...]:
+    """Return what a kernel can be; where nobody has imported Triton there is none to launch."""
+    if "triton" not in sys.modules:
+        return ()
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    return JITFunction, InterpretedFunction
+
+
+class _Watcher(NamedTuple):
+    """Who is told of launches.
+
+    Attributes:
+        thread: whose launches they are.
+        in_operator: says whether an operator is running.
+        refuse: what to do with a launch.
+    """
+
+    thread: int
+    in_operator: Callable[[], bool]
+    refuse: Callable[[CaptureError], None]
+
+
+class _Launches:
+    """Has Triton's classes tell of launches while anybody watches: they are patched once, whoever comes and goes."""
+
+    def __init__(self) -> None:
+        self._books = threading.Lock()
+        self._watchers: tuple[_Watcher, ...] = ()
+        self._originals: dict[Any, Callable[..., Any]] = {}
+
+    def add(self, watcher: _Watcher) -> None:
+        with self._books:
+            self._watchers = (*self._watchers, watcher)
+            for kernel_class in _kernel_classes():
+                if kernel_class not in self._originals:
+                    self._originals[kernel_class] = kernel_class.run
+                    kernel_class.run = self._watched(kernel_class.run)
+
+    def remove(self, watcher: _Watcher) -> None:
+        with self._books:
+            self._watchers = tuple(each for each in self._watchers if each is not watcher)
+            while self._originals and not self._watchers:
+                kernel_class, original = self._originals.popitem()
+                kernel_class.run = original
+
+    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            for watcher in self._watchers:
+                if watcher.thread == threading.get_ident() and not watcher.in_operator():
+                    watcher.refuse(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
+                    return None
+            return original(kernel, *args, **kwargs)
+
+        return run
+
+
+_LAUNCHES = _Launches()  # of the whole process, as the classes are that it patches
+
+
+@contextmanager
+def launches_watched(in_operator: Callable[[], bool], refuse: Callable[[CaptureError], None]) -> Iterator[None]:
+    """Refuse the kernels that this thread launches while `in_operator` says that no operator is running."""
+    watcher = _Watcher(threading.get_ident(), in_operator, refuse)
+    _LAUNCHES.add(watcher)
+    try:
+        yield
+    finally:
+        _LAUNCHES.remove(watcher)

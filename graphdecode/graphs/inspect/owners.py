@@ -1,0 +1,148 @@
+"""Who owns the memory that a step touches: slots and adopted tensors, and constants, all by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphdecode.buffers import FrozenError, StepBuffers
+from graphdecode.errors import ArgumentError
+
+Constant = torch.nn.Module | Tensor
+
+
+def is_opaque(tensor: Tensor) -> bool:
+    """Return whether a tensor has no storage that could be looked at (packed CPU weights)."""
+    return tensor.layout != torch.strided or tensor.is_mkldnn
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Return what identifies a tensor's storage as long as it lives; None for opaque tensors."""
+    return None if is_opaque(tensor) else tensor.untyped_storage()._cdata
+
+
+def storage_address(tensor: Tensor) -> int | None:
+    """Return where a tensor's storage begins; None for opaque tensors."""
+    return None if is_opaque(tensor) else tensor.untyped_storage().data_ptr()
+
+
+class MemoryMap:
+    """Names of tensors by the memory that they lie in.
+
+    Args:
+        tensors: by name; several may lie in one storage (slots of a staging block, parts of a fused weight).
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._named: dict[int, list[tuple[int, int, str]]] = {}
+        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
+        for name, tensor in tensors.items():
+            key = storage_key(tensor)
+            if key is not None:
+                begin = tensor.data_ptr()
+                self._named.setdefault(key, []).append((begin, begin + tensor.nbytes, name))
+
+    def size_of(self, name: str) -> int:
+        """Return the bytes of a tensor; 0 where the name is not known."""
+        return self._sizes.get(name, 0)
+
+    def __contains__(self, key: int | None) -> bool:
+        return key in self._named
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """Return whose memory a tensor lies in; None: nobody's, or its owner has left a shared storage."""
+        named = self._named.get(storage_key(tensor) or 0, [])
+        if len(named) == 1:
+            return named[0][2]
+        address = tensor.data_ptr() if named else 0
+        return next((name for begin, end, name in named if begin <= address < end), None)
+
+    def name_at(self, address: int) -> str | None:
+        """Return whose tensor an address lies in; None if nobody's."""
+        ranges = (entry for named in self._named.values() for entry in named)
+        return next((name for begin, end, name in ranges if begin <= address < end), None)
+
+
+class Owners:
+    """The memory that a step may touch, and whether it is still where it was.
+
+    Args:
+        buffers: slots and adopted tensors.
+        constants: what the step only reads: modules, tensors, and lists or dicts of these; kept alive.
+        beside: buffers of prompts, which steps read and write, too.
+
+    Attributes:
+        constants: every tensor of the constants, by name.
+
+    Raises:
+        ValueError: a constant is something else.
+    """
+
+    def __init__(self, buffers: StepBuffers, constants: Iterable[Any] = (), beside: Sequence[StepBuffers] = ()) -> None:
+        self.buffers = buffers
+        self._beside = beside
+        self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
+        self._hooks: list[Any] = []
+        self.constants = self._current_constants()
+        self._addresses = [(name, t, t.data_ptr()) for name, t in self.constants.items() if not is_opaque(t)]
+
+    def _current_constants(self) -> dict[str, Tensor]:
+        return dict(_named_tensors(self._given, "constants"))
+
+    def slots(self) -> MemoryMap:
+        """Return where slots and adopted tensors are now."""
+        beside = {f"{name} of prompts": t for other in self._beside for name, t in other.tensors.items()}
+        return MemoryMap(self.buffers.tensors | beside)
+
+    def constants_now(self) -> MemoryMap:
+        """Return where the constants are now, as the modules hold them."""
+        return MemoryMap(self._current_constants())
+
+    def freeze(self) -> None:
+        """Let the modules among the constants refuse, from now on, to load other weights."""
+        self.thaw()
+        modules = {module for given in self._given if isinstance(given, torch.nn.Module) for module in given.modules()}
+        self._hooks = [module.register_load_state_dict_pre_hook(_refuse_to_load) for module in modules]
+
+    def thaw(self) -> None:
+        """Let them load again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def verify(self) -> None:
+        """Check that every slot, adopted tensor and constant is where it was.
+
+        Raises:
+            FrozenError: one was moved (`set_`, `resize_`, `.data = ...`), with its name.
+        """
+        for buffers in (self.buffers, *self._beside):
+            buffers.verify_addresses()
+        for name, tensor, address in self._addresses:
+            if tensor.data_ptr() != address:
+                raise FrozenError(f"{name} was moved after it was declared: graphs still point at its old memory")
+
+
+def _refuse_to_load(module: torch.nn.Module, *_arguments: Any) -> None:
+    raise FrozenError(f"the graphs that read {type(module).__name__} are frozen: thaw() before loading weights")
+
+
+def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, torch.nn.Module):
+        for place, tensor in [*value.named_parameters(), *value.named_buffers()]:
+            yield f"{name}.{place}", tensor
+    elif isinstance(value, (list, tuple)):
+        for index, member in enumerate(value):
+            yield from _named_tensors(member, f"{name}[{index}]")
+    elif isinstance(value, dict):
+        for key, member in value.items():
+            yield from _named_tensors(member, f"{name}[{key!r}]")
+    else:
+        raise ArgumentError(
+            f"{name} must be a tensor, a module, or a list or dict of these, got {type(value).__name__}"
+        )

@@ -1,0 +1,421 @@
+"""`GraphTable`: the graphs of an engine by the shape of a step; the life of each: capture, replay, retire."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from graphdecode.buckets import KINDS, ShapeLadder, StepShape
+from graphdecode.buffers import Batch, FrozenError, StepBuffers, on_device
+from graphdecode.errors import ArgumentError
+from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.loop import Loop, LoopControl, Ready
+from graphdecode.graphs.report import BucketReport, GraphReport
+from graphdecode.graphs.step_graph import Step, StepGraph, no_row_live, run
+
+if TYPE_CHECKING:  # what a replay needs none of
+    from graphdecode.graphs.backend import Backend
+    from graphdecode.graphs.inspect.audit import StalePointer
+
+CAPTURE_TIMES = ("startup", "first-use")
+_WITHOUT = {"prompts": "prompts are computed without graphs", "mixed": "prompts are computed by themselves"}
+
+
+class GraphTable:
+    """Captures a step once for each shape, and replays it: see `StepShape` and `ShapeLadder`.
+
+    Args:
+        step: runs a shape, over the buffers narrowed to its rows; of prompts by themselves, to their tokens.
+        buffers: of the rows.
+        ladder: the shapes.
+        backend: captures them.
+        prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
+        capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
+            runs padded to the next captured one, or eagerly.
+        strict: refuse a replay when an address in its graph has lost its owner.
+        choices: given tokens of a step, says by name what the step's owner chose for so many, for the report.
+        computed_in: what the owner says of its dtype, its weights and the processor, for the report.
+        loop: lets a run be several steps.
+        around: given a shape, returns what is entered around its capture.
+
+    Raises:
+        ValueError: `capture_when` is unknown, or the loop's slots do not fit.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[StepShape, Batch], None],
+        buffers: StepBuffers,
+        ladder: ShapeLadder,
+        backend: Backend,
+        *,
+        prompts: StepBuffers | None = None,
+        capture_when: str = "startup",
+        strict: bool = False,
+        choices: Callable[[int], dict[str, dict[str, Any]]] = lambda _: {},
+        computed_in: str = "",
+        loop: Loop | None = None,
+        around: Callable[[StepShape], AbstractContextManager[None]] = lambda _: nullcontext(),
+    ) -> None:
+        if capture_when not in CAPTURE_TIMES:
+            raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
+        self.buffers = buffers
+        self.prompts = buffers if prompts is None else prompts
+        self.ladder = self._given = ladder
+        self.backend = backend
+        self._step = step
+        self._captures_lazily = capture_when == "first-use" and backend.name != "eager"
+        self._strict = strict
+        self._choices, self._computed_in = choices, computed_in
+        self._control = None if loop is None else LoopControl(loop, buffers)
+        self._around = around
+        self._ready: dict[StepShape, tuple[Ready, BucketReport]] = {}
+        self._reports: dict[StepShape, BucketReport] = {}
+        self._open: set[str] = set()  # kinds that were captured, or are at their first use
+        self._verified: int | None = None  # rows of the last run, when all addresses were looked at
+        self._frozen = False
+        self._user = object()  # stands for this table where buffers remember whose step ran
+        self._beside: ThreadPoolExecutor | None = None
+        at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit)
+        self._drop(KINDS)
+
+    def graphs(self, queries: int = 1) -> dict[int, StepGraph]:
+        """Return the captured steps of so many queries a row by bucket, for those who look into them."""
+        found = {
+            s.rows: self._ready[s][0].graphs
+            for s in self.ladder.of("steps")
+            if s.queries == queries and s in self._ready
+        }
+        return {rows: graphs[0] for rows, graphs in found.items() if graphs}
+
+    def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> None:
+        """Capture the shapes of some kinds, those of most tokens first; with "first-use", only make ready for it.
+
+        Steps run for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
+        saved. Where steps with prompts cannot be captured, prompts go by themselves, or without graphs, and a warning
+        says why.
+
+        Args:
+            progress: show a bar on stderr.
+            kinds: of `KINDS`.
+
+        Raises:
+            CaptureError: the step does what no graph can replay; the process is fit to go on, and no graph is left.
+            FrozenError: the table is frozen.
+        """
+        if self._frozen:
+            raise FrozenError("the graphs are frozen: thaw() before capturing again")
+        self.ladder = self._given
+        self._drop(kinds)
+        try:
+            with (
+                self._nothing_live(StepShape(1, 1, 1)),
+                # all bars of a process share a lock: none is made that nobody wants
+                tqdm(desc="capturing", unit="graph", disable=None, leave=False) if progress else nullcontext() as bar,
+            ):
+                while (shape := self._next_to_capture(kinds)) is not None:
+                    try:
+                        if self._captures_lazily:
+                            self._try(shape)
+                        else:
+                            self._capture(shape)
+                    except CaptureError as error:
+                        if shape.kind == "steps":
+                            raise
+                        self.ladder = self.ladder.without(shape.kind)
+                        self._drop([shape.kind])
+                        warnings.warn(f"{_WITHOUT[shape.kind]}: {error}", RuntimeWarning, stacklevel=3)
+                    if bar is not None:
+                        bar.update()
+        except BaseException:
+            self._drop(KINDS)
+            raise
+        self._open.update(kinds)
+
+    def _next_to_capture(self, kinds: Collection[str]) -> StepShape | None:
+        if self._captures_lazily:  # one mixed step is tried
+            return next(iter([] if "mixed" in self._open or "mixed" not in kinds else self.ladder.of("mixed")), None)
+        wanted = (shape for shape in reversed(self.ladder.at_startup) if shape.kind in kinds)
+        return next((shape for shape in wanted if shape not in self._ready), None)
+
+    def _try(self, shape: StepShape) -> None:
+        """Run a mixed step that nobody asked for: a model whose steps cannot take prompts along says so now."""
+        try:
+            self.backend.eager(*self._bound(shape)).replay()
+        except Exception as error:
+            raise CaptureError.of(error) from error
+        self._open.add(shape.kind)
+
+    @contextmanager
+    def _nothing_live(self, shape: StepShape) -> Iterator[None]:
+        with ExitStack() as held:
+            if shape.rows:
+                held.enter_context(no_row_live(self.buffers))
+            if shape.prompt_tokens:  # whose last pages may be somebody else's by now
+                held.enter_context(no_row_live(self.prompts))
+            yield
+
+    def _bound(self, shape: StepShape) -> tuple[Step, Batch, LoopControl | None]:
+        """Return a shape's step, the batch that it is given, and what governs its loop."""
+        narrowed = self.buffers.narrow(shape.rows) if shape.rows else self.prompts.narrow(shape.prompt_tokens)
+        control = self._control if shape.kind == "steps" and shape.part == "whole" else None
+        return functools.partial(self._step, shape), narrowed, control
+
+    def _capture(self, *shapes: StepShape) -> None:
+        """Capture a shape, or both halves of one."""
+        if self.backend.name == "eager":
+            self._stay_eager(*shapes)
+            return
+        found: list[Ready] = []
+        with self._around(shapes[0]):
+            try:
+                found.extend(self.backend.captured(*self._bound(shape)) for shape in shapes)
+            except BaseException:
+                self.backend.release(found, is_last=False)
+                raise
+        for shape, ready in zip(shapes, found, strict=True):
+            self._keep(shape, ready)
+
+    def _stay_eager(self, *shapes: StepShape) -> None:
+        for shape in shapes:
+            self._keep(shape, self.backend.eager(*self._bound(shape)))
+
+    def _keep(self, shape: StepShape, ready: Ready) -> None:
+        report = self._report_at(shape)
+        self._ready[shape] = ready, report
+        report.take(ready, is_whole=shape.part == "whole")
+
+    def _report_at(self, shape: StepShape) -> BucketReport:
+        """Return what counts a shape's runs; those of its halves count with the whole."""
+        return self._reports.setdefault(shape._replace(part="whole"), BucketReport.of(shape, "waiting"))
+
+    def run(
+        self, wanted: StepShape, *, steps: int | None = None, meanwhile: Callable[[], None] | None = None
+    ) -> StepShape | None:
+        """Run a step in the shape that fits it, and return that: one launch; None where no graph holds it.
+
+        When the rows change, those that the shape has beyond them get the pads that their slots declare, and the
+        addresses of all slots and constants are checked; a strict table audits its graphs before every replay. While
+        they stay the same, the host writes nothing.
+
+        Args:
+            wanted: the step as it is: live rows, their queries, tokens of staged chunks of prompts.
+            steps: of a loop; None: one step, and no epilogue.
+            meanwhile: what the host does between the two halves of a step, on a CPU in another thread while the first
+                one runs; what it writes, and uploads on the current stream, the second half reads.
+
+        Raises:
+            ValueError: there are more rows than the capacity, or there is no step of so many queries.
+            RuntimeError: nothing was captured, or the step does not run in halves.
+            FrozenError: a slot, adopted tensor or constant was moved.
+            StalePointerError: strict, and an address in the graph has lost its owner.
+        """
+        shape = self.ladder.fit(wanted)
+        rows, prompt_tokens = wanted.rows, wanted.prompt_tokens
+        if shape is None or (prompt_tokens and shape.kind not in self._open):
+            return None
+        fitting, found = shape, self._ready.get(shape)
+        if is_first := found is None:
+            shape, found = self._instead_of(shape, wanted)
+        ready, report = found
+        size = rows or prompt_tokens
+        if self._strict or is_first or self._verified != size:
+            self.verify()
+            self._verified = size
+        if rows:
+            self.buffers.make_ready(rows, shape.rows, self._user)
+        if prompt_tokens:
+            self.prompts.make_ready(prompt_tokens, shape.prompt_tokens, self._user)
+        if meanwhile is not None:
+            self._run_halves(shape, ready, meanwhile)
+        elif steps is None:
+            ready.replay()
+        if steps is None:
+            report.replays += 1
+            report.live_rows += size
+        else:
+            assert ready.loop is not None
+            assert self._control is not None
+            self._control.ask_for(steps)
+            ran = ready.loop.launch(steps)
+            report.launches += 1
+            report.replays += ran
+            report.live_rows += rows * ran
+        if is_first and not self._frozen:
+            self._capture_or_stay_eager(fitting)
+        return shape
+
+    def _run_halves(self, first: StepShape, ready: Ready, meanwhile: Callable[[], None]) -> None:
+        second = first.halves[1]
+        other = self._ready[second][0] if second in self._ready else self.backend.eager(*self._bound(second))
+        if self.buffers.device.type == "cuda":  # a launch comes back before its work is done; on a CPU it is the work
+            ready.replay()
+            meanwhile()
+        else:
+            self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="graphdecode-beside")
+            done = self._beside.submit(meanwhile)
+            try:
+                ready.replay()
+            finally:
+                done.result()
+        other.replay()
+
+    def _instead_of(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
+        """Return what runs a step whose shape has no graph yet: the next larger one that has, or the step itself."""
+        if shape.kind not in self._open:
+            raise RuntimeError(f"{shape} was not captured: call capture() first")
+        if shape.part != "whole":
+            return shape, (self.backend.eager(*self._bound(shape)), self._report_at(shape))
+        for other in self.ladder.holding(wanted):
+            if other in self._ready and self._ready[other][0].graphs:
+                return other, self._ready[other]
+        self._report_at(shape).eager_runs += 1
+        return shape, (self.backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
+
+    def _capture_or_stay_eager(self, fitting: StepShape) -> None:
+        shapes = [fitting] if fitting.part == "whole" else fitting.halves
+        try:
+            with self._nothing_live(fitting):
+                self._capture(*shapes)
+        except CaptureError as error:
+            self._stay_eager(*shapes)
+            what = f"{fitting} stays"
+            if fitting.part == "whole":
+                self._report_at(fitting).error = str(error)
+            else:
+                what = f"the halves of {fitting._replace(part='whole')} stay"
+            warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
+
+    def run_eager(self, wanted: StepShape) -> StepShape:
+        """Run the same step over the same shape without its graph: bit for bit what `run` computes."""
+        shape = next(self.ladder.holding(wanted))
+        self.buffers.make_ready(wanted.rows, shape.rows, self._user)
+        step, batch, _ = self._bound(shape)
+        with on_device(self.buffers.device):
+            run(step, batch)
+        return shape
+
+    def check_steps(self, steps: Any) -> None:
+        """Refuse a number of steps that no run can have.
+
+        Raises:
+            ValueError: it is outside 1..max_steps of the loop.
+            RuntimeError: there is no loop.
+        """
+        if self._control is None:
+            raise RuntimeError("several steps at once need graphs that were made with loop=")
+        if type(steps) is not int or not 1 <= steps <= self._control.loop.max_steps:
+            raise ArgumentError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {steps!r}")
+
+    def run_beyond(self, shape: StepShape, most_tokens: int, step: Callable[[], Any]) -> Any:
+        """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
+        if shape.rows:
+            self.buffers.set_live_rows(shape.rows)
+        largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, most_tokens)
+        self._reports.setdefault(largest, BucketReport.of(largest, "eager")).eager_runs += 1
+        return run(lambda _: step(), Batch(shape.rows, {}))
+
+    def takes(self, rows: int, prompt_tokens: int) -> bool:
+        """Whether prompts are to go along with a step of some rows.
+
+        They do where a graph has room for them, and where they are more than any graph has room for: then the pass is
+        run operator by operator, as that of prompts would be. In between they and the rows have graphs of their own.
+        """
+        mixed = self.ladder.of("mixed") if "mixed" in self._open else []
+        if not mixed or self.ladder.fit(StepShape(rows, 1, prompt_tokens)) is not None:
+            return bool(mixed)
+        return prompt_tokens > max(shape.tokens for shape in mixed)
+
+    def verify(self) -> None:
+        """Check that everything the graphs point at is where it was at capture.
+
+        Raises:
+            FrozenError: a slot, adopted tensor or constant was moved.
+            StalePointerError: strict, and an address in a graph has lost its owner.
+        """
+        if self._strict:
+            self.backend.refuse_stale(self.audit())
+        self.backend.owners.verify()
+
+    def audit(self) -> list[StalePointer]:
+        """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
+        captured = [
+            (shape.rows or shape.prompt_tokens, graph)
+            for shape, (ready, _) in sorted(self._ready.items(), key=lambda item: item[0].rows or item[0].prompt_tokens)
+            for graph in ready.graphs
+        ]
+        return self.backend.audit(captured)
+
+    def freeze(self) -> None:
+        """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
+
+        Nothing can be adopted, and no module among the constants loads a state dict. What is moved past all of this is
+        found by `verify`, and by the next run of another number of rows.
+
+        Raises:
+            FrozenError: something was moved already.
+        """
+        self.backend.owners.verify()
+        self.buffers.freeze()
+        self.backend.owners.freeze()
+        self._frozen = True
+
+    def thaw(self) -> None:
+        """Allow changes again; the graphs are invalid and dropped."""
+        self._frozen = False
+        self.buffers.thaw()
+        self.backend.owners.thaw()
+        self._drop(KINDS)
+
+    def report(self, kind: str = "steps") -> GraphReport:
+        """Return what was captured and run of a kind, shape by shape; waits for loops that the device ends."""
+        shapes = sorted(shape for shape in self._reports if shape.kind == kind)
+        if kind == "mixed":
+            shapes.sort(key=lambda shape: (shape.tokens, shape))
+        return GraphReport(self.backend.name, [self._report_of(shape) for shape in shapes], self._computed_in)
+
+    def _report_of(self, shape: StepShape) -> BucketReport:
+        report = dataclasses.replace(self._reports[shape], choices=self._choices(shape.tokens))
+        loop = self._ready[shape][0].loop if shape in self._ready else None
+        if loop is not None:
+            steps, rows = loop.counted()
+            report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
+        return report
+
+    def close(self) -> None:
+        """Release all graphs; the buffers stay.
+
+        Close before process groups are destroyed, where the step holds collectives: their graphs keep communicators
+        in use. What is not closed when the process ends is released then, before anything that was there earlier.
+        """
+        self._drop(KINDS)
+        self.backend.forget()
+
+    def _drop(self, kinds: Collection[str]) -> None:
+        """Retire the graphs of some kinds, and count anew."""
+        self._open.difference_update(kinds)
+        self._verified = None
+        gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
+        self.backend.release(gone, is_last=not self._ready)
+        if "steps" in kinds and self._beside is not None:
+            self._beside.shutdown()
+            self._beside = None
+        waiting = {shape: BucketReport.of(shape, "waiting") for shape in self.ladder.of(*kinds) if shape.queries == 1}
+        self._reports = {s: report for s, report in self._reports.items() if s.kind not in kinds} | waiting
+
+
+def _close(alive: Callable[[], GraphTable | None]) -> None:
+    table = alive()
+    if table is not None:
+        table.close()

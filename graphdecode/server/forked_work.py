@@ -1,0 +1,362 @@
+"""Work in a child of another process, within limits: whatever it is given, nothing of this one waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any, NamedTuple
+
+from graphdecode.distributed.child import start_child
+from graphdecode.errors import GraphdecodeError
+from graphdecode.server.fair_queue import FairQueue
+from graphdecode.server.http_errors import RESTARTING, HttpError
+from graphdecode.server.wire import Wire, framed, receive
+
+PLACES = 2  # children at a time in a lane
+_QUICK_SECONDS = 1
+STACK_BYTES = 4 << 20  # of a child; what it was right for is done again where there is more
+MOST_WAITING = 256
+_RETRY_AFTER = {"Retry-After": "1"}
+_END_SECONDS = 1.0  # for the process to end by itself
+_ONE_THREAD = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+}  # for a fork finds no other threads
+
+log = logging.getLogger(__name__)
+
+
+class WorkLimits(NamedTuple):
+    """What one piece of work may take.
+
+    Attributes:
+        cpu_seconds: of a processor.
+        wall_seconds: from its beginning to its end.
+        memory_bytes: beyond what the process has that forks it.
+    """
+
+    cpu_seconds: int
+    wall_seconds: float
+    memory_bytes: int
+
+
+class Patience(NamedTuple):
+    """How long is waited for what is not the work's own affair.
+
+    Attributes:
+        quick_seconds: for the end of a first attempt.
+        taken_seconds: for the process to take a piece of work, which it does at once.
+        start_seconds: for the process to start.
+    """
+
+    quick_seconds: float = 5.0
+    taken_seconds: float = 5.0
+    start_seconds: float = 120.0
+
+
+class WorkSetup(NamedTuple):
+    """The first message.
+
+    Attributes:
+        modules: to import before a fork, by name.
+        make_state: makes what all functions get first.
+    """
+
+    modules: tuple[str, ...]
+    make_state: Callable[[], Any]
+
+
+class Work(NamedTuple):
+    """One piece of work: `function(state, *arguments)`, with what the first message made as the state."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    limits: WorkLimits
+
+
+class Done(NamedTuple):
+    """What became of it.
+
+    Attributes:
+        result: what the function returned.
+        error: that it raised, for its asker.
+        fault: the traceback of one that nobody expects, for the log.
+    """
+
+    result: Any = None
+    error: GraphdecodeError | None = None
+    fault: str | None = None
+
+
+class Taken(NamedTuple):
+    """The process has taken a piece of work; its child answers next."""
+
+
+class Ended(NamedTuple):
+    """The child ended without an answer.
+
+    Attributes:
+        code: of its exit; below 0: minus the signal that ended it; None: there was no process to be had.
+    """
+
+    code: int | None
+
+
+class WorkError(GraphdecodeError):
+    """A piece of work took more of a processor, of memory or of stack than it may, however idle the machine is."""
+
+
+class _TooLongError(WorkError):
+    """It took more of a processor."""
+
+
+class Lane:
+    """Places for children, and who waits for one: of these, who asks for much waits behind who asks for little."""
+
+    def __init__(self) -> None:
+        self._queue = FairQueue()
+        self._numbers = itertools.count()
+        self._running = 0
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+
+    @contextlib.asynccontextmanager
+    async def place(self, caller: str, size: int) -> AsyncGenerator[None, None]:
+        """Wait for a place, and hold it; see `ForkedWork.run`.
+
+        Raises:
+            HttpError: too many wait.
+        """
+        turn = self._queue.turn(caller, size)
+        if self._running < PLACES:
+            self._running += 1
+        else:
+            await self._given(turn)
+        self._queue.began(turn)
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    async def _given(self, turn: float) -> None:
+        mine = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (turn, next(self._numbers), mine))
+        if len(self._waiting) > MOST_WAITING:
+            self._shed()
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled() and mine.exception() is None:  # it was given as its asker left
+                self._pass_on()
+            raise
+
+    def _shed(self) -> None:
+        """Forget those who have left; if these are too few, refuse who would have waited longest."""
+        self._waiting = [each for each in self._waiting if not each[2].done()]
+        if len(self._waiting) > MOST_WAITING:
+            last = max(self._waiting)
+            self._waiting.remove(last)
+            full = HttpError(429, "too many requests are being read", code="queue_full", headers=_RETRY_AFTER)
+            last[2].set_exception(full)
+        heapq.heapify(self._waiting)
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            _, _, other = heapq.heappop(self._waiting)
+            if not other.done():  # else its asker has left
+                other.set_result(None)
+                return
+        self._running -= 1
+
+
+class ForkedWork:
+    """Sends pieces of work to a process that forks for each; all methods belong to one event loop.
+
+    The process is started by the first piece of work, and again where it has ended. Work that is not done within a
+    second is begun anew in a lane of its own, so that all other work has its turn soon.
+
+    Args:
+        state_maker: returns what makes, in that process, what all functions get first, and can be pickled; it is called
+            where the process is started.
+        modules: that the functions are of, by name: the process imports them once, and no child.
+        patience: with the process and the machine.
+    """
+
+    def __init__(
+        self, state_maker: Callable[[], Callable[[], Any]], modules: Sequence[str], patience: Patience | None = None
+    ) -> None:
+        self._state_maker = state_maker
+        self._modules = tuple(modules)
+        self._patience = patience or Patience()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._start: asyncio.Task[socket.socket] | None = None
+        self._quick, self._slow = Lane(), Lane()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None where there is none."""
+        return None if self._process is None else self._process.pid
+
+    async def run(
+        self, function: Callable[..., Any], *arguments: Any, limits: WorkLimits, caller: str, size: int
+    ) -> Any:
+        """Return what `function(state, *arguments)` returns in a child; who is cancelled ends it.
+
+        Args:
+            function: of a module, so that it can be pickled.
+            arguments: that can be pickled.
+            limits: of time and memory.
+            caller: whose work it is.
+            size: how much work, beside others of this caller.
+
+        Raises:
+            GraphdecodeError: what the function raised.
+            WorkError: it took more than it may.
+            HttpError: too much waits, the machine is under load, or the process has ended.
+        """
+        work = Work(function, arguments, limits)
+        quick = limits._replace(cpu_seconds=_QUICK_SECONDS, wall_seconds=self._patience.quick_seconds)
+        try:
+            async with self._quick.place(caller, size):
+                done = await self._done(await self._started(), work._replace(limits=quick))
+        except (_TooLongError, TimeoutError):
+            async with self._slow.place(caller, size):
+                try:
+                    done = await self._done(await self._started(), work)
+                except TimeoutError:  # it did not get the processor that it may have
+                    raise _busy(f"it was not done in {limits.wall_seconds:g} s") from None
+        if done.fault is not None:
+            log.error("a piece of work failed\n%s", done.fault)
+            raise RuntimeError("a piece of work failed")
+        if done.error is not None:
+            raise done.error
+        return done.result
+
+    async def _done(self, control: socket.socket, work: Work) -> Done:
+        """Return what becomes of a piece of work in a child of its own.
+
+        Raises:
+            WorkError: it took more than it may.
+            TimeoutError: it had not ended in its time.
+            HttpError: something else ended it.
+        """
+        try:
+            here, there = socket.socketpair()
+        except OSError as error:
+            raise _busy(f"no socket can be had: {error.strerror}") from error
+        with there:
+            try:
+                socket.send_fds(control, [b"."], [there.fileno()])
+            except OSError as error:  # it has ended, or reads nothing
+                here.close()
+                raise _away() from error
+        reader, writer = await asyncio.open_unix_connection(sock=here, limit=1 << 24)
+        try:
+            writer.write(framed(work))
+            try:
+                async with asyncio.timeout(self._patience.taken_seconds):
+                    await receive(reader)
+            except TimeoutError:
+                if self._control is control:
+                    log.error("the process that reads requests stands still; it is started again")
+                    self._kill()
+                raise _busy("the process that reads requests stood still, and is started again") from None
+            async with asyncio.timeout(work.limits.wall_seconds):
+                answer = await receive(reader)
+        except (TimeoutError, GraphdecodeError):
+            raise
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise _away() from error
+        except Exception as error:  # a pickle that was cut raises whatever it likes
+            log.exception("what a child answered cannot be read")
+            raise HttpError(500, "what the process that reads requests answered cannot be read") from error
+        finally:
+            writer.close()  # its child ends, if it has not
+        if isinstance(answer, Ended):
+            raise _fate(answer, work.limits)
+        assert isinstance(answer, Done)
+        return answer
+
+    async def _started(self) -> socket.socket:
+        """Return the socket to the process, started where there is none.
+
+        Raises:
+            HttpError: it cannot be started.
+        """
+        if self._has_ended:
+            self.close()
+        if self._start is None:
+            self._start = asyncio.create_task(asyncio.to_thread(self._begin), name="fork server")
+        start = self._start
+        try:
+            return await asyncio.shield(start)  # whoever leaves, the others wait for it too
+        except Exception as error:
+            if self._start is start:  # else another one has said so
+                log.error("the process that reads requests cannot be started: %s: %s", type(error).__name__, error)
+                self._kill()
+            raise _away() from error
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._process is not None and self._process.poll() is not None
+
+    def _begin(self) -> socket.socket:
+        here, there = socket.socketpair()
+        with there:
+            self._process = start_child("graphdecode.server.fork_server", [there.fileno()], _ONE_THREAD)
+        self._control = here
+        here.settimeout(self._patience.start_seconds)
+        wire = Wire(here)
+        wire.send(WorkSetup(self._modules, self._state_maker()))
+        wire.receive(wait=True)
+        here.setblocking(False)  # where it does not read, nobody waits for it
+        return here
+
+    def _kill(self) -> None:
+        """End the process, which may not listen; another one is started for what comes next."""
+        if self._process is not None:
+            self._process.kill()
+        self.close()
+
+    def close(self) -> None:
+        """End the process, and what it works on."""
+        self._start = None
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.shutdown(socket.SHUT_RDWR)  # it kills its children, and ends
+            self._control.close()
+        if self._process is not None:
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._control = self._process = None
+
+
+def _fate(ended: Ended, limits: WorkLimits) -> GraphdecodeError:
+    """Return what ended a child: its own limits, or what is no fault of the work."""
+    if ended.code is None:
+        return _busy("there is no process to be had")
+    if ended.code == -signal.SIGXCPU:
+        return _TooLongError(f"takes more than {limits.cpu_seconds} s of a processor")
+    if ended.code == -signal.SIGKILL:  # by the system, which is short of memory, or by whoever may
+        return _busy("its child was killed")
+    memory, stack = limits.memory_bytes >> 20, STACK_BYTES >> 20
+    return WorkError(f"takes more than {memory} MiB of memory or {stack} MiB of stack")
+
+
+def _busy(why: str) -> HttpError:
+    return HttpError(503, f"the request could not be read, try again: {why}", code="overloaded", headers=_RETRY_AFTER)
+
+
+def _away() -> HttpError:
+    return HttpError(503, "the process that reads requests has ended", code=RESTARTING, headers=_RETRY_AFTER)

@@ -1,0 +1,121 @@
+"""Which instructions the compiled kernels use: a set by its name, never one that the processor lacks, nothing above."""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import spawn_command
+
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.compiler import Compiler
+from graphdecode.kernels.native.instructions import (
+    VARIABLE,
+    MissingInstructions,
+    available,
+    chosen,
+    instructions,
+    sets_of_x86,
+)
+
+ROOT = Path(__file__).parents[2]
+HASWELL = {"avx", "avx2", "fma", "f16c", "bmi1", "bmi2"}
+SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+PROCESSORS = {
+    "Core 2": (set(), ["portable"]),
+    "Sandy Bridge": ({"avx"}, ["portable"]),
+    "Haswell": (HASWELL, ["portable", "avx2"]),
+    "Skylake": (SKYLAKE, ["portable", "avx2", "avx512"]),
+    "Cascade Lake, whose VNNI is not used without VBMI": (
+        SKYLAKE | {"avx512_vnni"},
+        ["portable", "avx2", "avx512"],
+    ),
+    "Cooper Lake": (SKYLAKE | {"avx512_vnni", "avx512_bf16"}, ["portable", "avx2", "avx512", "avx512_bf16"]),
+    "Ice Lake": (SKYLAKE | {"avx512_vnni", "avx512vbmi"}, ["portable", "avx2", "avx512", "avx512_vnni"]),
+    "Zen 4": (
+        SKYLAKE | {"avx512_vnni", "avx512vbmi", "avx512_bf16"},
+        ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"],
+    ),
+    "Sapphire Rapids": (
+        SKYLAKE | {"avx512_vnni", "avx512vbmi", "avx512_bf16", "amx_tile", "amx_bf16", "amx_int8"},
+        ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", "amx"],
+    ),
+    "a virtual one that hides AVX-512": ({"amx_tile", "amx_bf16"} | HASWELL, ["portable", "avx2"]),
+}
+ABOVE = {  # what the compiler defines for the first extension that a set must not use
+    "portable": "__AVX__",
+    "avx2": "__AVX512F__",
+    "avx512": "__AVX512VNNI__",
+    "avx512_vnni": "__AVX512BF16__",
+    "avx512_bf16": "__AMX_TILE__",
+}
+ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the sets are those of x86-64")
+COMPILED = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
+
+
+@pytest.mark.parametrize("processor", PROCESSORS)
+def test_a_processor_has_the_sets_whose_extensions_it_has(processor: str) -> None:
+    extensions, names = PROCESSORS[processor]
+    found = sets_of_x86(extensions)
+    assert list(found) == names
+    assert chosen(None, found).name == chosen("", found).name == names[-1]
+    assert [name for name, each in found.items() if each.has_bf16] == [n for n in names if n in ("avx512_bf16", "amx")]
+    for name in names:
+        assert chosen(name, found) is found[name]
+
+
+@pytest.mark.parametrize("name", ["amx", "neon", "sse9"])
+def test_what_the_processor_lacks_is_refused_with_what_it_has(name: str) -> None:
+    with pytest.raises(MissingInstructions, match=f"{VARIABLE} is '{name}'.*it has portable, avx2, avx512$"):
+        chosen(name, sets_of_x86(SKYLAKE))
+
+
+def test_the_command_line_refuses_in_one_line(tmp_path: Path) -> None:
+    result = spawn_command("generate", "--prompt", "1+1=", folder=tmp_path, **{VARIABLE: "sse9"})
+    (line,) = result.stderr.splitlines()
+    assert "GRAPHDECODE_ISA is 'sse9'" in line
+    assert line.endswith(f"it has {', '.join(available())}")
+    assert result.returncode == 2
+
+
+def test_the_chosen_set_is_told_with_the_versions() -> None:
+    name = next(iter(available()))
+    told = spawn_command("--version", "--debug", GRAPHDECODE_NATIVE="0", **{VARIABLE: name}).stdout
+    assert f"instructions: {name}" in told.splitlines()
+
+
+@ON_X86
+@COMPILED
+@pytest.mark.parametrize("name", [name for name in available() if name in ABOVE])
+def test_the_compiler_is_told_of_nothing_above_a_set(name: str) -> None:
+    words = Compiler.found().command[0]
+    command = [words, *available()[name].flags, "-dM", "-E", "-x", "c", "/dev/null"]
+    defined = subprocess.run(command, capture_output=True, check=True, text=True).stdout
+    at = list(ABOVE).index(name)
+    assert not [macro for macro in list(ABOVE.values())[at:] if f" {macro} " in defined]
+    assert all(f" {macro} " in defined for macro in list(ABOVE.values())[:at])
+
+
+@ON_X86
+@COMPILED
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+def test_each_set_has_a_library_of_its_own_with_no_wider_vectors(tmp_path: Path) -> None:
+    quickly = tmp_path / "cc"  # in a few seconds; the last level counts
+    quickly.write_text('#!/bin/sh\nexec cc "$@" -O0\n')
+    quickly.chmod(0o755)
+    code = "from graphdecode.kernels.native import library; print(library.why_not(), library._load().file)"
+    files: dict[str, Path] = {}
+    widest = {"portable": {"xmm"}, "avx2": {"xmm", "ymm"}}
+    for name in [name for name in (*widest, instructions().name) if name in available()]:
+        given = {"CC": str(quickly), "GRAPHDECODE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT), VARIABLE: name}
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, env=os.environ | given, text=True)
+        assert ran.stdout.startswith("None "), ran.stderr
+        files[name] = Path(ran.stdout.split()[1])
+        listing = subprocess.run(["objdump", "-d", str(files[name])], capture_output=True, text=True).stdout
+        used = set(re.findall(r"%([xyz]mm)\d", listing))
+        assert used == widest.get(name, {"xmm", "ymm", "zmm"}), name
+    assert len(set(files.values())) == len(files)

@@ -1,0 +1,211 @@
+"""What one request may take of the server that others need: forms and bodies of any kind keep nobody waiting."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from served import Served, children_of, health_beside, serving
+
+from graphdecode.server.body import AT_A_TIME
+
+SHORT = {"prompt": "12+30=", "max_tokens": 8, "temperature": 0}
+LONG = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "temperature": 0}
+ROWS, WAITING, BODY_BYTES = 2, 3, 2 << 20
+JSON = {"Content-Type": "application/json"}
+
+
+def endless(seed: str) -> dict[str, Any]:
+    """Return a form of some hundred bytes for which llguidance needs hours."""
+    schema = {"type": "string", "allOf": [{"pattern": f".*{chr(97 + i)}{seed}.*"} for i in range(24)]}
+    return SHORT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("server") / "server.toml"
+    file.write_text(f"[server]\nmax_waiting = {WAITING}\nmax_body_bytes = {BODY_BYTES}\n")
+    sizes = ("--max-batch-size", str(ROWS), "--max-sequence-length", "4096")
+    with serving("--config", str(file), *sizes) as server:
+        with server.client() as http:  # so that what reads forms runs
+            assert http.post("/v1/completions", json=SHORT | {"structured_outputs": {"choice": ["a"]}}).is_success
+        yield server
+
+
+def readers_children(served: Served) -> list[int]:
+    """Return the processes in which requests are read."""
+    (server,) = (pid for pid, command in children_of(served.process.pid) if "fork_server" in command)
+    return [pid for pid, _ in children_of(server)]
+
+
+def until_nothing_is_read(served: Served) -> None:
+    end = time.monotonic() + 3
+    while readers_children(served):
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def told(http: httpx.Client, body: dict[str, Any]) -> tuple[int, str]:
+    answer = http.post("/v1/completions", json=body)
+    content = answer.json()
+    said = content["error"]["message"] if "error" in content else content["choices"][0]["text"]
+    return answer.status_code, said.strip()
+
+
+def test_a_form_that_never_ends_is_refused_in_plain_words_and_remembered(served: Served) -> None:
+    with served.client() as http:
+        status, message = told(http, endless(""))
+        assert status == 400
+        limits = "(4 s of a processor|512 MiB of memory or 4 MiB of stack)"  # whichever comes first
+        assert re.fullmatch(f"response_format: reading the json takes more than {limits}", message)
+        began = time.monotonic()
+        assert told(http, endless("")) == (status, message)
+        assert time.monotonic() - began < 2  # it is not read again
+    until_nothing_is_read(served)
+
+
+def test_who_leaves_takes_the_reading_of_the_form_along(served: Served) -> None:
+    host, port = served.address.removeprefix("http://").split(":")
+    connections = [socket.create_connection((host, int(port))) for _ in range(8)]
+    for number, connection in enumerate(connections):
+        content = json.dumps(endless(str(number))).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    end = time.monotonic() + 20
+    while not readers_children(served):
+        assert time.monotonic() < end
+    for connection in connections:
+        connection.close()
+    with served.client() as http:
+        assert told(http, SHORT | {"structured_outputs": {"regex": "4[12]"}})[0] == 200
+    until_nothing_is_read(served)
+
+
+def test_a_form_that_nothing_has_is_the_askers_fault(served: Served) -> None:
+    loop = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    with served.client() as http:
+        status, message = told(http, SHORT | {"structured_outputs": {"json": loop}})
+    assert status == 400
+    assert message == "structured_outputs: json cannot be kept: the grammar cannot be read: no text has this form"
+
+
+def test_a_form_that_becomes_too_complex_on_the_way_is_the_askers_fault(served: Served) -> None:
+    count = 800
+    rules = "\n".join(f"r{number}: r{number + 1} | r{number + 1} r{number + 1}" for number in range(count))
+    grammar = f'start: r0\n{rules}\nr{count}: "a"'
+    with served.client() as http:
+        status, message = told(http, SHORT | {"structured_outputs": {"grammar": grammar}})
+    assert status == 400
+    assert "its grammar cannot be followed further: Parser Error: Current row has " in message
+
+
+def test_a_form_that_its_library_crashes_at_takes_nobody_along(served: Served) -> None:
+    engine = served.engine_pid
+    with served.client() as http:
+        for depth in (2000, 3000, 6000):
+            rules = "\n".join(f"r{number}: r{number + 1}" for number in range(depth))
+            grammar = f'start: r0\n{rules}\nr{depth}: "a"'
+            assert told(http, SHORT | {"structured_outputs": {"grammar": grammar}})[0] in (200, 400)
+        assert told(http, SHORT) == (200, "42")
+    assert served.engine_pid == engine
+
+
+LARGE = {
+    "wrong types": ("/v1/completions", b'{"prompt": [' + b"null, " * 300_000 + b"null]}", 400),
+    "wrong types of lists": ("/v1/completions", b'{"prompt": [' + b"[1,null], " * 150_000 + b"[]]}", 400),
+    "wrong messages": ("/v1/chat/completions", b'{"messages": [' + b"1, " * 500_000 + b"1]}", 400),
+    "wrong biases": (
+        "/v1/completions",
+        json.dumps({"prompt": "", "logit_bias": dict.fromkeys(map(str, range(50_000)), "")}).encode(),
+        400,
+    ),
+    "token ids": ("/v1/completions", b'{"prompt": [' + b"50, " * 250_000 + b"50]}", 400),
+    "tokens of a text": ("/tokenize", json.dumps({"prompt": "ab " * 100_000, "return_token_strs": True}).encode(), 200),
+    "words for each prompt": (
+        "/v1/completions",
+        json.dumps({"prompt": ["a"] * 1024, "bad_words": [f"w{number}" for number in range(128)]}).encode(),
+        400,
+    ),
+    "words for some prompts": (
+        "/v1/completions",
+        json.dumps({"prompt": ["a"] * 5, "max_tokens": 1, "bad_words": [f"w{i}" for i in range(60)]}).encode(),
+        200,
+    ),
+    "too many words": (
+        "/v1/completions",
+        json.dumps({"prompt": "a", "bad_words": [f"w{number}" for number in range(4500)]}).encode(),
+        400,
+    ),
+    "text of tokens": ("/detokenize", b'{"tokens": [' + b"50, " * 250_000 + b"50]}", 200),
+}
+
+
+def test_no_large_body_keeps_others_waiting(served: Served) -> None:
+    """Each of these once took seconds; half of the bound is for a machine on which the server waits for others."""
+
+    def ask() -> None:
+        with served.client() as http:
+            for name, (path, content, status) in LARGE.items():
+                answer = http.post(path, content=content, headers=JSON)
+                assert answer.status_code == status, f"{name}: {answer.text[:300]}"
+                assert len(answer.content) < 500 or status == 200
+
+    assert health_beside(served, ask) < 0.2
+
+
+def test_of_many_who_come_at_once_only_as_many_are_taken_as_there_is_room_for(served: Served) -> None:
+    async def main() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=served.address, timeout=60, limits=limits) as http:
+            asked = (http.build_request("POST", "/v1/completions", json=LONG | {"stream": True}) for _ in range(40))
+            answers = await asyncio.gather(*(http.send(request, stream=True) for request in asked))
+            for answer in answers:
+                await answer.aclose()
+            return [answer.status_code for answer in answers]
+
+    assert Counter(asyncio.run(main())) == {200: ROWS + WAITING, 429: 40 - ROWS - WAITING}
+    served.until_idle()
+
+
+def test_bodies_that_are_not_finished_take_no_more_memory_than_some(served: Served) -> None:
+    host, port = served.address.removeprefix("http://").split(":")
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    refused, connections = 0, []
+    for _ in range(AT_A_TIME + 3):
+        connection = socket.create_connection((host, int(port)), timeout=0.3)
+        connections.append(connection)
+        connection.sendall(f"{head}Content-Length: {BODY_BYTES}\r\n\r\n".encode() + b" " * (BODY_BYTES - 1))
+    for connection in connections:
+        with contextlib.suppress(TimeoutError):
+            refused += b" 429 " in connection.recv(4096)
+    assert refused == 3
+    with served.client() as http:
+        assert told(http, SHORT) == (200, "42")
+        for connection in connections:
+            connection.close()
+        time.sleep(0.2)
+        assert http.post("/tokenize", json={"prompt": " " * 100_000}).status_code == 200
+
+
+@pytest.mark.slow
+def test_an_engine_that_stands_still_is_noticed_and_started_again(served: Served) -> None:
+    engine = served.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    began = time.monotonic()
+    with served.client() as http:
+        for status in (503, 200):
+            while http.get("/health").status_code != status:
+                assert time.monotonic() - began < (10 if status == 503 else 90)
+                time.sleep(0.1)
+        assert told(http, SHORT) == (200, "42")
+    assert served.engine_pid != engine
+    assert any("stands still" in line for line in served.lines)

@@ -1,0 +1,272 @@
+"""The engine's process and who stands for it: readings that nobody waits for, forms that fail, and silence."""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from graphdecode import SamplingParams
+from graphdecode.config import EngineConfig
+from graphdecode.engine import Event, Request, RequestMetrics
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.constraint import ConstraintError
+from graphdecode.engine.rules import RequestRules
+from graphdecode.errors import AnswerError
+from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
+from graphdecode.models import resolve_model_path
+from graphdecode.server import engine_client
+from graphdecode.server.engine_client import EngineClient, Silence
+from graphdecode.server.engine_process import EngineProcess
+from graphdecode.server.forms import KEPT_BYTES, ReadForm
+from graphdecode.server.wire import (
+    Abort,
+    Add,
+    Alive,
+    EngineSetup,
+    Forget,
+    Ready,
+    Teach,
+    Vitals,
+    Wire,
+    framed,
+    pack_event,
+)
+
+RULES = RequestRules(258, (257,), Capacity(256, 16, 64, 1, 16, 256), 16, SamplingCapacity())
+
+
+class Idle:
+    """An engine that takes requests, and has never anything to do."""
+
+    has_work, num_running, num_waiting, num_preemptions = False, 0, 0, 0
+    cache = SimpleNamespace(pool=SimpleNamespace(used=0, total=1))
+
+    def __init__(self) -> None:
+        zero = dict.fromkeys(
+            (
+                "prefilled_tokens",
+                "spec_decode_num_drafts",
+                "spec_decode_num_draft_tokens",
+                "spec_decode_num_accepted_tokens",
+            ),
+            0,
+        )
+        lists: dict[str, Any] = {
+            "step_seconds": [],
+            "launch_seconds": [],
+            "spec_decode_num_accepted_tokens_per_pos": [],
+        }
+        self.stats = SimpleNamespace(bucket_steps=Counter[int](), batch_sizes=Counter[int](), **zero, **lists)
+        self.added: list[tuple[str | None, Any]] = []
+
+    def add(self, request: Request, constraint: Any) -> int:
+        self.added.append((request.grammar, constraint))
+        return len(self.added)
+
+    def abort(self, request_id: int) -> None: ...
+
+
+class Panic(BaseException):
+    """As those of Rust are."""
+
+
+class Slow:
+    """Reads forms, once it is let."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.may_end = threading.Event()
+
+    def compiled(self, grammar: str) -> str:
+        self.begun.append(grammar)
+        self.may_end.wait(10)
+        raising = {"panics": Panic("index out of range"), "fails": MemoryError(), "wrong": ConstraintError("no form")}
+        if grammar in raising:
+            raise raising[grammar]
+        return grammar.upper()
+
+    def held(self, compiled: str) -> str:
+        if compiled == "HELD BADLY":
+            raise RuntimeError("a library's")
+        return f"held {compiled}"
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[Idle, Slow, Callable[[Any], None], Callable[[], list[Any]]]]:
+    engine, grammars = Idle(), Slow()
+    here, there = socket.socketpair()
+    served = EngineProcess(engine, Wire(there), grammars)  # type: ignore[arg-type]
+    thread = threading.Thread(target=served.serve)
+    thread.start()
+    wire = Wire(here)
+
+    def events() -> list[Any]:
+        while True:
+            for message in wire.receive(wait=True):
+                if not isinstance(message, Vitals):
+                    return list(message)
+
+    yield engine, grammars, wire.send, events
+    grammars.may_end.set()
+    here.close()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def asks(number: int, grammar: str) -> Add:
+    return Add(number, Request([1], SamplingParams(), grammar=grammar))
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_no_form_is_read_in_the_engines_process_that_nobody_waits_for(process: Any) -> None:
+    engine, grammars, send, _ = process
+    for number in range(40):
+        send(Teach(f"form {number}", None))
+    for number in range(40):
+        send(asks(number, f"form {number}"))
+    until(lambda: len(grammars.begun) == 2)
+    for number in range(39):
+        send(Abort(number))
+    send(Forget("form 5"))
+    send(asks(100, "form 7"))  # was left, and is wanted again
+    time.sleep(0.05)
+    grammars.may_end.set()
+    until(lambda: len(engine.added) == 2)
+    assert sorted(engine.added) == [("form 39", "held FORM 39"), ("form 7", "held FORM 7")]
+    assert set(grammars.begun) == {"form 0", "form 1", "form 7", "form 39"}
+
+
+@pytest.mark.parametrize("grammar", ["panics", "fails", "wrong", "held badly"])
+def test_whatever_reading_a_form_raises_is_told_to_its_owner(process: Any, grammar: str) -> None:
+    engine, grammars, send, events = process
+    grammars.may_end.set()
+    send(Teach(grammar, None))
+    send(asks(3, grammar))
+    (event,) = events()
+    assert (event[0], event[3]) == (3, "error")
+    assert "no form" in event[6] or "the form could not be read" in event[6]
+    send(Teach("good", None))
+    send(asks(4, "good"))
+    until(lambda: engine.added == [("good", "held GOOD")])
+
+
+class Scripted:
+    """A process that says what a test has it say, and then nothing."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *said: Any) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        self._sockets: list[socket.socket] = []
+
+        def start(module: str, descriptors: list[int], *_: Any) -> subprocess.Popen[bytes]:
+            there = socket.fromfd(descriptors[0], socket.AF_UNIX, socket.SOCK_STREAM)
+            self._sockets.append(there)
+            for message in said:
+                there.sendall(framed(message))
+            return self.process
+
+        monkeypatch.setattr(engine_client, "start_child", start)
+
+    def say(self, message: Any) -> None:
+        self._sockets[-1].sendall(framed(message))
+
+    def heard(self) -> list[Any]:
+        return Wire(self._sockets[-1]).receive(wait=True)
+
+    def close(self) -> None:
+        for each in self._sockets:
+            each.close()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.mark.parametrize(("said", "silent"), [((), "0.4"), ((Alive(), Alive()), "0.2")])
+def test_an_engine_that_stands_still_while_it_loads_is_ended(
+    monkeypatch: pytest.MonkeyPatch, said: tuple[Any, ...], silent: str
+) -> None:
+    scripted = Scripted(monkeypatch, *said)
+    client = client_of(Silence(0.4, 0.2, 0.2))
+    with pytest.raises(
+        AnswerError, match=f"stood still while it was loading the model: nothing came .* for {silent} s"
+    ):
+        asyncio.run(client.start())
+    assert scripted.process.wait(5) < 0
+    scripted.close()
+
+
+def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Silence().serving_seconds * 5 / 4 + 1 < 10
+
+    async def main() -> None:
+        scripted = Scripted(monkeypatch, Alive(), Ready(RULES, 0, (1,), 0.0, 0.0))
+        client = client_of(Silence(5, 5, 0.4))
+        await client.start()
+        assert client.serves
+        began = time.monotonic()
+        while client.serves:
+            await asyncio.sleep(0.01)
+        assert 0.3 < time.monotonic() - began < 5
+        assert scripted.process.wait(5) < 0
+        client.close(at_once=True)
+        scripted.close()
+
+    asyncio.run(main())
+
+
+def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        scripted = Scripted(monkeypatch, Ready(RULES, 0, (1,), 0.0, 0.0))
+        taken, turns = list[int](), list[int]()
+        client = client_of(Silence(), lambda events: taken.extend(event.request_id for event in events))
+        await client.start()
+        numbers = [client.add(Request([1])) for _ in range(100)]
+        events = [Event(each, [5], None, None, None, RequestMetrics(0.0)) for each in numbers]
+        scripted.say([pack_event(event, event.request_id, whole=True) for event in events])
+        client.abort(99)
+        while len(taken) < 99:
+            turns.append(len(taken))
+            await asyncio.sleep(0)
+        assert taken == numbers[:99]
+        assert len(set(turns)) > 4
+        client.close(at_once=True)
+        scripted.close()
+
+    asyncio.run(main())
+
+
+def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
+
+    async def main() -> None:
+        scripted = Scripted(monkeypatch, Ready(RULES, 0, (1,), 0.0, 0.0))
+        client = client_of(Silence())
+        await client.start()
+        for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):
+            client.teach(ReadForm(f"form of {nbytes}", None, nbytes))
+            assert client.knows(f"form of {nbytes}")
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert not client.knows(f"form of {KEPT_BYTES + 1}")
+        assert [type(message) for message in scripted.heard()][-3:] == [Teach, Forget, Forget]
+        client.close(at_once=True)
+        scripted.close()
+
+    asyncio.run(main())
+
+
+def client_of(silence: Silence, on_events: Callable[[Any], object] = lambda _: None) -> EngineClient:
+    setup = EngineSetup(resolve_model_path("demo"), EngineConfig(), False)
+    return EngineClient(setup, on_events=on_events, on_vitals=lambda _: None, silence=silence)  # type: ignore[arg-type]

@@ -1,0 +1,193 @@
+"""Work in children: what it takes too much of is its own fault, and what the machine or a process does is not."""
+
+import asyncio
+import operator
+import os
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import pytest
+from served import children_of
+
+from graphdecode.errors import ArgumentError
+from graphdecode.server.fork_server import ForkServer
+from graphdecode.server.forked_work import (
+    MOST_WAITING,
+    PLACES,
+    Ended,
+    ForkedWork,
+    Lane,
+    Patience,
+    Taken,
+    WorkError,
+    WorkLimits,
+)
+from graphdecode.server.http_errors import HttpError
+from graphdecode.server.wire import Wire
+
+T = TypeVar("T")
+LIMITS = WorkLimits(cpu_seconds=1, wall_seconds=30.0, memory_bytes=64 << 20)
+PATIENCE = Patience(quick_seconds=2, taken_seconds=1.5)
+ENDLESS, ASLEEP = "sum(iter(int, 1))", "__import__('time').sleep(60)"
+
+InLoop = Callable[[Awaitable[T]], T]
+
+
+@pytest.fixture(scope="module")
+def in_loop() -> Iterator[InLoop[Any]]:
+    with asyncio.Runner() as runner:
+
+        async def awaited(given: Awaitable[Any]) -> Any:
+            return await given
+
+        yield lambda given: runner.run(awaited(given))
+
+
+@pytest.fixture(scope="module")
+def work(in_loop: InLoop[Any]) -> Iterator[ForkedWork]:
+    """Its functions get Python's `eval`, and what they are told is what a child evaluates."""
+    work = ForkedWork(lambda: partial(partial, eval), ["graphdecode.errors"], PATIENCE)
+    assert in_loop(told(work, "6 * 7")) == 42
+    yield work
+    work.close()
+
+
+def told(work: ForkedWork, text: str, limits: WorkLimits = LIMITS, caller: str = "a") -> Awaitable[Any]:
+    return work.run(operator.call, text, limits=limits, caller=caller, size=1)
+
+
+def server_of(work: ForkedWork) -> int:
+    assert work.pid is not None
+    return work.pid
+
+
+def test_what_takes_too_much_of_a_processor_or_of_memory_is_told_which(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+    with pytest.raises(WorkError, match=r"^takes more than 1 s of a processor$"):
+        in_loop(told(work, ENDLESS))
+    began = time.monotonic()
+    for text in ("bytearray(1 << 30)", "__import__('os').abort()"):
+        with pytest.raises(WorkError, match=r"^takes more than 64 MiB of memory or 4 MiB of stack$"):
+            in_loop(told(work, text))
+    assert time.monotonic() - began < 1  # it is not tried again
+
+
+def test_what_the_machine_does_is_no_fault_of_the_work(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+    killed = "__import__('os').kill(__import__('os').getpid(), 9)"
+    for text, why in ((ASLEEP, "it was not done in 0.3 s"), (killed, "its child was killed")):
+        with pytest.raises(HttpError, match=why) as error:
+            in_loop(told(work, text, LIMITS._replace(wall_seconds=0.3)))
+        assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
+
+
+def test_answers_that_cannot_be_read_are_an_error_in_words(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+    broken = "type('B', (), {'__reduce__': lambda self: (int, ('x',))})()"
+    with pytest.raises(HttpError, match="cannot be read"):
+        in_loop(told(work, broken))
+    with pytest.raises(RuntimeError, match="a piece of work failed"):
+        in_loop(told(work, "1 / 0"))
+    with pytest.raises(RuntimeError, match="a piece of work failed"):
+        in_loop(work.run(_Unreadable(), limits=LIMITS, caller="a", size=1))
+    raiser = "(_ for _ in ()).throw(__import__('graphdecode.errors').errors.ArgumentError('wrong'))"
+    with pytest.raises(ArgumentError, match="wrong"):
+        in_loop(told(work, raiser))
+    assert in_loop(told(work, "6 * 7")) == 42
+
+
+class _Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("x",)
+
+    def __call__(self, state: Any) -> None: ...
+
+
+def test_a_process_that_stands_still_is_started_again(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+    before = server_of(work)
+    os.kill(before, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(HttpError, match="stood still") as error:
+        in_loop(told(work, "1"))
+    assert (error.value.status, error.value.headers) == (503, {"Retry-After": "1"})
+    assert time.monotonic() - began < 5
+    assert in_loop(told(work, "6 * 7")) == 42
+    assert server_of(work) != before
+
+
+def test_children_end_with_the_process_that_forked_them(work: ForkedWork, in_loop: InLoop[Any]) -> None:
+    async def main() -> list[int]:
+        asleep = asyncio.ensure_future(told(work, ASLEEP))
+        while not (children := [pid for pid, _ in children_of(server_of(work))]):
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
+        os.kill(server_of(work), signal.SIGKILL)
+        with pytest.raises(HttpError, match="has ended"):
+            await asleep
+        return children
+
+    for child in in_loop(main()):
+        end = time.monotonic() + 3
+        while os.path.exists(f"/proc/{child}"):
+            with open(f"/proc/{child}/stat") as file:
+                if file.read().rpartition(")")[2].split()[0] == "Z":
+                    break
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def test_a_start_that_never_ends_is_given_up(in_loop: InLoop[Any]) -> None:
+    slow = ForkedWork(lambda: partial(time.sleep, 60), [], Patience(start_seconds=0.2))
+    with pytest.raises(HttpError, match="has ended"):
+        in_loop(told(slow, "1"))
+    assert slow.pid is None
+
+
+def test_where_no_child_can_be_had_its_asker_is_told_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    handler, woken = signal.getsignal(signal.SIGCHLD), signal.set_wakeup_fd(-1)
+    (control, _), (job, asker) = socket.socketpair(), socket.socketpair()
+    try:
+        server = ForkServer(control, None)
+        monkeypatch.setattr(os, "fork", fork)
+        assert not server.fork(job)
+        messages = []
+        while len(messages) < 2:
+            messages += Wire(asker).receive(wait=True)
+        assert messages == [Taken(), Ended(None)]
+        assert job.fileno() == -1
+    finally:
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def test_one_caller_alone_cannot_fill_the_queue_for_others(in_loop: InLoop[Any]) -> None:
+    async def main() -> None:
+        lane, done = Lane(), asyncio.Event()
+
+        async def wait(caller: str) -> str:
+            async with lane.place(caller, 10):
+                await done.wait()
+                return caller
+
+        greedy = [asyncio.ensure_future(wait("greedy")) for _ in range(PLACES + MOST_WAITING)]
+        await asyncio.sleep(0)
+        other = asyncio.ensure_future(wait("other"))
+        await asyncio.sleep(0.01)
+        refused = [task for task in greedy if task.done()]
+        assert refused == [greedy[-1]]  # who would have waited longest
+        assert isinstance(refused[0].exception(), HttpError)
+        for task in greedy[PLACES : PLACES + 100]:
+            task.cancel()
+        await asyncio.sleep(0)
+        more = [asyncio.ensure_future(wait("greedy")) for _ in range(50)]  # those who left take no place
+        await asyncio.sleep(0.01)
+        assert not any(task.done() for task in [other, *more])
+        done.set()
+        assert await other == "other"
+        assert await asyncio.gather(*more) == ["greedy"] * 50
+
+    in_loop(main())

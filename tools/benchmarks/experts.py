@@ -1,0 +1,147 @@
+"""A layer's experts in few bits beside bf16 on a CPU: the time of a step, and of a prompt's pass.
+
+The experts have the sizes of a known model's, random weights, and there are fewer of them, for memory. Each token goes
+to experts of its own. What is timed is both products, as steps have them: with no Python in between, one step behind
+another, each with other experts. Formats are taken in turn, for several rounds.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from graphdecode.linear.comparison import seconds_of
+from graphdecode.linear.expert_form import ExpertForm, ExpertNames, Gate
+from graphdecode.linear.forms import load_experts
+from graphdecode.linear.groups import Groups
+from graphdecode.linear.linear_choice import LinearTuner
+from graphdecode.linear.weight_form import FormOptions, Shard, Stored
+from graphdecode.models.gguf.quantize import quantised_blocks
+from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
+from graphdecode.profiling.bandwidth import read_bandwidth
+from harness import Out, Sizes, in_turn, medians, numbers, record, write
+
+MODELS = {  # slots, channels outside and inside
+    "qwen3-30b-a3b": (8, 2048, 768),
+    "mixtral-8x7b": (2, 4096, 14336),
+}
+Call = Callable[[], None]
+FORMATS = {"bf16": "BF16", "int8": "INT8", "int4": "INT4", "fp8": "FP8", "q8_0": "Q8_0", "q4_k": "Q4_K"}
+_ROUNDS = 5
+_STEPS = 16  # of one row, one behind another; of more rows fewer
+_DEVIATION = 0.02
+
+
+class RandomExperts:
+    """A source of experts with random weights in one format; each is made when it is read.
+
+    Args:
+        kind: one of FORMATS' types.
+        shapes: of the tensors, by name.
+    """
+
+    def __init__(self, kind: str, shapes: dict[str, tuple[int, int]]) -> None:
+        self._kind = kind
+        self.tensors = {name: Stored(shape, kind) for name, shape in shapes.items()}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write a plain tensor."""
+        out.copy_(self._drawn(name))
+
+    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
+        """Return a tensor in groups."""
+        scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
+        if scheme is None:
+            return None
+        return rounded(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))
+
+    def read_blocks(self, name: str) -> Tensor | None:
+        """Return a tensor in blocks."""
+        return quantised_blocks(self._drawn(name), self._kind) if self._kind.startswith("Q") else None
+
+    def _drawn(self, name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(hash_of(name))
+        return torch.empty(self.tensors[name].shape).normal_(0.0, _DEVIATION, generator=generator).bfloat16()
+
+
+def hash_of(name: str) -> int:
+    """Return a seed that is the same in every process."""
+    return int.from_bytes(name.encode(), "little") % (1 << 31)
+
+
+def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertForm]:
+    """Return the two products of a layer's experts in one format."""
+    slots, hidden, width = MODELS[model]
+    shapes = {f"{expert}.{part}": (width, hidden) for expert in range(experts) for part in ("gate", "up")}
+    downs = {f"{expert}.down": (hidden, width) for expert in range(experts)}
+    quantize = "gguf" if kind.startswith("Q") else None
+    # one size of steps, so that the report has little to time
+    options = FormOptions(torch.device("cpu"), torch.bfloat16, LinearTuner(), (1,), quantize=quantize)
+    source = RandomExperts(kind, shapes | downs)
+    return (
+        load_experts(source, ExpertNames(tuple(shapes), experts, True, slots), None, options),
+        load_experts(source, ExpertNames(tuple(downs), experts, False, slots), None, options),
+    )
+
+
+def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: int) -> tuple[list[Call], int]:
+    """Return both products over some rows, and how many experts they go to."""
+    generator, experts = torch.Generator().manual_seed(seed), gate_up.shape[0]
+    ids = torch.rand(rows, experts, generator=generator).topk(slots).indices.flatten()
+    order = torch.argsort(ids, stable=True).int()
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
+    offsets[1:] = torch.bincount(ids, minlength=experts).cumsum(0)
+    x = torch.randn(rows, gate_up.shape[2], generator=generator).bfloat16()
+    inner, out = (x.new_empty(rows * slots, width) for width in (down.shape[2], down.shape[1]))
+    given = (order, offsets)
+    calls: list[Call] = [
+        partial(gate_up.apply, inner, x, *given, slots=slots, gate=Gate("silu")),
+        partial(down.apply, out, inner, *given, slots=1),
+    ]
+    return calls, len(ids.unique())
+
+
+def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, Any]]:
+    """Yield a row of the result for each format and number of rows; formats are taken in turn."""
+    slots = MODELS[model][0]
+    forms = {name: products(kind, model, experts) for name, kind in FORMATS.items()}
+    for rows in sizes:
+        seeds = range(max(1, _STEPS // rows))
+        steps = {name: [step_of(*pair, rows, slots, seed) for seed in seeds] for name, pair in forms.items()}
+        taken = statistics.mean(count for _, count in steps["bf16"])
+        calls = {name: [call for each, _ in own for call in each] for name, own in steps.items()}
+        timed = {name: partial(seconds_of, each) for name, each in calls.items()}
+        rounds = {name: [2e6 * each for each in found] for name, found in in_turn(timed, _ROUNDS).items()}  # two a step
+        of_step = medians(rounds)
+        plain = of_step["bf16"]
+        for name, (gate_up, down) in forms.items():
+            us = of_step[name]
+            nbytes = (gate_up.nbytes + down.nbytes) * taken / experts
+            yield {
+                "format": name, "path": gate_up.path, "rows": rows, "experts_read": taken, "read_bytes": round(nbytes),
+                "us": round(us, 1), "times_bf16": round(us / plain, 3), "gb_per_second": round(nbytes / us / 1e3, 1),
+                "rounds_us": [round(each, 1) for each in rounds[name]],
+            }  # fmt: skip
+
+
+def main(
+    out: Out = None,
+    model: Annotated[str, typer.Option(help=f"Whose sizes: {', '.join(MODELS)}.")] = "qwen3-30b-a3b",
+    experts: Annotated[int, typer.Option(help="How many there are.")] = 32,
+    rows: Sizes = "1,8,64,512",
+) -> None:
+    """Measure, print and write; see the file's docstring."""
+    report = record(schema=1, model=model, experts=experts, slots=MODELS[model][0], rows=[])
+    report["read_bandwidth"] = read_bandwidth("cpu")
+    with torch.no_grad():
+        for row in measured(model, experts, numbers(rows, "--rows")):
+            print(json.dumps({name: value for name, value in row.items() if name != "rounds_us"}), flush=True)
+            report["rows"].append(row)
+    write(out, report)

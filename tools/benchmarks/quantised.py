@@ -1,0 +1,175 @@
+"""What a model loses and gains in each form of few bits: perplexity, resident memory, and a step's time, on a CPU.
+
+    tools/bench quantised prepare FOLDER --llama-python PYTHON   SmolLM2 in bf16, and a copy in each form
+    tools/bench quantised measure FOLDER --out FILE              each in a process of its own, one after another
+
+Perplexity is that of two committed texts, computed in bf16 as all else. A step's time is the median over turns of a
+long answer's time less a short one's; its floor is the time to read the weights once. GGUF's types are written by
+llama.cpp. Forms of Hugging Face's checkpoints, and greedy answers: `tools/check forms`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import save_file
+
+from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.models import resolve_model_path
+from graphdecode.models.gguf.source import Gguf
+from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.text import load_tokenizer
+from graphdecode.text.quantised_copy import quantised_copy
+from harness import (
+    ROOT,
+    LlamaPython,
+    Out,
+    command_of,
+    elsewhere,
+    medians,
+    perplexity,
+    read,
+    record,
+    replaced,
+    show,
+    step_seconds,
+    told_by,
+    write,
+)
+
+TEXTS = ("LICENSE", "docs/architecture.md")
+TEXT_TOKENS = 768  # of each
+BATCH_SIZES = (1, 8)
+NEW_TOKENS, TURNS = 32, 3
+PLAIN = "bf16"
+ROUNDED = {  # written by this package: what is asked for, and the columns of a group
+    "int8": ("int8", None),
+    "int8 by 64": ("int8", 64),
+    "int4 by 64": ("int4", 64),
+    "int4 by 32": ("int4", 32),
+    "fp8": ("fp8", None),
+    "q8_0.gguf": ("q8_0", None),
+    "q4_k.gguf": ("q4_k", None),
+}
+LLAMA_TYPES = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K_S", "MXFP4": "MXFP4_MOE"} | {
+    name: name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
+}
+AS_IT_COMES = "Q4_1 as it comes"
+CONFIG = BucketConfig(max_batch_size=8, batch_sizes=list(BATCH_SIZES), max_sequence_length=1024)
+app = typer.Typer(add_completion=False)
+
+
+def expand(folder: Path) -> None:
+    """Write SmolLM2, which comes in blocks, as a plain checkpoint in bf16."""
+    path = resolve_model_path("smollm2")
+    source, tokenizer = Gguf(path), load_tokenizer(path)
+    tensors = {name: torch.empty(stored.shape, dtype=torch.bfloat16) for name, stored in source.tensors.items()}
+    for name, out in tensors.items():
+        source.read(name, out)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(source.settings | {"model_type": "llama"}))
+    tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    named = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
+    settings = named | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": tokenizer.chat_template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@app.command()
+def prepare(folder: Path, llama_python: LlamaPython = None) -> None:
+    """Write the model in bf16, and its copies; what is there stays."""
+    if not (folder / PLAIN).exists():
+        expand(folder / PLAIN)
+    for name, (quantize, group_size) in ROUNDED.items():
+        if not (folder / name).exists():
+            quantised_copy(folder / PLAIN, folder / name, quantize, group_size=group_size, progress=True)
+    for name, kind in LLAMA_TYPES.items():
+        if llama_python is not None and not (folder / f"{name}.gguf").exists():
+            file = resolve_model_path("smollm2")
+            command = elsewhere(llama_python, "llama-quantize", file, folder / f"{name}.gguf", kind)
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+
+
+def perplexities(llm: LLM) -> dict[str, float]:
+    """Return the perplexity of each text's first tokens."""
+    ids = {name: llm.tokenizer((ROOT / name).read_text(), verbose=False).input_ids for name in TEXTS}
+    return {name: perplexity(llm, each[:TEXT_TOKENS]) for name, each in ids.items()}
+
+
+def step_ms(llm: LLM, batch_size: int) -> list[float]:
+    """Return the milliseconds of a step, by turn."""
+    prompts = [[100 + row] * 16 for row in range(batch_size)]
+
+    def answer(count: int) -> None:
+        llm.generate(prompts, SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0), use_tqdm=False)
+
+    return [1000 * step_seconds(answer, NEW_TOKENS) for _ in range(TURNS)]
+
+
+def resident_bytes() -> int:
+    """Return the memory that this process holds now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@app.command()
+def one(
+    model: Path,
+    form: str,
+    times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
+) -> None:
+    """Print a JSON line of one model; a process of its own, for its memory is that of one model."""
+    quantize = "gguf" if model.suffix == ".gguf" else None
+    before = resident_bytes()
+    began = time.perf_counter()
+    with LLM(model, quantize=quantize, dtype="bfloat16", config=CONFIG) as llm:
+        load_seconds = time.perf_counter() - began
+        turns = {str(size): step_ms(llm, size) for size in BATCH_SIZES if times}
+        record = {
+            "form": form,
+            "load_seconds": load_seconds,
+            "weight_bytes": llm.model.weight_bytes,
+            "resident_bytes": resident_bytes() - before,
+            "turns_ms": turns,
+            "ms_per_step": medians(turns),
+            "perplexity": perplexities(llm),
+        }
+    print(json.dumps(record))
+
+
+@app.command()
+def measure(
+    folder: Path,
+    out: Out = None,
+    only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: what FILE has not.")] = None,
+    times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
+) -> None:
+    """Measure each form in a process of its own, write FILE after each, and print a table."""
+    result = {"rows": []} | read(out, schema=1)
+    there = [PLAIN, AS_IT_COMES, *sorted(path.name for path in folder.iterdir() if path.name != PLAIN)]
+    done = {row["form"] for row in result["rows"]}
+    bandwidth = read_bandwidth("cpu") if times else None
+    for form in only.split(",") if only else [form for form in there if form not in done]:
+        model = resolve_model_path("smollm2") if form == AS_IT_COMES else folder / form
+        row = told_by(command_of("bench", "quantised", "one", model, form, "--times" if times else "--no-times"))
+        result |= record(read_bandwidth=bandwidth, rows=replaced(result["rows"], row, "form"))
+        print(f"{form}: {row['perplexity']}", flush=True)
+        write(out, result)
+    heads = ("form", "weights MiB", "resident MiB", "ms at 1", "x floor", "ms at 8", *TEXTS)
+    show(heads, [_cells(row, result.get("read_bandwidth")) for row in result["rows"]])
+
+
+def _cells(row: dict[str, Any], bandwidth: float | None) -> list[str]:
+    cells = [row["form"], f"{row['weight_bytes'] / 2**20:.0f}", f"{row['resident_bytes'] / 2**20:.0f}"]
+    if row["ms_per_step"] and bandwidth:
+        floor = 1000 * row["weight_bytes"] / bandwidth
+        cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
+        cells += [f"{row['ms_per_step']['8']:.2f}"]
+    else:
+        cells += ["-"] * 3
+    return cells + [f"{row['perplexity'][text]:.3f}" for text in TEXTS]

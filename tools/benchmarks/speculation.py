@@ -1,0 +1,203 @@
+"""Decode speed with and without speculation on one model, in turns: A B A B ...
+
+    tools/bench speculation                                   SmolLM2, n-gram drafts, batch 1 and 8
+    tools/bench speculation --llama-python ENV/bin/python     beside llama.cpp's prompt lookup
+    tools/bench speculation --model demo --kinds prose --new-tokens 32
+
+Prompts of four kinds: code to be edited, a page to be summarised, people to be written as JSON, and free prose. A turn
+answers them greedily with the same engine; its speed is that of the tokens behind the first ones. The tokens are
+compared, too. llama.cpp runs in another environment's Python (it needs llama-cpp-python alone) on the same file.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.models import resolve_model_path
+from harness import (
+    Answering,
+    Dtype,
+    LlamaPython,
+    Model,
+    Out,
+    Rounds,
+    elsewhere,
+    in_turn,
+    medians,
+    moments,
+    names,
+    numbers,
+    read,
+    record,
+    show,
+    write,
+)
+
+KINDS = ("edit", "summary", "json", "prose")
+PROMPTS = Path(__file__).with_name("speculation_prompts.json")  # of each kind eight questions, and how answers begin
+Turn = tuple[float, list[list[int]]]  # tokens a second, and the answers
+
+
+def conversations(kind: str, count: int) -> list[list[dict[str, str]]]:
+    """Return so many conversations of a kind, 8 at most, each ending with the beginning of the answer."""
+    pairs = json.loads(PROMPTS.read_text())[kind][:count]
+    return [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}] for question, answer in pairs
+    ]
+
+
+class Ours:
+    """An engine, and what its drafts came to.
+
+    Args:
+        model: as for `LLM`.
+        batch_size: rows.
+        speculation: as for `LLM`.
+        dtype: of the weights.
+    """
+
+    def __init__(self, model: str, batch_size: int, speculation: Any, dtype: str) -> None:
+        self.llm = LLM(
+            model,
+            dtype=dtype,
+            max_batch_size=batch_size,
+            max_sequence_length=2048,
+            batch_sizes=[batch_size],
+            speculation=speculation,
+            prefix_cache=False,
+        )
+
+    def prompts(self, kind: str, count: int) -> list[list[int]]:
+        """Return the prompts of a kind as tokens, up to the beginning of the answer."""
+        tokenizer = self.llm.tokenizer
+        if tokenizer.chat_template is None:
+            texts = [each[0]["content"] for each in conversations(kind, count)]
+            return [tokenizer.encode(text) for text in texts]
+        rendered = (
+            tokenizer.apply_chat_template(each, continue_final_message=True, tokenize=False)
+            for each in conversations(kind, count)
+        )
+        return [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+
+    def turn(self, prompts: list[list[int]], new_tokens: int) -> Turn:
+        """Answer the prompts together."""
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens)
+        outputs = self.llm.generate([{"prompt_token_ids": each} for each in prompts], params, use_tqdm=False)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        _, began, ended = moments(outputs)
+        return (sum(map(len, answers)) - len(answers)) / (ended - began), answers
+
+    def drafted(self) -> list[int]:
+        """Return runs of drafts, drafts and accepted drafts up to now."""
+        stats = self.llm.stats
+        counts = (stats.spec_decode_num_drafts, stats.spec_decode_num_draft_tokens)
+        return [*counts, stats.spec_decode_num_accepted_tokens]
+
+
+def of_llama(process: Answering, prompts: list[list[int]], new_tokens: int) -> Turn:
+    """Let llama.cpp answer prompts one by one; the speed is that of one."""
+    answer = process.ask({"prompts": prompts, "new_tokens": new_tokens})
+    return answer["tokens_per_second"], answer["tokens"]
+
+
+def same_share(answers: list[list[int]], others: list[list[int]]) -> float:
+    """Return the share of tokens before the first that differs, over all answers."""
+    same = total = 0
+    for mine, theirs in zip(answers, others, strict=True):
+        equal = [a == b for a, b in zip(mine, theirs, strict=False)]
+        same += equal.index(False) if False in equal else len(equal)
+        total += max(len(mine), len(theirs))
+    return same / total
+
+
+def measure(engines: Mapping[str, Callable[[], Turn]], drafted: Callable[[], list[int]], rounds: int) -> dict[str, Any]:
+    """Let the engines take turns, and return the figures of all.
+
+    Args:
+        engines: what takes a turn, by name; "plain" and "speculating" among them.
+        drafted: returns the counts of the speculating one.
+        rounds: turns of each, after those that do not count.
+    """
+    answers = {name: turn()[1] for name, turn in engines.items()}
+    engines["speculating"]()  # what its first turn used is captured now
+    before = drafted()
+    speeds = {name: [speed for speed, _ in turns] for name, turns in in_turn(engines, rounds).items()}
+    runs, drafts, accepted = (now - then for now, then in zip(drafted(), before, strict=True))
+    ratios = [fast / slow for fast, slow in zip(speeds["speculating"], speeds["plain"], strict=True)]
+    return {
+        "tokens_per_second": medians(speeds),
+        "turns": speeds,
+        "times_plain": statistics.median(ratios),
+        "same_tokens": same_share(answers["speculating"], answers["plain"]),
+        "tokens": sum(map(len, answers["plain"])),
+        "draft_tokens": drafts // rounds,
+        "accepted_tokens": accepted // rounds,
+        "tokens_per_verification": 1 + accepted / runs if runs else 1.0,
+    }
+
+
+def main(
+    model: Model = "smollm2",
+    dtype: Dtype = "auto",
+    batch_sizes: Annotated[str, typer.Option(help="Separated by commas; 8 at most.")] = "1,8",
+    kinds: Annotated[str, typer.Option(help="Separated by commas.")] = ",".join(KINDS),
+    new_tokens: Annotated[int, typer.Option(help="Of an answer at most.")] = 96,
+    rounds: Rounds = 3,
+    speculation: Annotated[str, typer.Option(help="A method, or the section [speculation] as JSON.")] = "ngram",
+    llama_python: LlamaPython = None,
+    llama_drafts: Annotated[int, typer.Option(help="Of llama.cpp's prompt lookup.")] = 4,
+    llama_plain: Annotated[bool, typer.Option("--llama-plain", help="Let llama.cpp repack no weights.")] = False,
+    out: Out = None,
+) -> None:
+    """Compare decode speed with and without speculation, and add the run to the file."""
+    method = json.loads(speculation) if speculation.startswith("{") else speculation
+    run = record(model=model, dtype=dtype, speculation=method, new_tokens=new_tokens, rounds=rounds, rows=[])
+    run |= {"llama_plain": llama_plain, "llama_drafts": llama_drafts}
+    rows = run["rows"]
+    for batch_size in numbers(batch_sizes):
+        plain, fast = Ours(model, batch_size, None, dtype), Ours(model, batch_size, method, dtype)
+        peers: dict[str, Answering] = {}
+        if llama_python is not None and batch_size == 1:
+            file, end = resolve_model_path(model), (torch.get_num_threads(), *["plain"] * llama_plain)
+            for name, drafts in (("llama.cpp", 0), ("llama.cpp lookup", llama_drafts)):
+                peers[name] = Answering(elsewhere(llama_python, "llama-lookup", file, drafts, *end))
+        for kind in names(kinds, KINDS, "--kinds"):
+            prompts = plain.prompts(kind, batch_size)
+            engines = {"plain": plain, "speculating": fast}
+            turns = {name: partial(engine.turn, prompts, new_tokens) for name, engine in engines.items()}
+            turns |= {name: partial(of_llama, process, prompts, new_tokens) for name, process in peers.items()}
+            rows.append({"kind": kind, "batch_size": batch_size} | measure(turns, fast.drafted, rounds))
+        for engine in (plain, fast):
+            engine.llm.close()
+        for process in peers.values():
+            process.close()
+    others = _others(rows)
+    heads = ("batch", "prompts", "plain", "speculating", "times", "tokens a verification", "same", *others)
+    show(heads, [_cells(row, others) for row in rows])
+    write(out, {"runs": [*read(out, runs=[])["runs"], run]})
+
+
+def _others(rows: list[dict[str, Any]]) -> list[str]:
+    names = (name for row in rows for name in row["tokens_per_second"])
+    return [name for name in dict.fromkeys(names) if name not in ("plain", "speculating")]
+
+
+def _cells(row: dict[str, Any], others: list[str]) -> list[object]:
+    speeds = row["tokens_per_second"]
+    cells = [f"{speeds['plain']:.1f}", f"{speeds['speculating']:.1f}", f"{row['times_plain']:.2f}"]
+    cells += [f"{row['tokens_per_verification']:.2f}", f"{row['same_tokens']:.0%}"]
+    return [
+        row["batch_size"],
+        row["kind"],
+        *cells,
+        *(f"{speeds[name]:.1f}" if name in speeds else "" for name in others),
+    ]

@@ -1,0 +1,258 @@
+"""SmolLM2 in fp16, in its file's blocks, and in Hugging Face's forms of few bits, beside what each stands for.
+
+    tools/check forms compare FOLDER --out FILE --transformers PYTHON --vllm PYTHON
+    tools/check forms unpack FOLDER --out FILE --vllm PYTHON    GPTQ's and AWQ's weights as vLLM has them
+    tools/check forms one MODEL DTYPE                           a line of JSON: perplexities, and greedy answers
+
+FOLDER keeps the plain checkpoint in bf16 and one in each form. What a form stands for is written as a plain checkpoint
+in float32, from its definition (`tests/models/quantised_checkpoints.py`), compressed-tensors' own functions or those of
+bitsandbytes, which write these forms too: nearest values, nothing is calibrated. Each model runs in a process of its
+own. PYTHON are interpreters that have transformers with compressed-tensors and bitsandbytes, and vLLM's CPU build: how
+these read the same checkpoints (`tools/elsewhere.py`). FILE keeps what else it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+
+from benchmarks.quantised import AS_IT_COMES, CONFIG, PLAIN, TEXT_TOKENS, TEXTS, expand, perplexities
+from graphdecode import LLM, SamplingParams
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.text import load_tokenizer
+from harness import ROOT, command_of, elsewhere, read, record, replaced, told_by, write
+
+sys.path.insert(0, str(ROOT / "tests" / "models"))
+from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
+
+MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
+ANSWER_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "A hash table is a data structure that",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "In the beginning",
+    "To make a good cup of tea,",
+    "The speed of light is about",
+    "Dear Sir or Madam,\n",
+    "1, 2, 3, 4, 5,",
+    "Water boils at",
+    "Shakespeare wrote",
+)
+BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantised, too
+READ_BY_VLLM = ("int4 by 128", "gptq asym", "awq")
+READ_BY_TRANSFORMERS = ("int4 with zeros", "int8", "fp8", "fp8 blocks", *BY_BITSANDBYTES)
+app = typer.Typer(add_completion=False)
+
+
+def int4_by_128() -> Form:
+    """Return compressed-tensors' integers of 4 bits in groups of 128 columns, of 64 where 128 does not divide them."""
+    wide, narrow = (compressed("pack-quantized", num_bits=4, strategy="group", group_size=size) for size in (128, 64))
+    groups = {
+        f"group_{place}": form.settings["config_groups"]["group_0"] | {"targets": [targets]}
+        for place, (form, targets) in enumerate([(wide, r"re:.*down_proj$"), (narrow, r"re:.*(q|k|v|o|gate|up)_proj$")])
+    }
+    settings = wide.settings | {"config_groups": groups}
+    return Form(settings, lambda weight: (narrow if weight.shape[1] % 128 else wide).write(weight))
+
+
+WRITTEN = {
+    "int4 by 128": int4_by_128(),
+    "int4 with zeros": compressed("pack-quantized", num_bits=4, strategy="group", group_size=64, symmetric=False),
+    "int8": FORMS["int8 channel"],
+    "fp8": FORMS["fp8 channel"],
+    "fp8 blocks": compressed(
+        "float-quantized", num_bits=8, type="float", strategy="block", block_structure=[128, 128], activations=DYNAMIC
+    ),
+    "fp8 128x128": FORMS["fp8 128x128"],
+    "gptq": gptq(4, 64, is_symmetric=True),
+    "gptq asym": gptq(4, 64, is_symmetric=False),
+    "gptq desc_act": gptq(4, 64, is_symmetric=False, desc_act=True),
+    "gptq 8 bits": gptq(8, 64, is_symmetric=True, version="gptq_v2"),
+    "awq": awq(64),
+}
+
+
+def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
+    """Write a checkpoint in a form, and what it stands for in float32."""
+    stored, meant = packed_tensors(form, load_file(plain / MODEL_FILE))
+    for out, tensors in ((folder, stored), (undone, meant)):
+        shutil.copytree(plain, out, ignore=shutil.ignore_patterns(MODEL_FILE))
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, out / MODEL_FILE, metadata={"format": "pt"})
+    settings = json.loads((plain / "config.json").read_text()) | {"quantization_config": form.settings}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+@app.command()
+def one(model: str, dtype: str, quantize: Annotated[str | None, typer.Option(help="As LLM's keyword.")] = None) -> None:
+    """Print a JSON line of one model: its bytes, perplexities, and greedy answers with the margins of their tokens."""
+    with LLM(model, quantize=quantize, dtype=dtype, config=CONFIG) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=2)
+        outputs = [output.outputs[0] for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
+        record = {
+            "weight_bytes": llm.model.weight_bytes,
+            "perplexity": perplexities(llm),
+            "answers": [
+                {"token_ids": list(output.token_ids), "margins": [margin(entry) for entry in output.logprobs or ()]}
+                for output in outputs
+            ],
+        }
+    print(json.dumps(record))
+
+
+def margin(entry: dict[int, Any]) -> float:
+    """Return how far the second best token is behind the best one, in logarithms."""
+    best, second = sorted((found.logprob for found in entry.values()), reverse=True)[:2]
+    return float(best - second)
+
+
+def measured(model: str, dtype: str, *options: str) -> Any:
+    """Return what `one` prints."""
+    return told_by(command_of("check", "forms", "one", model, dtype, *options))
+
+
+def beside(form: str, stored: dict[str, Any], of_undone: dict[str, Any]) -> dict[str, Any]:
+    """Return a row: perplexities of both, and how long their answers are the same."""
+    pairs = list(zip(PROMPTS, stored.pop("answers"), of_undone["answers"], strict=True))
+    return stored | {
+        "form": form,
+        "perplexity": stored["perplexity"] | {UNDONE: of_undone["perplexity"]},
+        "same_answers": sum(one["token_ids"] == other["token_ids"] for _, one, other in pairs),
+        "answers": [parted(prompt, one["token_ids"], other) for prompt, one, other in pairs],
+    }
+
+
+def parted(prompt: str, token_ids: list[int], other: dict[str, Any]) -> dict[str, Any]:
+    """Return how many tokens two answers share, and how near the two best were where they part."""
+    pairs = enumerate(zip(token_ids, other["token_ids"], strict=True))
+    place = next((place for place, (ours, theirs) in pairs if ours != theirs), None)
+    row: dict[str, Any] = {"prompt": prompt, "tokens": len(token_ids)}
+    if place is None:
+        return row | {"same_tokens": len(token_ids)}
+    return row | {"same_tokens": place, "margin_where_they_part": other["margins"][place]}
+
+
+def stored_and_undone(folder: Path, form: str, readers: dict[str, Path]) -> dict[str, Any]:
+    """Return the row of a form of Hugging Face's."""
+    plain, packed = folder / PLAIN, folder / form
+    shutil.rmtree(packed, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        undone = Path(scratch) / UNDONE
+        if form in BY_BITSANDBYTES:
+            nested = ["nested"] * BY_BITSANDBYTES[form]
+            command = elsewhere(readers["transformers"], "write-nf4", plain, packed, undone, *nested)
+            subprocess.run(command, check=True)
+        else:
+            write_pair(plain, packed, undone, WRITTEN[form])
+        of_undone = measured(str(undone), "float32")
+        by_others = read_by_others(form, packed, undone, readers)
+    wide, narrow = measured(str(packed), "float32"), measured(str(packed), "bfloat16")
+    wide["perplexity"] = {"float32": wide["perplexity"], "bfloat16": narrow["perplexity"]}
+    row = beside(form, wide, of_undone)
+    row["weight_bytes"] = narrow["weight_bytes"]
+    row["perplexity"] |= by_others
+    return row
+
+
+def read_by_others(form: str, packed: Path, undone: Path, readers: dict[str, Path]) -> dict[str, Any]:
+    """Return the perplexities that other libraries find; vLLM computes in bf16, and so with what is undone, too."""
+    found = {}
+    if form in READ_BY_TRANSFORMERS and "transformers" in readers:
+        found["transformers"] = perplexities_by(readers["transformers"], "transformers", packed, "float32")
+    if form in READ_BY_VLLM and "vllm" in readers:
+        for name, folder in (("vllm, bfloat16", packed), ("vllm, bfloat16, undone", undone)):
+            found[name] = perplexities_by(readers["vllm"], "vllm", folder, "bfloat16")
+    return found
+
+
+def perplexities_by(python: Path, reader: str, model: Path, dtype: str) -> Any:
+    """Return the perplexities that another library finds."""
+    tokenizer = load_tokenizer(model)
+    ids = {name: tokenizer((ROOT / name).read_text(), verbose=False).input_ids[:TEXT_TOKENS] for name in TEXTS}
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(ids, file)
+        file.flush()
+        return told_by(elsewhere(python, "perplexity", reader, model, dtype, file.name))
+
+
+def half_and_whole(folder: Path, readers: dict[str, Path]) -> dict[str, Any]:
+    """Return the row of fp16, which stands for the same values in float32."""
+    plain = folder / PLAIN
+    narrow, wide = measured(str(plain), "float16"), measured(str(plain), "float32")
+    narrow["perplexity"] = {"float16": narrow["perplexity"]}
+    row = beside(FP16, narrow, wide)
+    if "transformers" in readers:
+        for dtype in ("float16", "float32"):
+            found = perplexities_by(readers["transformers"], "transformers", plain, dtype)
+            row["perplexity"][f"transformers, {dtype}"] = found
+    return row
+
+
+def as_it_comes() -> dict[str, Any]:
+    """Return the row of the installed file, in its blocks."""
+    stored = measured("smollm2", "float32", "--quantize", "gguf")
+    stored["perplexity"] = {"float32": stored["perplexity"]}
+    return beside(AS_IT_COMES, stored, measured("smollm2", "float32"))
+
+
+@app.command()
+def compare(
+    folder: Path,
+    out: Annotated[Path, typer.Option(help="Where to put the rows.")],
+    transformers: Annotated[Path | None, typer.Option(help="An interpreter with transformers.")] = None,
+    vllm: Annotated[Path | None, typer.Option(help="An interpreter with vLLM for CPUs.")] = None,
+    only: Annotated[str | None, typer.Option(help="Forms, with commas between; left out: what FILE has not.")] = None,
+) -> None:
+    """Compare each form with what it stands for, and write FILE after each."""
+    result = {"beside_undone": []} | read(out, schema=1)
+    done = {row["form"] for row in result["beside_undone"]}
+    if not (folder / PLAIN).exists():
+        expand(folder / PLAIN)
+    readers = {name: path for name, path in (("transformers", transformers), ("vllm", vllm)) if path is not None}
+    there = [FP16, AS_IT_COMES, *WRITTEN, *(BY_BITSANDBYTES if transformers else ())]
+    for form in only.split(",") if only else [form for form in there if form not in done]:
+        if form == FP16:
+            row = half_and_whole(folder, readers)
+        else:
+            row = as_it_comes() if form == AS_IT_COMES else stored_and_undone(folder, form, readers)
+        result |= record(beside_undone=replaced(result["beside_undone"], row, "form"))
+        write(out, result)
+        print(f"{form}: {row['same_answers']} of {len(PROMPTS)} answers the same; {row['perplexity']}", flush=True)
+
+
+@app.command()
+def unpack(
+    folder: Path,
+    out: Annotated[Path, typer.Option(help="Whose rows to complete.")],
+    vllm: Annotated[Path, typer.Option(help="An interpreter with vLLM for CPUs.")],
+) -> None:
+    """Add how far the weights of `compare`'s checkpoints are from what vLLM's functions unpack."""
+    result = json.loads(out.read_text())
+    for row in result["beside_undone"]:
+        if not row["form"].startswith(("gptq", "awq")):
+            continue
+        model, largest = folder / row["form"], 0.0
+        with tempfile.TemporaryDirectory() as scratch:
+            file = Path(scratch) / MODEL_FILE
+            subprocess.run(elsewhere(vllm, "unpack", model, file), check=True)
+            weights = load_file(file)
+        source = Checkpoint(model)
+        for name, theirs in weights.items():
+            ours = torch.full_like(theirs, torch.nan)
+            source.read(name, ours)
+            largest = max(largest, float((ours - theirs).abs().max()))
+        row |= {"unpacked_weights": len(weights), "largest_difference": largest}
+        print(f"{row['form']}: {len(weights)} weights, the largest difference is {largest}", flush=True)
+    write(out, result)

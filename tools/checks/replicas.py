@@ -1,0 +1,445 @@
+"""What is claimed of replicas and of batches, on a real Ray on this machine; a function says what each part tries.
+
+Nothing leaves the machine, Ray's files lie in a folder of their own, and all that was started is ended. A part takes
+one to four minutes; `--part` tries some of them, and a file that has results already keeps those of the others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from harness import Model, Out, read, record, write
+from replica_trials.server import (
+    END_SECONDS,
+    GENERATED,
+    LARGE_CACHE,
+    ROWS,
+    START_SECONDS,
+    Server,
+    begun,
+    command_of,
+    processes_of,
+    ray_environment,
+    replicas_of,
+    served,
+    until_none_is_left,
+)
+from replica_trials.streams import (
+    ANSWERED,
+    Stream,
+    ask,
+    ask_all,
+    by_replica,
+    client_of,
+    longest_gap,
+    outcomes,
+    requests_of,
+)
+
+KILL_STREAMS = 200
+CLIENTS = 16
+SMALL_CACHE = "[capacity]\ntotal_num_pages = 400\nmax_sequence_length = 512\n"  # all beginnings together need more
+AT_A_TIME = 8
+LINES = 5000
+RUNS = 4  # all but the last are killed
+BATCH_ANSWER_TOKENS = 6
+ON_RAY = ("--ray", "--replicas", "2")
+END_STREAMS = 64
+END_ANSWER_TOKENS = 400
+SOON_SECONDS = 5.0
+WAYS = {
+    "SIGTERM": (signal.SIGTERM,),
+    "Ctrl-C": (signal.SIGINT,),
+    "SIGTERM twice": (signal.SIGTERM, signal.SIGTERM),
+    "SIGKILL": (signal.SIGKILL,),
+}
+SPEED_STREAMS = 32
+
+
+def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
+    """Kill one of two replicas while 200 streams run; the other one answers what had not begun."""
+    with served(model, "--replicas", "2", *options) as server:
+        server.until_replicas(2)
+        streams, killed, again = asyncio.run(_storm(server, tokens))
+        calm = asyncio.run(ask_all(server.address, model, requests_of(KILL_STREAMS, 1, tokens)))
+    later = [stream for stream in streams if stream.ended > killed]
+    pairs = [
+        (one.text, other.text)
+        for one, other in zip(streams, calm, strict=True)
+        if one.outcome == other.outcome == ANSWERED
+    ]
+    return {
+        "streams": len(streams),
+        "outcomes": outcomes(streams),
+        "open_when_killed": len(later),
+        "outcomes_without_a_token": outcomes(stream for stream in streams if stream.began is None),
+        "outcomes_behind_a_token": outcomes(stream for stream in later if stream.began is not None),
+        "told": sorted({stream.why for stream in streams if stream.why}),
+        "longest_gap_s": longest_gap(streams),
+        "two_again_after_s": again,
+        "outcomes_after": outcomes(calm),
+        "by_replica_after": by_replica(calm),
+        "same_text_as_after": [sum(one == other for one, other in pairs), len(pairs)],
+    }
+
+
+async def _storm(server: Server, tokens: int) -> tuple[list[Stream], float, float]:
+    """Return the streams, when the replica was killed, and how long it took until there were two again."""
+    async with client_of(server.address) as http:
+        bodies = requests_of(KILL_STREAMS, 1, tokens)
+        tasks = [asyncio.create_task(ask(http, server.model, body)) for body in bodies]
+        end = time.monotonic() + START_SECONDS
+        while sum((await asyncio.to_thread(server.counts, GENERATED)).values()) < ROWS * tokens // 4:
+            if time.monotonic() > end or all(task.done() for task in tasks):
+                raise RuntimeError(str(Counter(task.result().why for task in tasks if task.done())))
+            await asyncio.sleep(0.2)
+        os.kill(random.Random(2).choice(replicas_of(server.folder)), signal.SIGKILL)
+        killed = time.monotonic()
+        again = asyncio.create_task(asyncio.to_thread(_two_again, server))
+        return await asyncio.gather(*tasks), killed, await again
+
+
+def _two_again(server: Server) -> float:
+    """Wait until the killed replica is gone from the counts, and then until there are two."""
+    return server.until_replicas(1) + server.until_replicas(2)
+
+
+def scale_by_load(model: str, tokens: int) -> dict[str, Any]:
+    """Let the load make two replicas of one, and its end one of two."""
+    settings = LARGE_CACHE + "[replicas]\ntarget_requests = 4\nupscale_delay_s = 1.0\ndownscale_delay_s = 8.0\n"
+
+    async def scaled(server: Server) -> tuple[list[Stream], dict[str, float]]:
+        async with Load(server, tokens) as many:
+            up = await asyncio.to_thread(server.until_replicas, 2)
+            await asyncio.sleep(3)
+        async with Load(server, tokens, clients=1) as one:  # goes on while the other replica leaves
+            down = await asyncio.to_thread(server.until_replicas, 1)
+            await asyncio.sleep(1)
+        return many.streams + one.streams, {"up_s": up, "down_s": down}
+
+    with served(model, "--autoscale", "1:2", settings=settings) as server:
+        return _told(*asyncio.run(scaled(server)))
+
+
+def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
+    """Join a Ray that others began, with one replica, and let other commands make two of it, and one again."""
+
+    async def scaled(stack: ExitStack, folder: str, options: tuple[str, ...]) -> tuple[list[Stream], dict[str, float]]:
+        async def to(count: int) -> float:
+            began = time.monotonic()
+            one_more = served(model, *options, "--replicas", str(count), folder=folder)
+            server = await asyncio.to_thread(stack.enter_context, one_more)
+            await asyncio.to_thread(server.until_replicas, count)
+            return time.monotonic() - began
+
+        first = stack.enter_context(served(model, *options, "--replicas", "1", folder=folder))
+        async with Load(first, tokens) as load:
+            await asyncio.sleep(3)
+            up = await to(2)
+            await asyncio.sleep(3)
+            down = await to(1)
+            await asyncio.sleep(3)
+        return load.streams, {"up_s": up, "down_s": down}
+
+    with cluster() as (folder, address), ExitStack() as stack:
+        options = ("--ray-address", address, "--port", str(free_port()))
+        return _told(*asyncio.run(scaled(stack, folder, options)))
+
+
+@contextmanager
+def cluster() -> Iterator[tuple[str, str]]:
+    """Begin a Ray as an administrator would, and leave no process of it; yield its folder and its address."""
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
+        address = f"127.0.0.1:{free_port()}"
+        command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--include-dashboard=false"]
+        command += [f"--port={address.partition(':')[2]}", "--num-cpus=4", "--object-store-memory=200000000"]
+        null = subprocess.DEVNULL
+        head = subprocess.Popen(command, env=ray_environment(folder), stdin=null, stdout=null, stderr=null)
+        try:
+            _until_it_listens(address)
+            yield folder, address
+        finally:
+            head.terminate()
+            head.wait(END_SECONDS)
+            until_none_is_left(folder)
+
+
+def _until_it_listens(address: str) -> None:
+    host, _, port = address.partition(":")
+    end = time.monotonic() + START_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), 1.0).close()
+        except OSError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
+        else:
+            return
+
+
+def free_port() -> int:
+    """Return a port of the loopback interface that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _told(streams: list[Stream], took: dict[str, float]) -> dict[str, Any]:
+    return {"requests": len(streams), "outcomes": outcomes(streams), "longest_gap_s": longest_gap(streams)} | took
+
+
+class Load:
+    """Clients that ask again and again, each of them one request at a time, until the end of the context.
+
+    Args:
+        server: that they ask.
+        tokens: of an answer.
+        clients: that there are.
+
+    Attributes:
+        streams: what came of the requests.
+    """
+
+    def __init__(self, server: Server, tokens: int, clients: int = CLIENTS) -> None:
+        self._server = server
+        self._bodies = iter(requests_of(100_000, 3, tokens))
+        self._clients = clients
+        self._ended = asyncio.Event()
+        self.streams: list[Stream] = []
+
+    async def __aenter__(self) -> Load:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._ended.set()
+        await self._task
+
+    async def _run(self) -> None:
+        async with client_of(self._server.address) as http, asyncio.TaskGroup() as group:
+            for _ in range(self._clients):
+                group.create_task(self._client(http))
+
+    async def _client(self, http: Any) -> None:
+        while not self._ended.is_set():
+            self.streams.append(await ask(http, self._server.model, next(self._bodies)))
+
+
+def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
+    """Ask for many prompts of few beginnings, under each routing: what share of the prompts' tokens was cached?"""
+    draw = random.Random(4)
+    beginnings = ["".join(draw.choices("abcdefghijklmnop ", k=300)) for _ in range(groups)]
+    bodies = [
+        {"prompt": f"{beginning} {number}=", "max_tokens": 4, "temperature": 0}
+        for number in range(asked)
+        for beginning in beginnings
+    ]
+    draw.shuffle(bodies)
+    found: dict[str, Any] = {"prompts": len(bodies), "beginnings": groups}
+    for routing in ("random", "prefix"):
+        settings = SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
+        with served(model, "--replicas", "2", settings=settings) as server:
+            server.until_replicas(2)
+            began, streams = time.monotonic(), []
+            for start in range(0, len(bodies), AT_A_TIME):
+                streams += asyncio.run(ask_all(server.address, model, bodies[start : start + AT_A_TIME]))
+            seconds = time.monotonic() - began
+            hits, queries = (server.counts(f"vllm:prefix_cache_{name}_total") for name in ("hits", "queries"))
+        if set(outcomes(streams)) != {ANSWERED}:
+            raise RuntimeError(str(outcomes(streams)))
+        found[routing] = {
+            "hit_rate": sum(hits.values()) / sum(queries.values()),
+            "by_replica": by_replica(streams),
+            "seconds": seconds,
+        }
+    return found
+
+
+def batch(model: str, *options: str) -> dict[str, Any]:
+    """Kill a batch three times at random, and an engine of the run that ends it: every line is answered once."""
+    draw = random.Random(7)
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as folder:
+        asked, answers, log = (Path(folder) / name for name in ("requests.jsonl", "answers.jsonl", "log"))
+        asked.write_text("".join(f"{json.dumps(line)}\n" for line in _lines()))
+        arguments = ("batch", str(asked), str(answers), "--model", model, "--max-batch-size", str(ROWS), *options)
+        moments, began = list[int](), time.monotonic()
+        for run in range(RUNS):
+            moments.append(min(_line_count(answers) + draw.randrange(LINES // 4), LINES - 100))
+            with begun(arguments, log, folder) as process:
+                _until_lines(answers, moments[-1], process, log)
+                if run < RUNS - 1:
+                    process.kill()
+                else:
+                    os.kill(draw.choice(_engines(folder)), signal.SIGKILL)
+                code = process.wait(2 * START_SECONDS)
+        seconds = time.monotonic() - began
+        none_left = until_none_is_left(folder)
+        told = [json.loads(line) for line in answers.read_text().splitlines()]
+    wrong = [line["response"]["body"]["error"]["message"] for line in told if line["response"]["status_code"] != 200]
+    return {
+        "lines": LINES,
+        "killed_at_lines": moments[:-1],
+        "engine_killed_at_line": moments[-1],
+        "none_left_after_s": none_left,
+        "exit_code": code,
+        "answers": len(told),
+        "answered_once": len({line["custom_id"] for line in told}) == len(told) == LINES,
+        "statuses": dict(Counter(line["response"]["status_code"] for line in told)),
+        "reasons": dict(Counter(wrong)),
+        "seconds": seconds,
+    }
+
+
+def _engines(folder: str) -> list[int]:
+    """Return the processes of the replicas; without Ray, that of the engine."""
+    alone = [pid for pid in processes_of(folder) if "graphdecode.server.engine_process" in command_of(pid)]
+    return replicas_of(folder) or alone
+
+
+def _lines() -> Iterator[dict[str, Any]]:
+    """Yield requests of a batch; one of a hundred cannot be served, and its line says why."""
+    for number, body in enumerate(requests_of(LINES, 8, BATCH_ANSWER_TOKENS)):
+        wrong = {"max_tokens": "many"} if number % 100 == 99 else {}
+        yield {"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body | wrong}
+
+
+def _line_count(file: Path) -> int:
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def _until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a file has so many lines."""
+    end = time.monotonic() + 2 * START_SECONDS
+    while _line_count(file) <= count:
+        if process.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(log.read_text()[-2000:])
+        time.sleep(0.02)
+
+
+def ends(model: str, *options: str) -> dict[str, Any]:
+    """End the command under load in each way; nothing of it may stay."""
+    return {name: _ended_by(signals, model, options) for name, signals in WAYS.items()}
+
+
+def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) -> dict[str, Any]:
+    async def under_load(server: Server) -> tuple[list[Stream], dict[str, Any]]:
+        async with client_of(server.address) as http:
+            bodies = requests_of(END_STREAMS, 9, END_ANSWER_TOKENS)
+            tasks = [asyncio.create_task(ask(http, model, body)) for body in bodies]
+            while not any(server.counts(GENERATED).values()):
+                await asyncio.sleep(0.1)
+            for number in signals:
+                os.kill(server.process.pid, number)
+                asked = time.monotonic()
+                await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.process.wait, END_SECONDS)
+            told: dict[str, Any] = {"ended_after_s": time.monotonic() - asked}
+            await asyncio.sleep(SOON_SECONDS)
+            told["left_soon_after"] = sorted(command_of(pid)[:40].strip() for pid in processes_of(server.folder))
+            await asyncio.to_thread(until_none_is_left, server.folder)
+            told["none_left_after_s"] = time.monotonic() - asked
+            return await asyncio.gather(*tasks), told
+
+    with served(model, "--replicas", "2", *options) as server:
+        server.until_replicas(2)
+        processes = len(processes_of(server.folder))
+        streams, told = asyncio.run(under_load(server))
+    about = {"processes": processes, "outcomes": outcomes(streams), "exit_code": server.process.returncode}
+    return about | told
+
+
+def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
+    """Ask for 32 streams at once: how many tokens come per second, and how long does the first one take?"""
+    with served(model, "--replicas", "2", *options) as server:
+        server.until_replicas(2)
+        asyncio.run(ask_all(server.address, model, requests_of(8, 6, tokens)))
+        began = time.monotonic()
+        streams = asyncio.run(ask_all(server.address, model, requests_of(SPEED_STREAMS, 5, tokens)))
+        seconds = time.monotonic() - began
+    first = [stream.began - began for stream in streams if stream.began is not None]
+    return {
+        "outcomes": outcomes(streams),
+        "by_replica": by_replica(streams),
+        "tokens_per_second": len(streams) * tokens / seconds,
+        "first_token_ms": 1e3 * statistics.median(first),
+        "longest_gap_s": longest_gap(streams),
+    }
+
+
+def split(model: str, tokens: int) -> dict[str, Any]:
+    """Serve one replica of two ranks: the same answers as from one rank; a rank is killed, and it serves again."""
+    bodies = [body | {"temperature": 0.0} for body in requests_of(SPEED_STREAMS, 5, tokens)]
+    with served(model, "--replicas", "1") as whole:
+        expected = asyncio.run(ask_all(whole.address, model, bodies))
+    with served(model, "--replicas", "1", "--tensor-parallel", "2") as server:
+        streams = asyncio.run(ask_all(server.address, model, bodies))
+        began = time.monotonic()
+        lost = asyncio.run(_rank_killed(server, bodies))
+        while set(outcomes(after := asyncio.run(ask_all(server.address, model, bodies)))) != {"answered"}:
+            time.sleep(0.5)
+        again = time.monotonic() - began
+    return {
+        "outcomes": outcomes(streams),
+        "same_text_as_one_rank": [sum(a.text == b.text for a, b in zip(streams, expected, strict=True)), len(expected)],
+        "outcomes_when_a_rank_was_killed": outcomes(lost),
+        "told": sorted({stream.why for stream in lost if stream.why}),
+        "outcomes_after": outcomes(after),
+        "serves_again_after_s": again,
+    }
+
+
+async def _rank_killed(server: Server, bodies: list[dict[str, Any]]) -> list[Stream]:
+    """Kill the rank that is not the first while some streams run."""
+    asking = asyncio.create_task(ask_all(server.address, server.model, bodies))
+    while not any((await asyncio.to_thread(server.counts, GENERATED)).values()):
+        await asyncio.sleep(0.05)
+    for pid in processes_of(server.folder):
+        if "graphdecode.engine.rank_process" in command_of(pid):
+            os.kill(pid, signal.SIGKILL)
+    return await asking
+
+
+def main(
+    model: Model = "demo",
+    tokens: Annotated[int, typer.Option(help="Of an answer.")] = 100,
+    out: Out = None,
+    part: Annotated[list[str] | None, typer.Option(help="Only this part; may be repeated.")] = None,
+) -> None:
+    """Show what is claimed, and write it down."""
+    parts = {
+        "kill": lambda: kill_under_load(model, tokens),
+        "kill_direct": lambda: kill_under_load(model, tokens, "--direct"),
+        "scale_by_load": lambda: scale_by_load(model, tokens),
+        "scale_by_command": lambda: scale_by_command(model, tokens),
+        "prefixes": lambda: prefixes(model),
+        "batch": lambda: batch(model),
+        "batch_on_ray": lambda: batch(model, *ON_RAY),
+        "ends": lambda: ends(model),
+        "ends_direct": lambda: ends(model, "--direct"),
+        "split": lambda: split(model, tokens),
+        "speed": lambda: speed(model, tokens),
+        "speed_direct": lambda: speed(model, tokens, "--direct"),
+    }
+    found = read(out) | record(schema=2, model=model, answer_tokens=tokens, rows=ROWS)
+    for name in part or parts:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        found[name] = parts[name]()
+        print(json.dumps(found[name], indent=1), flush=True)
+        write(out, found)

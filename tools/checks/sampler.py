@@ -1,0 +1,50 @@
+"""The sampler's kernels, in Triton's interpreter, beside the torch version on rows that ask for anything.
+
+A batch has rows of every kind of logits (flat, sharp, tied, of two values, huge, -inf, +inf, NaN) and of every wish
+(temperature, top-k, top-p, min-p, penalties, biases, masks, bad words, stops), over a vocabulary of several blocks,
+with lists of candidates that are long enough or too short. Tokens have to be the same, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Annotated
+
+if "TRITON_INTERPRET" not in os.environ:  # which must be there before the first import of graphdecode
+    os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1"})
+
+import torch
+import typer
+
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.sampling.sample import sample_triton
+from harness import ROOT
+
+sys.path.insert(0, str(ROOT / "tests" / "kernels"))
+from hostile_rows import hostile_rows, quick_interpreter
+
+ROWS = 50
+
+
+def main(
+    rows: Annotated[int, typer.Option(help="That are compared.", min=1)] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the first batch.")] = 0,
+) -> None:
+    """Run the comparison, and say how many rows differ."""
+    torch.set_num_threads(1)
+    began, different, done = time.perf_counter(), 0, 0
+    with quick_interpreter():
+        for batch in range(seed, seed + -(-rows // ROWS)):
+            logits, positions, slots, counts, recent, sizes = hostile_rows(ROWS, batch)
+            live = torch.tensor([ROWS - 1], dtype=torch.int32)
+            expected, found = (torch.zeros(ROWS, dtype=torch.int64) for _ in range(2))
+            versions("sample").torch(expected, logits, positions, live, *slots, counts, recent)
+            sample_triton(found, logits, positions, live, slots, counts, recent, *sizes)
+            wrong = (expected != found).nonzero().flatten().tolist()
+            different, done = different + len(wrong), done + ROWS
+            for row in wrong:
+                print(f"seed {batch} row {row}: {found[row]} instead of {expected[row]}", flush=True)
+    print(f"{done} rows, {different} different, {time.perf_counter() - began:.0f} s")
+    raise typer.Exit(different > 0)

@@ -1,0 +1,362 @@
+"""Replicas and the front before them, as events one behind the other.
+
+What a replica's steps cost is from a profile that was measured; the number of replicas follows the rule of Ray Serve's
+autoscaling, and the policies that the server has are the server's own code.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+import math
+import random
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+from graphdecode.server.replicas.routing import PrefixIndex, choose
+
+LOOK_EVERY_S = 10.0  # of the autoscaler
+Policy = Callable[[Mapping[int, int], int], int]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Times of an engine.
+
+    Attributes:
+        step_s: of a decode step by its rows, from none to the most that there can be.
+        prompt_token_s: of a token of a prompt that is not cached.
+    """
+
+    step_s: Sequence[float]
+    prompt_token_s: float
+
+    @property
+    def max_rows(self) -> int:
+        """Requests that are decoded side by side at most."""
+        return len(self.step_s) - 1
+
+
+def read_costs(profile: Path, context: int) -> StepCosts:
+    """Return the costs of a measured profile at a context between or beyond those that it has.
+
+    A step takes what its bucket takes, and between two measured contexts a share of both. A token of a prompt takes
+    what a row of the widest bucket does at the shortest context: prompts are computed in wide passes.
+
+    Args:
+        profile: `profile.json` of `graphdecode profile`, with two contexts.
+        context: tokens in the cache of each row.
+    """
+    rows = json.loads(profile.read_text())["rows"]
+    contexts = sorted({row["context"] for row in rows})
+    times = {(row["bucket"], row["context"]): row["step_ms"]["p50"] / 1e3 for row in rows}
+    buckets = sorted({row["bucket"] for row in rows})
+    low, high = contexts[0], contexts[-1]
+    share = (context - low) / (high - low)
+    of_bucket = [times[bucket, low] + share * (times[bucket, high] - times[bucket, low]) for bucket in buckets]
+    step_s = [of_bucket[bisect_left(buckets, count)] for count in range(buckets[-1] + 1)]
+    return StepCosts(step_s, times[buckets[-1], low] / buckets[-1])
+
+
+@dataclass(slots=True)
+class Request:
+    """One request; times are in seconds since the simulation began.
+
+    Attributes:
+        arrived: when it came.
+        prefix: whose beginning its prompt has.
+        prefix_tokens: of that beginning.
+        prompt_tokens: behind it.
+        answer_tokens: that are generated.
+        cached: whether its beginning was in the replica's cache.
+        first_token: when the answer began.
+        finished: when it ended.
+    """
+
+    arrived: float
+    prefix: int
+    prefix_tokens: int
+    prompt_tokens: int
+    answer_tokens: int
+    cached: bool = False
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+class Replica:
+    """An engine with continuous batching.
+
+    All its rows go on at the same speed, one token a step. `tokens` counts those that a row has had since the beginning
+    of time, so that a request ends when it has grown by the request's own, however often the speed changes between.
+    A prompt is computed in one piece, while all rows stand still.
+
+    Args:
+        costs: of its steps.
+    """
+
+    def __init__(self, costs: StepCosts) -> None:
+        self._costs = costs
+        self._waiting: deque[Request] = deque()
+        self._running: list[tuple[float, int, Request]] = []  # by the count of tokens at which they end
+        self._numbers = itertools.count()
+        self._tokens = 0.0
+        self._clock = 0.0  # when `_tokens` was that; ahead of the time while prompts are computed
+        self.version = 0  # of its future: what was foretold by an earlier one does not happen
+
+    @property
+    def load(self) -> int:
+        """Requests under way."""
+        return len(self._waiting) + len(self._running)
+
+    def add(self, request: Request, now: float) -> None:
+        """Take a request."""
+        self._go_on(now)
+        self._waiting.append(request)
+        self._admit(now)
+
+    def finish_next(self, now: float) -> Request:
+        """Return the request that ends now."""
+        self._go_on(now)
+        _, _, request = heapq.heappop(self._running)
+        request.finished = now
+        self._admit(now)
+        return request
+
+    def next_finish(self) -> float | None:
+        """Return when the next request ends, if nothing comes between."""
+        if not self._running:
+            return None
+        return self._clock + max(self._running[0][0] - self._tokens, 0.0) * self._costs.step_s[len(self._running)]
+
+    def _go_on(self, now: float) -> None:
+        if now > self._clock:
+            if self._running:
+                self._tokens += (now - self._clock) / self._costs.step_s[len(self._running)]
+            self._clock = now
+
+    def _admit(self, now: float) -> None:
+        self.version += 1
+        while self._waiting and len(self._running) < self._costs.max_rows:
+            request = self._waiting.popleft()
+            computed = request.prompt_tokens + (0 if request.cached else request.prefix_tokens)
+            self._clock = max(self._clock, now) + computed * self._costs.prompt_token_s
+            heapq.heappush(self._running, (self._tokens + request.answer_tokens, next(self._numbers), request))
+            request.first_token = self._clock + self._costs.step_s[len(self._running)]
+
+
+def policies(prefixes: PrefixIndex[int], slack: int, seed: int) -> dict[str, Policy]:
+    """Return ways to choose a replica, by the loads of all and the prefix of a prompt.
+
+    Args:
+        prefixes: what each replica has in its cache.
+        slack: of the policy `prefix`; see `choose`.
+        seed: of chance.
+    """
+    draw = random.Random(seed)
+    turn = 0
+
+    def in_turn(loads: Mapping[int, int], prefix: int) -> int:
+        nonlocal turn
+        turn += 1
+        names = list(loads)
+        return names[turn % len(names)]
+
+    return {
+        "random": lambda loads, prefix: draw.choice(list(loads)),
+        "round robin": in_turn,
+        "least loaded": lambda loads, prefix: choose(loads, {}, 0, draw),
+        "prefix": lambda loads, prefix: choose(loads, prefixes.matched([prefix]), slack, draw),
+    }
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What autoscaling aims at; see [replicas] of the configuration.
+
+    Attributes:
+        least: replicas.
+        most: replicas.
+        target: requests under way at each.
+        upscale_delay_s: that the wish for more must last.
+        downscale_delay_s: that the wish for fewer must last.
+        start_s: until a new replica serves.
+        look_back_s: over which the load is averaged.
+        downscaling_factor: of the way to fewer, at a time.
+    """
+
+    least: int
+    most: int
+    target: float
+    upscale_delay_s: float
+    downscale_delay_s: float
+    start_s: float
+    look_back_s: float = 30.0
+    downscaling_factor: float = 1.0
+
+
+class Autoscaler:
+    """Looks at the load now and then.
+
+    Args:
+        bounds: of its wishes.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._since: float | None = None  # a wish for more, or for fewer, has lasted
+        self._sign = 0
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def wanted(self, requests: int, replicas: int, now: float) -> int:
+        """Return how many replicas there should be from now on.
+
+        Args:
+            requests: under way.
+            replicas: that there are, or are being started.
+            now: the time.
+        """
+        bounds = self._bounds
+        self._seen.append((now, requests))
+        while self._seen[0][0] <= now - bounds.look_back_s:
+            self._seen.popleft()
+        load = fmean(seen for _, seen in self._seen)
+        wish = load / bounds.target
+        if math.ceil(wish) < replicas:
+            wish = min(replicas + bounds.downscaling_factor * (wish - replicas), replicas - 1)
+        wish = min(max(math.ceil(wish), bounds.least), bounds.most)
+        sign = (wish > replicas) - (wish < replicas)
+        if sign != self._sign or self._since is None:
+            self._sign, self._since = sign, now
+        delay = bounds.upscale_delay_s if sign > 0 else bounds.downscale_delay_s
+        if sign == 0 or now - self._since < delay:
+            return replicas
+        self._since = None
+        return wish
+
+
+@dataclass
+class Outcome:
+    """What came of a simulation.
+
+    Attributes:
+        requests: that ended, in that order.
+        looks: time, requests under way and replicas that serve or end, each time that the autoscaler looked.
+        replica_seconds: that replicas were there for, their start included.
+    """
+
+    requests: list[Request] = field(default_factory=list)
+    looks: list[tuple[float, int, int]] = field(default_factory=list)
+    replica_seconds: float = 0.0
+
+
+class Cluster:
+    """Replicas and the front before them.
+
+    Args:
+        costs: of each replica.
+        policy: how they are chosen; see `policies`.
+        replicas: at the beginning.
+        kept_prefixes: that a replica's cache has room for.
+        slack: see `policies`.
+        bounds: of autoscaling; None: there is none.
+        seed: of chance.
+    """
+
+    def __init__(
+        self,
+        costs: StepCosts,
+        policy: str,
+        replicas: int,
+        *,
+        kept_prefixes: int = 1,
+        slack: int = 8,
+        bounds: Bounds | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._costs = costs
+        self._prefixes: PrefixIndex[int] = PrefixIndex(kept_prefixes)
+        self._choose = policies(self._prefixes, slack, seed)[policy]
+        self._replicas = {name: Replica(costs) for name in range(replicas)}
+        self._loads = dict.fromkeys(self._replicas, 0)  # of those that take requests
+        self._starting: list[float] = []  # when they will serve
+        self._bounds = bounds
+        self._scaler = Autoscaler(bounds) if bounds is not None else None
+        self._begun = replicas
+        self._finishes: list[tuple[float, int, int]] = []  # time, replica, the version of its future
+        self._open = 0
+        self.outcome = Outcome()
+
+    def run(self, requests: Iterable[Request]) -> Outcome:
+        """Serve all requests, which come in the order of their times."""
+        look, last = 0.0, 0.0
+        for request in requests:
+            while look <= request.arrived:
+                self._finish_until(look)
+                self._look(look, look - last)
+                look, last = look + LOOK_EVERY_S, look
+            self._finish_until(request.arrived)
+            self._take(request)
+        self._finish_until(float("inf"))
+        return self.outcome
+
+    def _take(self, request: Request) -> None:
+        name = self._choose(self._loads, request.prefix)
+        request.cached = name in self._prefixes.matched([request.prefix])
+        self._prefixes.add(name, [request.prefix])
+        self._replicas[name].add(request, request.arrived)
+        self._loads[name] += 1
+        self._open += 1
+        self._foretell(name)
+
+    def _foretell(self, name: int) -> None:
+        replica = self._replicas[name]
+        if (time := replica.next_finish()) is not None:
+            heapq.heappush(self._finishes, (time, name, replica.version))
+
+    def _finish_until(self, now: float) -> None:
+        while self._finishes and self._finishes[0][0] <= now:
+            time, name, version = heapq.heappop(self._finishes)
+            replica = self._replicas.get(name)
+            if replica is None or replica.version != version:
+                continue
+            self.outcome.requests.append(replica.finish_next(time))
+            self._open -= 1
+            if name in self._loads:
+                self._loads[name] -= 1
+            if name in self._loads or replica.load:
+                self._foretell(name)
+            else:  # it was only to finish what it had
+                del self._replicas[name]
+
+    def _look(self, now: float, since: float) -> None:
+        there = len(self._replicas) + len(self._starting)
+        self.outcome.replica_seconds += there * since
+        self.outcome.looks.append((now, self._open, len(self._replicas)))
+        if self._scaler is None or self._bounds is None:
+            return
+        for time in [time for time in self._starting if time <= now]:
+            self._starting.remove(time)
+            self._begin()
+        serving = len(self._loads) + len(self._starting)
+        wanted = self._scaler.wanted(self._open, serving, now)
+        self._starting += [now + self._bounds.start_s] * max(wanted - serving, 0)
+        for _ in range(min(serving - wanted, len(self._loads) - 1)):
+            self._end()
+
+    def _begin(self) -> None:
+        self._replicas[self._begun] = Replica(self._costs)
+        self._loads[self._begun] = 0
+        self._begun += 1
+
+    def _end(self) -> None:
+        """Send nothing more to the least loaded, which ends when it has finished what it has."""
+        name = min(self._loads, key=self._loads.__getitem__)
+        del self._loads[name]
+        self._prefixes.keep_only(list(self._loads))
+        if not self._replicas[name].load:
+            del self._replicas[name]

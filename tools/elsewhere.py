@@ -1,0 +1,319 @@
+"""What another environment's interpreter runs for a comparison; it imports nothing of this project.
+
+    python tools/elsewhere.py llama-gguf FILE.gguf THREADS [plain]            seconds of llama.cpp, line by line
+    python tools/elsewhere.py llama-lookup FILE.gguf DRAFTS THREADS [plain]   tokens of its prompt lookup, line by line
+    python tools/elsewhere.py llama-ids FILE.gguf FILE                        its token ids of lines of text
+    python tools/elsewhere.py llama-quantize FILE.gguf OUT TYPE               a file in another of its types
+    python tools/elsewhere.py vllm-tokens FOLDER                              seconds of vLLM in bf16, line by line
+    python tools/elsewhere.py perplexity transformers|vllm MODEL DTYPE FILE   perplexities of token ids
+    python tools/elsewhere.py write-nf4 PLAIN OUT UNDONE [nested]             a checkpoint in nf4 by bitsandbytes
+    python tools/elsewhere.py unpack MODEL OUT                                GPTQ or AWQ as vLLM's functions unpack it
+
+Those that go line by line answer lines of JSON until standard input ends: each line has `prompts`, lists of token ids,
+and `new_tokens`. Decoding is greedy. With `plain` llama.cpp's weights stay as the file has them: for processors
+on which its repacked ones crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+MODEL_FILE = "model.safetensors"
+Prompts = list[list[int]]
+
+
+def answers_alone() -> TextIO:
+    """Return standard output, to which nothing else is written from now on: what a library says is no answer."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return answers
+
+
+def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: TextIO) -> None:
+    """Answer lines of standard input until it ends."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        print(json.dumps(answered(asked["prompts"], asked["new_tokens"])), file=answers, flush=True)
+
+
+def llama_cpp_quietly() -> Any:
+    """Return the module, which says nothing from now on."""
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(quiet, None)
+    llama_cpp.kept_quiet = quiet  # else the callback is freed
+    return llama_cpp
+
+
+class Sequences:
+    """A context of llama.cpp for some sequences.
+
+    Args:
+        api: llama_cpp.
+        model: loaded.
+        count: of the sequences.
+        length: that each may have.
+        threads: to use.
+    """
+
+    def __init__(self, api: Any, model: Any, count: int, length: int, threads: int) -> None:
+        self._api, self._count = api, count
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = count * length, count
+        params.n_threads = params.n_threads_batch = threads
+        self._context = api.llama_init_from_model(model, params)
+        self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+
+    def decode(self, tokens: Any, position: int) -> Any:
+        """Append tokens [sequences, new] from a position on, and return the greedy next ones."""
+        import numpy as np
+
+        total = tokens.size
+        batch = self._api.llama_batch_init(total, 0, 1)
+        batch.n_tokens = total
+        for index in range(total):
+            sequence, place = divmod(index, tokens.shape[1])
+            batch.token[index], batch.pos[index] = int(tokens[sequence, place]), position + place
+            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
+            batch.logits[index] = place == tokens.shape[1] - 1
+        status = self._api.llama_decode(self._context, batch)
+        self._api.llama_batch_free(batch)
+        if status:
+            raise RuntimeError(f"llama_decode gives {status}")
+        logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (self._count, self._vocab_size))
+        return logits.argmax(axis=1)
+
+    def timed(self, prompts: Any, new_tokens: int) -> dict[str, float]:
+        """Return the seconds up to the first tokens, and those of a step behind them, all rows together."""
+        self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
+        began = time.perf_counter()
+        tokens = self.decode(prompts, 0)
+        first = time.perf_counter()
+        for step in range(new_tokens - 1):
+            tokens = self.decode(tokens[:, None], prompts.shape[1] + step)
+        steps = max(new_tokens - 1, 1)
+        return {"seconds": first - began, "step_seconds": (time.perf_counter() - first) / steps}
+
+
+def llama_gguf(file: str, threads: str, plain: str = "") -> None:
+    """Answer with the `seconds` up to the first tokens and `step_seconds` behind them; prompts have one length."""
+    import numpy as np
+
+    api = llama_cpp_quietly()
+    api.llama_backend_init()
+    params = api.llama_model_default_params()
+    params.use_extra_bufts = not plain
+    model = api.llama_model_load_from_file(file.encode(), params)
+    contexts: dict[tuple[int, int], Sequences] = {}
+
+    def answered(prompts: Prompts, new_tokens: int) -> dict[str, Any]:
+        key = (len(prompts), len(prompts[0]) + new_tokens)
+        if key not in contexts:
+            contexts[key] = Sequences(api, model, *key, int(threads))
+        return contexts[key].timed(np.array(prompts), new_tokens)
+
+    answer_lines(answered, sys.stdout)
+
+
+def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
+    """Answer with the `tokens` of each prompt, one behind the other, and `tokens_per_second` behind the first ones."""
+    import llama_cpp
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    if plain:
+        defaults = llama_cpp.llama_cpp.llama_model_default_params
+
+        def without_repacking() -> Any:
+            params = defaults()
+            params.use_extra_bufts = False
+            return params
+
+        llama_cpp.llama_cpp.llama_model_default_params = without_repacking
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=int(drafts)) if int(drafts) else None
+    count = int(threads)
+    llama = llama_cpp.Llama(file, n_ctx=2048, n_threads=count, n_threads_batch=count, verbose=False, draft_model=draft)
+
+    def one(prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
+        llama.reset()
+        tokens: list[int] = []
+        began = 0.0
+        for token in llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
+            tokens.append(token)
+            if len(tokens) == 1:
+                began = time.perf_counter()
+            if token == llama.token_eos() or len(tokens) >= new_tokens:
+                break
+        return tokens, time.perf_counter() - began
+
+    def answered(prompts: Prompts, new_tokens: int) -> dict[str, Any]:
+        answers = [one(prompt, new_tokens) for prompt in prompts]
+        speed = sum(len(found) - 1 for found, _ in answers) / sum(seconds for _, seconds in answers)
+        return {"tokens": [found for found, _ in answers], "tokens_per_second": speed}
+
+    answer_lines(answered, sys.stdout)
+
+
+def llama_ids(file: str, lines: str) -> None:
+    """Print the token ids of lines, a list of texts in a file of JSON; special tokens are read as such."""
+    model = llama_cpp_quietly().Llama(file, vocab_only=True, verbose=False)
+    texts = json.loads(Path(lines).read_text())
+    print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in texts]))
+
+
+def llama_quantize(file: str, out: str, kind: str) -> None:
+    """Write a file in another of llama.cpp's types, all of it in that one."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, "LLAMA_FTYPE_MOSTLY_" + kind)
+    params.allow_requantize = params.pure = True
+    sys.exit(llama_cpp.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(params)))
+
+
+def vllm_tokens(folder: str) -> None:
+    """Answer as `llama-gguf` does; a step's time is that of a whole answer less that of one token."""
+    answers = answers_alone()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        folder,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=32,
+        max_num_batched_tokens=4096,
+        enable_prefix_caching=False,
+    )
+
+    def seconds(prompts: Prompts, new_tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        began = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        return time.perf_counter() - began
+
+    def answered(prompts: Prompts, new_tokens: int) -> dict[str, Any]:
+        first = seconds(prompts, 1)
+        behind = seconds(prompts, new_tokens) - first if new_tokens > 1 else 0.0
+        return {"seconds": first, "step_seconds": behind / max(new_tokens - 1, 1)}
+
+    answer_lines(answered, answers)
+
+
+def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], float]:
+    """Return what finds the perplexity of ids with transformers, whose quantiser is told to undo what it can."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
+
+    settings = getattr(AutoConfig.from_pretrained(model), "quantization_config", None)
+    is_compressed = settings is not None and settings["quant_method"] == "compressed-tensors"
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if is_compressed else {}
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options).eval()
+
+    @torch.no_grad()
+    def perplexity(ids: list[int]) -> float:
+        logits = loaded(torch.tensor([ids])).logits[0, :-1].double()
+        return math.exp(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[1:])))
+
+    return perplexity
+
+
+def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
+    """Return what finds the perplexity of ids with vLLM's build for CPUs."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(model, dtype=dtype, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
+
+    def perplexity(ids: list[int]) -> float:
+        params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+        scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
+        return math.exp(-sum(scored) / len(scored))
+
+    return perplexity
+
+
+def perplexity(reader: str, model: str, dtype: str, file: str) -> None:
+    """Print the perplexity of each list of token ids in a file of JSON, by its name."""
+    answers = answers_alone()
+    of_ids = {"transformers": perplexity_by_transformers, "vllm": perplexity_by_vllm}[reader](model, dtype)
+    found = {name: of_ids(ids) for name, ids in json.loads(Path(file).read_text()).items()}
+    print(json.dumps(found), file=answers, flush=True)
+
+
+def write_nf4(plain: str, out: str, undone: str, nested: str = "") -> None:
+    """Write a checkpoint in nf4, and in float32 what bitsandbytes' own functions undo it to."""
+    import bitsandbytes
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=bool(nested))
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.bfloat16)
+    rest = shutil.ignore_patterns(MODEL_FILE)
+    shutil.copytree(plain, out, ignore=rest)
+    model.save_pretrained(out)
+    shutil.copytree(plain, undone, ignore=rest)
+    tensors = load_file(Path(plain) / MODEL_FILE)
+    for name, module in model.named_modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            state = module.weight.quant_state
+            state.dtype = torch.float32  # else what is undone is rounded once more
+            tensors[f"{name}.weight"] = bitsandbytes.functional.dequantize_4bit(module.weight.data, state)
+    save_file(tensors, Path(undone) / MODEL_FILE, metadata={"format": "pt"})
+
+
+def unpack(model: str, out: str) -> None:
+    """Write a file of safetensors with each quantised weight of GPTQ's or AWQ's in float32."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from vllm.model_executor.layers.quantization.auto_awq import _REVERSE_AWQ_PACK_ORDER
+    from vllm.model_executor.layers.quantization.utils.quant_utils import unpack_quantized_values_into_int32
+    from vllm.scalar_type import scalar_types
+
+    settings = json.loads((Path(model) / "config.json").read_text())["quantization_config"]
+    is_awq, bits = settings["quant_method"] == "awq", settings["bits"]
+    kind = {4: scalar_types.uint4, 8: scalar_types.uint8}[bits]
+    tensors = load_file(Path(model) / MODEL_FILE)
+    weights = {}
+    for module in (name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")):
+        stored, stored_zeros, scales = (tensors[f"{module}.{end}"] for end in ("qweight", "qzeros", "scales"))
+        codes = unpack_quantized_values_into_int32(stored, kind, packed_dim=int(is_awq))
+        zeros = unpack_quantized_values_into_int32(stored_zeros, kind, packed_dim=1)
+        if is_awq:
+            codes, zeros = (
+                found.unflatten(1, (-1, 8))[..., _REVERSE_AWQ_PACK_ORDER].flatten(1) for found in (codes, zeros)
+            )
+            groups = torch.arange(len(codes)) // settings["group_size"]
+        else:
+            zeros = (zeros + (settings["checkpoint_format"] == "gptq")) % 2**bits
+            groups = tensors[f"{module}.g_idx"].long()
+        weights[f"{module}.weight"] = ((codes - zeros[groups]) * scales.float()[groups]).T.contiguous()
+    save_file(weights, out)
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    "llama-gguf": llama_gguf,
+    "llama-lookup": llama_lookup,
+    "llama-ids": llama_ids,
+    "llama-quantize": llama_quantize,
+    "vllm-tokens": vllm_tokens,
+    "perplexity": perplexity,
+    "write-nf4": write_nf4,
+    "unpack": unpack,
+}
+
+if __name__ == "__main__":
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

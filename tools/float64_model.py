@@ -1,0 +1,131 @@
+"""A Llama in float64 that shares no code with this package: what others are compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Float64Model:
+    """A Llama in float64, from a GGUF file or a checkpoint folder (Touvron et al., 2023, section 2.2).
+
+    Args:
+        path: of the file or folder.
+        cache: what keys and values are rounded to, for each token and head: "int8" (codes times the largest value over
+            127, which is bfloat16), "fp8" (e4m3), or "auto", which rounds nothing.
+
+    Raises:
+        ValueError: the model is no Llama.
+    """
+
+    def __init__(self, path: Path, cache: str = "auto") -> None:
+        self._cache = cache
+        self._is_gguf = path.suffix == ".gguf"
+        self._read = self._gguf(path) if self._is_gguf else self._folder(path)
+
+    def _gguf(self, path: Path) -> Callable[[str], Tensor]:
+        from gguf import GGUFReader, dequantize  # type: ignore[attr-defined]
+
+        reader = GGUFReader(path)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        architecture = reader.fields["general.architecture"].contents()
+        if architecture != "llama":
+            raise ValueError(f"{path.name} is a {architecture}; the reference knows llama alone")
+
+        def setting(name: str) -> Any:
+            return reader.fields[f"llama.{name}"].contents()
+
+        self.layers = setting("block_count")
+        self.heads, self.kv_heads = setting("attention.head_count"), setting("attention.head_count_kv")
+        self.eps, self.base = setting("attention.layer_norm_rms_epsilon"), setting("rope.freq_base")
+
+        def read(name: str) -> Tensor:
+            tensor = tensors["token_embd.weight" if name == "output.weight" and name not in tensors else name]
+            return torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).astype(np.float64))
+
+        return read
+
+    def _folder(self, path: Path) -> Callable[[str], Tensor]:
+        from safetensors import safe_open
+
+        config = json.loads((path / "config.json").read_text())
+        if config["model_type"] != "llama":
+            raise ValueError(f"{path.name} is a {config['model_type']}; the reference knows llama alone")
+        self.layers, self.heads = config["num_hidden_layers"], config["num_attention_heads"]
+        self.kv_heads, self.eps = config["num_key_value_heads"], config["rms_norm_eps"]
+        self.base = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
+        file = safe_open(next(path.glob("*.safetensors")), "pt")
+        names = set(file.keys())
+        of_parts = {
+            "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+            "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        }  # fmt: skip
+        wholes = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+        def read(name: str) -> Tensor:
+            layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
+            if layer is None:
+                stored = f"{wholes[name.removesuffix('.weight')]}.weight"
+            else:
+                stored = f"model.layers.{layer[1]}.{of_parts[layer[2]]}.weight"
+            return file.get_tensor(stored if stored in names else "model.embed_tokens.weight").double()
+
+        return read
+
+    def _cached(self, x: Tensor) -> Tensor:
+        """Return heads [..., head_dim] as a cache keeps them."""
+        if self._cache == "fp8":
+            return x.to(torch.float8_e4m3fn).double()
+        if self._cache == "int8":
+            unit = (x.abs().amax(-1, keepdim=True) / 127).bfloat16().double()
+            return (x / unit).round().clamp(-127, 127) * unit
+        return x
+
+    @torch.no_grad()
+    def log_probabilities(self, ids: list[int]) -> Tensor:
+        """Return float64 [tokens, vocab]: those of what follows each token."""
+        hidden = self._read("token_embd.weight")[ids]
+        count, head_dim = len(ids), hidden.shape[1] // self.heads
+        angles = torch.arange(count).double()[:, None] * self.base ** (
+            -torch.arange(0, head_dim, 2).double() / head_dim
+        )
+        turn = torch.polar(torch.ones_like(angles), angles)[:, None]
+        hidden_later = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
+
+        def norm(x: Tensor, name: str) -> Tensor:
+            return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self._read(name)
+
+        def rotated(
+            x: Tensor,
+        ) -> Tensor:  # GGUF keeps the channels of a pair beside each other, folders half a head apart
+            pairs = x.unflatten(-1, (-1, 2)) if self._is_gguf else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+            return turned.flatten(-2)  # any order will do that is the same for queries and keys
+
+        for layer in range(self.layers):
+
+            def weight(name: str, layer: int = layer) -> Tensor:
+                return self._read(f"blk.{layer}.{name}.weight")
+
+            x = norm(hidden, f"blk.{layer}.attn_norm.weight")
+            q, k, v = (
+                (x @ weight(f"attn_{name}").T).unflatten(-1, (heads, head_dim))
+                for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
+            )
+            q, k, v = (each.transpose(0, 1) for each in (rotated(q), self._cached(rotated(k)), self._cached(v)))
+            k, v = (each.repeat_interleave(self.heads // self.kv_heads, 0) for each in (k, v))
+            seen = (q @ k.transpose(1, 2) / math.sqrt(head_dim) + hidden_later).softmax(-1) @ v
+            hidden = hidden + seen.transpose(0, 1).flatten(1) @ weight("attn_output").T
+            x = norm(hidden, f"blk.{layer}.ffn_norm.weight")
+            gated = torch.nn.functional.silu(x @ weight("ffn_gate").T) * (x @ weight("ffn_up").T)
+            hidden = hidden + gated @ weight("ffn_down").T
+        return (norm(hidden, "output_norm.weight") @ self._read("output.weight").T).log_softmax(-1)

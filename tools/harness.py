@@ -1,0 +1,222 @@
+"""What the subjects of `tools/bench` and `tools/check` share: how they start, take turns, and write what they saw."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.cli.options import print_error, wide_console
+from graphdecode.engine.loading import resolve_device
+from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.profiling.environment import describe_environment
+from graphdecode.text import RequestOutput
+
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+Found = TypeVar("Found")
+Out = Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.", dir_okay=False)]
+OutFolder = Annotated[Path | None, typer.Option(help="A folder for the figures, as JSON.", file_okay=False)]
+Model = Annotated[str, typer.Option(help="A checkpoint folder or file, a repository id, or a name such as demo.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or float16; where it says so, auto.")]
+Sizes = Annotated[str, typer.Option(help="Numbers, with commas between.")]
+Rounds = Annotated[int, typer.Option(help="Turns of each that count.", min=1)]
+LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")]
+
+
+def run(room: str) -> None:
+    """Run the subject that the command line names with its options, or list the subjects.
+
+    Args:
+        room: the package beside this file that has a module for each subject.
+    """
+    command, paths = Path(sys.argv[0]).name, sorted((TOOLS / room).glob("[!_]*.py"))
+    subjects = {path.stem.replace("_", "-"): path for path in paths}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in subjects:
+        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help tells the options\n")
+        for subject, path in subjects.items():
+            print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
+        sys.exit(0 if name in ("", "--help") else 2)
+    module = import_module(f"{room}.{subjects[name].stem}")
+    sys.argv[:2] = [f"tools/{command} {name}"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(help="\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n"))(module.main)
+    try:
+        app()
+    except GraphdecodeError as error:
+        print_error(str(error))
+        sys.exit(2)
+
+
+def command_of(program: str, *arguments: object) -> list[str]:
+    """Return what starts a program of this folder, such as `bench`, by this interpreter."""
+    return [sys.executable, str(TOOLS / program), *map(str, arguments)]
+
+
+def numbers(text: str, option: str = "a list") -> list[int]:
+    """Parse numbers that are separated by commas.
+
+    Raises:
+        ValueError: it holds something else.
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ArgumentError(f"{option} must be numbers separated by commas, got {text!r}") from None
+
+
+def names(text: str, known: Iterable[str], option: str) -> list[str]:
+    """Parse names that are separated by commas.
+
+    Raises:
+        ValueError: one is unknown; names those that there are.
+    """
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    if unknown := [name for name in found if name not in known]:
+        raise ArgumentError(f"{option} has unknown names: {', '.join(unknown)}; there are {', '.join(known)}")
+    return found
+
+
+def in_turn(calls: Mapping[str, Callable[[], Found]], rounds: int, *, warm: int = 0) -> dict[str, list[Found]]:
+    """Make calls in turn (A B A B ...), and return what each gave in each round.
+
+    Args:
+        calls: by name.
+        rounds: that count.
+        warm: that come before these, and do not.
+    """
+    found: dict[str, list[Found]] = {name: [] for name in calls}
+    for turn in range(warm + rounds):
+        for name, call in calls.items():
+            given = call()
+            if turn >= warm:
+                found[name].append(given)
+    return found
+
+
+def medians(turns: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median of each."""
+    return {name: statistics.median(each) for name, each in turns.items()}
+
+
+def seconds_of(call: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return how long a call takes."""
+    began = clock()
+    call()
+    return clock() - began
+
+
+def step_seconds(
+    answer: Callable[[int], object], new_tokens: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the time of one decode step: a long answer less a short one, so that prefill does not count.
+
+    Args:
+        answer: gives so many tokens.
+        new_tokens: steps between the two answers.
+        clock: in seconds.
+    """
+    short = seconds_of(lambda: answer(1), clock)
+    return (seconds_of(lambda: answer(new_tokens + 1), clock) - short) / new_tokens
+
+
+def perplexity(llm: LLM, ids: list[int]) -> float:
+    """Return the perplexity of tokens."""
+    (output,) = llm.generate([ids], SamplingParams(prompt_logprobs=0, max_tokens=1), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
+    return math.exp(-sum(scored) / len(scored))
+
+
+def moments(outputs: Iterable[RequestOutput]) -> tuple[float, float, float]:
+    """Return when the first of some requests came, when the last had its first token, and when the last ended."""
+    metrics = [output.metrics for output in outputs]
+    arrived, first = (each.arrival_time for each in metrics), (each.first_token_time or 0.0 for each in metrics)
+    return min(arrived), max(first), max(each.finished_time or 0.0 for each in metrics)
+
+
+def record(device: object = "cpu", /, **facts: Any) -> dict[str, Any]:
+    """Return what a result begins with: the machine as it is now, and what is known of the run."""
+    return {"environment": describe_environment(resolve_device(str(device)))} | facts
+
+
+def read(out: Path | None, **empty: Any) -> dict[str, Any]:
+    """Return what a file of results holds; where there is none, what an empty one would."""
+    return json.loads(out.read_text()) if out is not None and out.exists() else empty
+
+
+def write(out: Path | None, found: Mapping[str, Any]) -> None:
+    """Write a result, and make its folder; without a file, nothing."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: str) -> list[Mapping[str, Any]]:
+    """Return rows with a new one in the place of the one that has the same values of some keys."""
+    return [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
+
+
+def show(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
+    """Print a table."""
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    wide_console().print(table)
+
+
+def told_by(command: Sequence[object], **options: Any) -> Any:
+    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`."""
+    ran = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, text=True, **options)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def elsewhere(python: Path | str, *arguments: object) -> list[str]:
+    """Return what starts a program of `elsewhere.py` by another environment's interpreter."""
+    return [str(python), str(TOOLS / "elsewhere.py"), *map(str, arguments)]
+
+
+class Answering:
+    """A process that answers lines of JSON with lines of JSON.
+
+    Args:
+        command: starts it.
+    """
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, asked: Any) -> Any:
+        """Return its answer."""
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return self.hear()
+
+    def hear(self) -> Any:
+        """Return its next line."""
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End it."""
+        self._process.communicate()
