@@ -32,6 +32,11 @@ if not IS_WORKER:
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+# beside other load an example may take any time
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 # threads that wait for one another on busy cores take milliseconds for microseconds of work
 torch.set_num_threads(1)

@@ -178,7 +178,6 @@ class EngineKeywords(TypedDict, total=False):
     num_tokens: int | Literal["auto"]
     ngram_min: int
     ngram_max: int
-    structured_outputs_backend: Literal["auto", "guidance", "xgrammar"]
 
 
 @dataclass(frozen=True)
@@ -310,14 +309,6 @@ class EngineConfig:
     )
     ngram_min: int = key("speculation", 2, integer(1, 64), "Tokens that must have stood before for a guess.")
     ngram_max: int = key("speculation", 5, integer(1, 64), "Tokens that are compared; the longest match counts.")
-    structured_outputs_backend: str = key(
-        "structured_outputs",
-        "auto",
-        one_of("auto", "guidance", "xgrammar"),
-        "The library that reads the forms of answers: guidance, which auto is, is llguidance; xgrammar keeps fewer "
-        "schemas.",
-        name="backend",
-    )
 
     def __post_init__(self) -> None:
         if not isinstance(self.buckets, BucketConfig):

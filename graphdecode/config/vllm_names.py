@@ -35,6 +35,7 @@ _NO_MEDIA = Unsupported("models of text alone are run", (None, "", False))
 _NO_POOLING = Unsupported("a model generates: embeddings and scores are not made")
 _FOLDER = Unsupported("give the folder of what `hf download MODEL --revision REVISION` fetched as the model")
 _OWN_TOKENIZER = Unsupported("the tokenizer is what transformers' AutoTokenizer reads from its folder", (None, "auto"))
+_BACKENDS = ("auto", "guidance")  # names of the one library that reads forms
 _NOT_HERE = Unsupported("this is a matter of vLLM's own workings, which are not these", (None, False))
 
 SAMPLING_PARAMS: dict[str, Unsupported] = {
@@ -70,8 +71,6 @@ SETTINGS: dict[str, str] = {
     "quantization": "quantize",
     "enforce_eager": "backend",
     "speculative_config": "speculation",
-    "guided_decoding_backend": "structured_outputs_backend",
-    "structured_outputs_config": "structured_outputs_backend",
 }
 
 # key of vLLM's speculative_config -> our key of [speculation]
@@ -128,6 +127,11 @@ LLM_KEYWORDS: dict[str, Unsupported] = {
     "reasoning_parser": Unsupported("answers are given as they are", (None, "")),
     "logits_processors": Unsupported("a step is a graph, and calls no Python: see SamplingParams", (None, [], ())),
     "logits_processor_pattern": Unsupported("a step is a graph, and calls no Python: see SamplingParams"),
+    "guided_decoding_backend": Unsupported("llguidance reads the forms of answers", (None, *_BACKENDS)),
+    "structured_outputs_config": Unsupported(
+        "llguidance reads the forms of answers, and StructuredOutputsParams says the rest",
+        (None, {}, *({"backend": name} for name in _BACKENDS)),
+    ),
     "enable_lora": _NO_LORA,
     "lora_modules": _NO_LORA,
     "max_loras": _NO_LORA,
@@ -169,8 +173,6 @@ class LLMKeywords(EngineKeywords, total=False):
     quantization: str | None
     enforce_eager: bool
     speculative_config: Mapping[str, Any] | None
-    guided_decoding_backend: str | None
-    structured_outputs_config: Mapping[str, Any] | None
 
 
 def without_unsupported(given: Mapping[str, Any], table: Mapping[str, Unsupported]) -> dict[str, Any]:
@@ -206,19 +208,7 @@ def as_settings(keywords: Mapping[str, Any]) -> dict[str, Any]:
         settings[ours] = "eager" if name == "enforce_eager" and value is True else value
         if name == "speculative_config" and isinstance(value, Mapping):
             settings[ours] = {SPECULATION.get(key, key): entry for key, entry in value.items()}
-        if name == "structured_outputs_config":
-            settings[ours] = _backend_of(value)
     return settings
-
-
-def _backend_of(given: Any) -> Any:
-    """Return the backend that vLLM's `structured_outputs_config` names."""
-    if not isinstance(given, Mapping) or given.keys() - {"backend"}:
-        raise ArgumentError(
-            f"structured_outputs_config must be {{'backend': ...}}, got {given!r:.80}; "
-            "StructuredOutputsParams says the rest"
-        )
-    return given.get("backend", "auto")
 
 
 def refusing(table: Mapping[str, Unsupported]) -> Callable[[_Class], _Class]:

@@ -31,7 +31,6 @@ class Desk:
         limits: of the server.
         sampling_defaults: of the checkpoint.
         serves: what the engine can serve.
-        structured_outputs_backend: the library that reads forms.
         max_open: answers that run and wait at a time.
     """
 
@@ -42,7 +41,6 @@ class Desk:
         limits: ServerConfig,
         sampling_defaults: SamplingParams,
         serves: Serves,
-        structured_outputs_backend: str,
         max_open: int,
     ) -> None:
         self.model_name = model_name
@@ -51,11 +49,10 @@ class Desk:
         self.sampling_defaults = sampling_defaults
         self.serves = serves
         self.max_open = max_open
-        self._backend = structured_outputs_backend
         self.intake = self._made_intake()
 
     def _made_intake(self) -> Intake:
-        return Intake(self.serves, self.tokenizer, structured_outputs_backend=self._backend)  # type: ignore[arg-type]
+        return Intake(self.serves, self.tokenizer)  # type: ignore[arg-type]
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "intake"}

@@ -44,7 +44,6 @@ from graphdecode.server.wire import (
     pack_event,
 )
 from graphdecode.text.grammar import Grammars
-from graphdecode.text.xgrammar_grammars import grammars_of
 
 _VITALS_EVERY_SECONDS = 0.25
 _BANDWIDTH_BYTES = 256 << 20
@@ -257,8 +256,8 @@ def main() -> None:
         return
     grammars = None
     if setup.tokenizer is not None:
-        rules, backend = engine.rules, setup.config.structured_outputs_backend
-        grammars = grammars_of(backend, setup.tokenizer, rules.vocab_size, rules.eos_token_ids)
+        rules = engine.rules
+        grammars = Grammars(setup.tokenizer, rules.vocab_size, rules.eos_token_ids)
         try:
             grammars.load()
         except GraphdecodeError as error:  # such requests are refused, and others served

@@ -75,14 +75,13 @@ class Service:
         self.request_timeout = limits.request_timeout_s or None
         self.draining = False
         self._promised = 0  # answers that have room, and are not handed in yet
-        self._forms_backend = config.structured_outputs_backend
         self._max_open = config.buckets.max_batch_size + limits.max_waiting
         setup = EngineSetup(path, config, progress, tokenizer.backend_tokenizer.to_str() if is_available() else None)
         self.work = ForkedWork(lambda: partial(Desk.warm, self.desk), _WORK_MODULES)
         self.client = EngineClient(setup, on_events=self._deliver, on_vitals=self._take_vitals)
         self.forms = Forms(self.work, self.client)
         self.router = Router(self.client, "the server was ended")
-        self.intake = Intake(self.client, tokenizer, structured_outputs_backend=config.structured_outputs_backend)
+        self.intake = Intake(self.client, tokenizer)
         self.front = AsyncFront(self.router, _steps_by_itself)
         self.metrics = Metrics(name, self.client)
         endpoint = limits.otlp_traces_endpoint
@@ -115,7 +114,6 @@ class Service:
             self.limits,
             self.sampling_defaults,
             serves,
-            self._forms_backend,
             self._max_open,
         )
 

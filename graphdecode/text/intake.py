@@ -19,7 +19,6 @@ from graphdecode.text.grammar import Grammars
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.router import TokenEngine
 from graphdecode.text.tokenizer import is_tokenizers_own
-from graphdecode.text.xgrammar_grammars import grammars_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,6 @@ class Intake:
     Args:
         engine: what will serve them.
         tokenizer: of transformers.
-        structured_outputs_backend: the library that reads forms; see `EngineConfig`.
         reads_grammars: read forms to the end, so that an engine of this process, whose `constrain` is that of
             `grammars`, finds them read and nobody's step waits for it.
     """
@@ -86,12 +84,10 @@ class Intake:
         engine: TokenEngine,
         tokenizer: Any,
         *,
-        structured_outputs_backend: str = "auto",
         reads_grammars: bool = False,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
-        self._structured_outputs_backend = structured_outputs_backend
         self._reads_grammars = reads_grammars
         self._encoding = threading.Lock()  # the tokenizer keeps settings of the call that runs
         self._numbers = itertools.count()
@@ -210,8 +206,7 @@ class Intake:
     def grammars(self) -> Grammars:
         """What reads the forms of answers, for this tokenizer and this engine."""
         rules = self._engine.rules
-        backend, tokenizer = self._structured_outputs_backend, self._tokenizer.backend_tokenizer
-        return grammars_of(backend, tokenizer, rules.vocab_size, rules.eos_token_ids)
+        return Grammars(self._tokenizer.backend_tokenizer, rules.vocab_size, rules.eos_token_ids)
 
     def _grammar(self, params: SamplingParams) -> str | None:
         """Return the grammar for the form of an answer."""

@@ -93,8 +93,7 @@ class LLM:
         self.engine = load_engine(path, settings, progress=progress)
         self.engine_config = _as_it_holds(settings, self.engine.capacity)
         self.router = SteppingRouter(self.engine)
-        backend = settings.structured_outputs_backend
-        self.intake = Intake(self.engine, self.tokenizer, structured_outputs_backend=backend, reads_grammars=True)
+        self.intake = Intake(self.engine, self.tokenizer, reads_grammars=True)
         if self.tokenizer is not None:
             self.engine.constrain = self.intake.grammars.constraint
         self.load_seconds = time.perf_counter() - began

@@ -45,7 +45,7 @@ def plan_of(lens, device, *, wave_items, fixed_split=0, window_left=-1, live=Non
 
 
 @given(st.lists(st.integers(0, 100_000), min_size=1, max_size=24), st.integers(1, 140))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_items_cover_the_rows_in_order_and_fit_the_grid(lens, wave_items):
     kv_lens, splits, items = plan_of(lens, "cpu", wave_items=wave_items)
     assert kv_lens == lens
