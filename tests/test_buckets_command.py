@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from graphdecode.cli import app
+from graphdecode.cli.options import wide_console
 from graphdecode.models import describe_model, load_model, weight_bytes
 
 MIB = 2**20
@@ -81,7 +82,16 @@ def test_without_a_file_the_default_plan_is_shown_for_a_model(tmp_path: Path) ->
 
 def test_without_anything_the_buckets_command_shows_its_help() -> None:
     assert "Usage" in CliRunner().invoke(app, ["buckets"]).output
-    assert "tune" in CliRunner().invoke(app, ["buckets", "--help"]).output
+    told = " ".join(CliRunner().invoke(app, ["buckets", "--help"]).output.split())
+    assert "tune" in told
+    assert "which batch sizes each serves" in told
+
+
+def test_tables_are_as_wide_as_columns_says_and_wide_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert wide_console().width == 72
+    monkeypatch.delenv("COLUMNS")
+    assert wide_console().width >= 118
 
 
 def test_a_ladder_without_padding_is_said_to_have_none(tmp_path: Path) -> None:

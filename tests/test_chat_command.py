@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -13,9 +14,11 @@ from pathlib import Path
 
 import pytest
 from command_line import ROOT, run_command
+from rich.cells import cell_len
 
-from graphdecode import LLM, SamplingParams
-from graphdecode.cli.chat_session import ChatSession, history_file, make_prompt_session
+from graphdecode import LLM, SamplingParams, StructuredOutputsParams
+from graphdecode.cli.answer_terminal import WrappedText, repeats_at_the_end
+from graphdecode.cli.chat_session import ChatSession, answer, history_file, make_prompt_session, tell_figures
 from graphdecode.models import resolve_model_path
 from graphdecode.text import Conversation
 
@@ -138,7 +141,7 @@ def test_a_conversation_is_saved_and_nothing_is_overwritten(
     conversation = typed(llm, f"/system Grüße\r12+30=\r/save {text}\r/save {document}\r/save {text}\r/save\r")
     assert json.loads(document.read_text("utf-8")) == conversation.all_messages()
     assert text.read_text("utf-8") == "## system\n\nGrüße\n\n## user\n\n12+30=\n\n## assistant\n\n42\n"
-    assert "File exists" in (told := capsys.readouterr().err)
+    assert f"error: file exists: {text}" in (told := capsys.readouterr().err)
     assert "/save needs the name of a file" in told
 
 
@@ -162,6 +165,59 @@ def test_what_was_typed_is_kept_for_the_next_session(llm: LLM, tmp_path: Path) -
     assert history_file().is_relative_to(tmp_path)
     assert [path.stat().st_mode & 0o777 for path in (history_file(), history_file().parent)] == [0o600, 0o700]
     assert typed(llm, "\x1b[A\r").messages[0]["content"] == "12+30=", "Up brings it back"
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "quit", "Exit"])
+def test_words_leave_the_session(llm: LLM, word: str) -> None:
+    assert typed(llm, f"12+30=\r{word}\rrev abc=\r").messages[-1]["content"] == "42"
+
+
+def test_a_word_that_reaches_the_edge_moves_to_the_next_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "12")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    text = WrappedText()
+    for piece in ("one two th", "ree ", "4567890123456789", " ", "日本語日本語 \x1b[2J", "\n", "a\tb"):
+        text.write(piece)
+    lines = screen(capsys.readouterr().out, 12)
+    assert lines == ["one two", "three", "45678901234", "56789", "日本語日本", "語 \\x1b[2J", "a       b"]
+
+
+def screen(text: str, width: int) -> list[str]:
+    """What a terminal shows that knows line feeds, and how to go back and clear to the end of a line."""
+    lines: list[list[str]] = [[]]
+    column = 0
+    for back, sign in re.findall(r"\x1b\[(\d+)D\x1b\[K|(.)", text, re.DOTALL):
+        if back:
+            column -= int(back)
+            assert column >= 0
+            del lines[-1][column:]
+        elif sign == "\n":
+            lines.append([])
+            column = 0
+        else:
+            lines[-1] += [sign] + [""] * (cell_len(sign) - 1)
+            column = len(lines[-1])
+            assert column < width, "the last column is left free: what comes behind it is another line's"
+    return ["".join(line).rstrip() for line in lines]
+
+
+def test_an_answer_that_repeats_itself_is_told(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = StructuredOutputsParams(regex="(ab){30}")
+    params = SamplingParams(temperature=0.0, max_tokens=100, structured_outputs=loop)
+    conversation = Conversation(llm, sampling_params=params, chat_template=LAST)
+    answer(conversation, "1+1=")
+    tell_figures(conversation)
+    assert "it says the same 30 times in a row" in capsys.readouterr().err
+
+
+def test_what_repeats_itself() -> None:
+    assert repeats_at_the_end([5, 6, *[1, 2, 3] * 30]) == 30
+    assert repeats_at_the_end([7] * 48) == 48
+    assert repeats_at_the_end([7] * 47) == 0
+    assert repeats_at_the_end([*range(20)] * 3) == 0, "three times is no loop yet"
+    assert repeats_at_the_end([]) == repeats_at_the_end(list(range(500))) == 0
 
 
 @pytest.fixture
@@ -191,13 +247,14 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: li
         os.close(its_end)
         seen = ""
 
-        def await_(text: str) -> None:
+        def await_(text: str, without: str | None = None) -> None:
             nonlocal seen
             deadline = time.monotonic() + 60
             while text not in seen:
                 assert time.monotonic() < deadline, seen
                 if select.select([terminal], [], [], 0.1)[0]:
                     seen += os.read(terminal, 65536).decode(errors="replace")
+            assert without is None or without not in seen.partition(text)[0]
             seen = seen.partition(text)[2]
 
         try:
@@ -205,8 +262,13 @@ def test_ctrl_c_stops_an_answer_and_not_the_program(talkative: Path, options: li
             await_(">")
             os.write(terminal, b"12+30=\r")
             await_("42")  # the answer has begun
+            os.write(terminal, b"/syst")  # kept for the next line, and not shown in the answer
+            time.sleep(0.1)
             process.send_signal(signal.SIGINT)
-            await_("stopped; what came of the answer stays in the conversation")
+            await_("stopped; what came of the answer stays in the conversation", without="/syst")
+            await_(">")
+            os.write(terminal, b"em 1+1=\r")
+            await_("from now on: 1+1=")
             await_(">")
             os.write(terminal, b"/reset\r")
             await_("what was said is forgotten")

@@ -1,5 +1,5 @@
 # Sourced by tools/quickstart and tools/test: makes .venv at the repository's root and installs pinned versions into it.
-# Usage: environment EXTRA, where EXTRA is "" or the extras to install in square brackets, such as "[test,plot]".
+# Usage: environment EXTRAS, where EXTRAS are those to install, in square brackets, such as "[test,plot]".
 
 environment() {
     local extras=$1 stamp

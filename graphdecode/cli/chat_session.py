@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphdecode.cli.answer_terminal import WrappedText, reading_shown, repeats_at_the_end, typing_kept
 from graphdecode.cli.options import STDERR, print_error
-from graphdecode.errors import GraphdecodeError
+from graphdecode.errors import GraphdecodeError, cause
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
@@ -25,8 +26,10 @@ _HELP = """\
 /reset         forget what was said
 /save FILE     write the conversation to a new file: messages as JSON where its name ends in .json, else Markdown
 /help          this
+/quit          leave, as exit, quit and Ctrl-D do
 Enter sends; Esc and then Enter, or Alt-Enter, begins another line; Up and Down go through what was typed before.
-Ctrl-C stops the answer; Ctrl-D leaves."""
+Ctrl-C stops the answer. What is typed while one comes is kept for the next line."""
+_LEAVE = ("exit", "quit")
 
 
 def make_prompt_session(**options: Any) -> PromptSession[str]:
@@ -54,7 +57,7 @@ def make_prompt_session(**options: Any) -> PromptSession[str]:
         file.chmod(0o600)
         history = FileHistory(file)
     except OSError as error:
-        STDERR.print(f"no history is kept: {error}", highlight=False, soft_wrap=True, markup=False)
+        STDERR.print(f"no history is kept: {cause(error)}: {file}", highlight=False, soft_wrap=True, markup=False)
         history = InMemoryHistory()
     return PromptSession(
         "> ", history=history, key_bindings=keys, prompt_continuation="  ", reserve_space_for_menu=0, **options
@@ -80,28 +83,32 @@ class ChatSession:
         self._prompt = prompt
         self._commands: dict[str, Callable[[str], None]] = {
             "help": self._help,
+            **dict.fromkeys(_LEAVE, self._leave),
             "reset": self._reset,
             "save": self._save,
             "system": self._system,
         }
 
     def run(self) -> None:
-        """Read, answer, and read again; Ctrl-D ends it."""
+        """Read, answer, and read again, until somebody leaves."""
         while True:
             try:
                 line = self._prompt.prompt().strip()
+                if line.lower() in _LEAVE:
+                    return
+                if line:
+                    self._take(line)
             except KeyboardInterrupt:  # what was typed is gone, as in a shell
                 continue
             except EOFError:
                 return
-            if line:
-                self._take(line)
 
     def _take(self, line: str) -> None:
-        found = _COMMAND.fullmatch(line)
+        found, said_before = _COMMAND.fullmatch(line), len(self._conversation.messages)
         try:
             if found is None:
-                answer(self._conversation, line)
+                with typing_kept():
+                    answer(self._conversation, line)
                 tell_figures(self._conversation)
             elif found[1] in self._commands:
                 self._commands[found[1]](found[2] or "")
@@ -109,12 +116,21 @@ class ChatSession:
                 print_error(f"there is no command /{found[1]}; /help lists those that there are")
         except KeyboardInterrupt:
             print(flush=True)
-            _tell("stopped; what came of the answer stays in the conversation")
-        except (GraphdecodeError, OSError) as error:
+            if len(self._conversation.messages) == said_before:
+                _tell("stopped before anything came; what was said is forgotten")
+            else:
+                _tell("stopped; what came of the answer stays in the conversation")
+                _tell_of_repeats(self._conversation)
+        except OSError as error:
+            print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
+        except GraphdecodeError as error:
             print_error(" ".join(str(error).split()))
 
     def _help(self, _: str) -> None:
         _tell(_HELP)
+
+    def _leave(self, _: str) -> None:
+        raise EOFError
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
@@ -140,9 +156,13 @@ class ChatSession:
 def answer(conversation: Conversation, text: str) -> None:
     """Say something in a conversation, and print the answer on standard output as it comes."""
     forgotten = conversation.num_forgotten
+    shown = WrappedText()
     with contextlib.closing(conversation.say(text)) as pieces:
+        with reading_shown(conversation):
+            first = next(pieces, "")
+        shown.write(first)
         for piece in pieces:
-            print(piece, end="", flush=True)
+            shown.write(piece)
     print(flush=True)
     if conversation.num_forgotten != forgotten:
         limit = conversation.llm.capacity.token_limit
@@ -170,6 +190,17 @@ def tell_figures(conversation: Conversation) -> None:
     if output.finish_reason == "length":
         parts.append("the answer was cut there" if prompt + tokens >= limit else "the answer was cut by --max-tokens")
     _tell("; ".join(parts))
+    _tell_of_repeats(conversation)
+
+
+def _tell_of_repeats(conversation: Conversation) -> None:
+    """Say so where the latest answer went on saying the same."""
+    times = 0 if conversation.last is None else repeats_at_the_end(conversation.last.outputs[0].token_ids)
+    if times:
+        _tell(
+            f"it says the same {times} times in a row: small models fall into that; Ctrl-C stops an answer, "
+            "--repetition-penalty 1.1 makes it less likely"
+        )
 
 
 def _tell(message: str) -> None:

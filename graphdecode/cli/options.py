@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,9 +54,10 @@ _LEAST_WIDTH = 118  # of tables where standard output is no terminal
 
 
 def wide_console() -> Console:
-    """Return a console on standard output that gives wide tables their width where it is a file."""
+    """Return a console on standard output that gives wide tables their width in a file, where COLUMNS says no other."""
     console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, _LEAST_WIDTH))
+    is_as_it_is = console.is_terminal or os.environ.get("COLUMNS", "").isdecimal()
+    return console if is_as_it_is else Console(width=max(console.width, _LEAST_WIDTH))
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:

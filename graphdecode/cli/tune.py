@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from graphdecode.profiling.ladder_trial import Trial
     from graphdecode.profiling.tuner import QueryCost
 
+_FEW_STEPS = 1000
+
 
 def tune(
     record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
@@ -82,6 +84,13 @@ def tune(
     wide = [] if measured is None else query_costs(measured)
     if wide:
         console.print(_query_table(wide))
+    if counts.total() < _FEW_STEPS:
+        console.print(
+            f"{record} has {counts.total()} steps alone: the ladder fits these, and perhaps no other load; record some "
+            "minutes of what is served",
+            style="yellow",
+            soft_wrap=True,
+        )
     tuned = figures[-1]
     tuned_settings = replace(settings, buckets=base.with_limits(batch_sizes=list(tuned.sizes)))
     out.write_text(tuned_settings.to_toml(), encoding="utf-8")

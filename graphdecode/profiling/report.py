@@ -67,7 +67,7 @@ def floor_columns(profile: dict) -> tuple[list[str], list[list[str]]]:
                 f"{row['replay_speedup']:.2f}" + "?" * (row["eager_noise"] > NOISY),
                 f"{row['bytes_moved'] / 1e6:.1f}",
                 f"{row['achieved_bytes_per_second'] / 1e9:.1f}",
-                f"{100 * row['bandwidth_share']:.0f}%",
+                "in cache" if row["in_cache"] else f"{100 * row['bandwidth_share']:.0f}%",
                 f"{row['floor_ms']:.3f}",
                 f"{step - row['floor_ms']:.3f}",
                 f"{row['times_floor']:.2f}" + "*" * row["in_cache"],

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import logging
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from .cache_folder import FOLDER_VARIABLE, cache_folder
 from .compiler import COMPILE_SECONDS, Compiler, NotCompiled
+from .instructions import instructions
 from .private_folder import PrivateFolder
 from .unit import declare, include_flags, sources_bytes, unit_text
 
@@ -35,6 +37,7 @@ __all__ = ["ELEMENTS", "LANES", "declare", "describe", "fits", "kernel", "librar
 LANES = 16  # values that the kernels take at once
 ELEMENTS = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 SWITCH = "GRAPHDECODE_NATIVE"
+_SILENT_SECONDS = 1
 _WAIT_SECONDS = COMPILE_SECONDS + 10  # for another process that compiles the same
 _SWITCHED_OFF: ContextVar[bool] = ContextVar("switched_off", default=False)
 _LOADING = threading.Lock()
@@ -181,13 +184,40 @@ def _made(folder: PrivateFolder, name: str, compiler: Compiler, unit: str, optio
         found = folder.opened(name)
         if found is not None:
             return found
-        with folder.scratch() as scratch:
+        with folder.scratch() as scratch, _announced():
             compiler.compile(unit, options, scratch / name)
             folder.put(scratch / name, name)
         found = folder.opened(name)
     if found is None:
         raise OSError("what was written cannot be read back")
     return found
+
+
+@contextmanager
+def _announced() -> Iterator[None]:
+    """Say on standard error that kernels are compiled, where that takes long; in a terminal, also for how long."""
+    done = threading.Event()
+
+    def tell() -> None:
+        line = f"graphdecode: compiling kernels for {instructions().name}, once; it takes about half a minute"
+        seconds = _SILENT_SECONDS
+        if done.wait(seconds):
+            return
+        if not sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+            return
+        while not done.wait(1):
+            seconds += 1
+            print(f"\r{line}: {seconds} s", end="", file=sys.stderr, flush=True)
+        print(file=sys.stderr)
+
+    thread = threading.Thread(target=tell, name="compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _temporary_folder() -> Path:

@@ -77,6 +77,14 @@ def test_without_compiled_kernels_the_answers_are_the_same_and_the_reason_is_kno
     assert all(reason in line and "GRAPHDECODE_NATIVE=0" in line for line in lines)
 
 
+def test_a_compilation_that_takes_long_is_announced(tmp_path):
+    slow = script(tmp_path / "slow", 'case "$*" in *-shared*) sleep 2 ;; esac; ' + QUICKLY)
+    for times in (1, 0):  # the second time they are there
+        (why,), said = run(FILE.replace("native._load().file", "''"), GRAPHDECODE_CACHE_DIR=str(tmp_path), CC=slow)
+        assert why.strip() == "None"
+        assert said.count("compiling kernels for") == times
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the flag is one of x86-64")
 def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same():
     environment = {"GRAPHDECODE_CACHE_DIR": os.environ["GRAPHDECODE_TEST_RUN"], VARIABLE: "avx2"}

@@ -91,6 +91,13 @@ def test_every_step_stands_next_to_its_floor(profile: dict) -> None:
         assert row["in_cache"] == (moved <= profile["environment"]["cache_bytes"])
 
 
+def test_no_share_of_the_bandwidth_is_told_of_what_lies_in_the_cache(profile: dict) -> None:
+    heads, rows = floor_columns(profile)
+    told = [row[heads.index("of bandwidth")] for row in rows]
+    assert all((text == "in cache") == row["in_cache"] for text, row in zip(told, profile["rows"], strict=True))
+    assert "in cache" in told
+
+
 def test_the_profile_says_what_it_was_taken_on(profile: dict) -> None:
     facts = profile["environment"]
     for fact in ("device_name", "torch", "triton", "commit", "cpu_mhz", "threads", "load_average"):

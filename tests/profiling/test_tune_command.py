@@ -48,6 +48,12 @@ def test_todays_ladder_is_the_one_in_force_whatever_is_asked_for(folder: Path) -
     assert BucketConfig.load(folder / "tuned.toml").max_graphs == 2
 
 
+def test_a_record_of_few_steps_is_said_to_be_one(folder: Path) -> None:
+    assert "has 42 steps alone" in " ".join(tune(folder).split())
+    record_batch_sizes(folder / "batches.json", {3: 1000})
+    assert "steps alone" not in tune(folder)
+
+
 def test_the_engines_settings_are_kept_and_options_for_measuring_are_not_written(folder: Path) -> None:
     config = folder / "today.toml"
     config.write_text(config.read_text() + '[model]\nseed = 3\ndtype = "float16"\n')

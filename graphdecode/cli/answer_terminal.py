@@ -1,0 +1,123 @@
+"""How an answer is shown in a terminal while it comes: whole words, nothing else between them, and signs of life."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.cells import cell_len
+
+from graphdecode.text import Conversation
+
+_SILENT_SECONDS = 1.0  # before the first token, until the progress of the prompt is shown
+_TAB = 8
+_LONGEST_PERIOD = 64  # tokens
+_REPEATS, _REPEATED_TOKENS = 4, 48  # at the end of an answer that repeats itself, both at least
+
+
+class WrappedText:
+    """Prints pieces of text on standard output; in a terminal, a word that reaches the edge moves to the next line.
+
+    What a terminal would obey, such as an escape sequence, is shown there and not sent.
+    """
+
+    def __init__(self) -> None:
+        self._is_terminal = sys.stdout.isatty()
+        self._column = 0
+        self._word = ""  # the last one on this line, so far; a word that fills a line is none
+
+    def write(self, piece: str) -> None:
+        """Print a piece of the text at once."""
+        if self._is_terminal:
+            width = shutil.get_terminal_size().columns
+            piece = "".join(self._placed(sign, width - 1) for sign in piece)
+        print(piece, end="", flush=True)
+
+    def _placed(self, sign: str, limit: int) -> str:
+        """Return what prints a sign where at most `limit` columns of a line are used."""
+        if sign == "\n":
+            self._column, self._word = 0, ""
+            return sign
+        if sign == "\t":
+            sign = " " * (_TAB - self._column % _TAB)
+        elif not sign.isprintable():
+            sign = repr(sign)[1:-1]
+        size = cell_len(sign)
+        if self._column + size <= limit:
+            self._column += size
+            self._word = "" if sign.isspace() else self._word + sign
+            return sign
+        word, self._word = self._word, ""
+        if sign.isspace():
+            self._column = 0
+            return "\n"
+        back = cell_len(word)
+        if back == self._column:  # it began this line
+            self._column = size
+            return "\n" + sign
+        self._column, self._word = back + size, word + sign
+        return (f"\x1b[{back}D\x1b[K" if back else "") + "\n" + word + sign
+
+
+@contextmanager
+def typing_kept() -> Iterator[None]:
+    """Do not show what is typed meanwhile; whoever reads the terminal next is given it."""
+    if os.name != "posix" or not sys.stdin.isatty():
+        yield
+        return
+    import termios
+
+    before = termios.tcgetattr(sys.stdin)
+    quiet = list(before)
+    quiet[3] = (quiet[3] & ~(termios.ECHO | termios.ICANON)) | termios.NOFLSH  # Ctrl-C does not drop it either
+    termios.tcsetattr(sys.stdin, termios.TCSANOW, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
+
+
+@contextmanager
+def reading_shown(conversation: Conversation) -> Iterator[None]:
+    """Show on standard error, where that is a terminal, how much of a long prompt has been read."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    stats = conversation.llm.stats
+    done, began = threading.Event(), stats.prefilled_tokens
+
+    def show() -> None:
+        shown = ""
+        until = time.monotonic() + _SILENT_SECONDS
+        while not done.wait(max(until - time.monotonic(), 0.1)):
+            if (request := conversation.last) is None or request.metrics is None:
+                continue
+            total = len(request.prompt_token_ids) - request.metrics.num_cached_tokens
+            shown = f"reading the prompt: {min(stats.prefilled_tokens - began, total)} of {total} tokens"
+            print(f"\r{shown}\x1b[K", end="", file=sys.stderr, flush=True)
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=show, name="reading", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def repeats_at_the_end(token_ids: Sequence[int]) -> int:
+    """Return how many times in a row an answer says the same at its end; 0: it does not repeat itself there."""
+    for period in range(1, _LONGEST_PERIOD + 1):
+        run = 0
+        while run + period < len(token_ids) and token_ids[-1 - run] == token_ids[-1 - run - period]:
+            run += 1
+        if run + period >= max(_REPEATED_TOKENS, _REPEATS * period):
+            return (run + period) // period
+    return 0
