@@ -187,6 +187,16 @@ def test_architectures_are_named_in_their_families_alone() -> None:
     assert not found, "\n".join(found)
 
 
+def test_no_two_public_classes_have_one_name() -> None:
+    found: dict[str, list[str]] = {}
+    for module, path in sources().items():
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(module)
+    assert len(found) > 100
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
 def test_a_file_is_one_noun_of_readable_length() -> None:
     files = [*sources().values(), *python_files("tests"), *python_files("tools")]
     assert not [path for path in files if path.stem in ("utils", "util", "common", "helpers", "misc")]

@@ -19,7 +19,7 @@ def table(results: Path) -> str:
     found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
     peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
     peers.pop("graphdecode", None)
-    headings = ["machine", "model", "batch", "ms/step", *(f"times {peer}" for peer in peers)]
+    headings = ["machine", "instructions", "model", "batch", "ms/step", *(f"times {peer}" for peer in peers)]
     lines = [_line(*headings, "times the weight-read floor"), "|---" * (len(headings) + 1) + "|"]
     for machine, result in found:
         for row in result["rows"]:
@@ -27,6 +27,7 @@ def table(results: Path) -> str:
             lines.append(
                 _line(
                     f"{machine}, {result['threads']} threads",
+                    result["environment"].get("instructions", "-"),
                     f"{result['model']} {result['dtype']}",
                     str(row["batch_size"]),
                     f"{row['ms_per_step']['graphdecode']:.2f}",

@@ -129,13 +129,13 @@ def _run(answers: Answers, rows: int, requests: BatchInput, output: BatchOutput)
 
     from tqdm import tqdm
 
-    from graphdecode.server.batch import Batch
+    from graphdecode.server.batch import BatchRun
 
     logging.basicConfig(format="%(levelname)s: %(message)s")
     began = time.perf_counter()
     total, before = len(requests.custom_ids), len(output.answered)
     with tqdm(total=total, initial=before, desc="answering", unit="request", leave=False, disable=None) as bar:
-        batch = Batch(answers, requests, output, window=_AHEAD * rows, on_answer=bar.update)
+        batch = BatchRun(answers, requests, output, window=_AHEAD * rows, on_answer=bar.update)
         asyncio.run(batch.run())  # which Ctrl-C cancels
     seconds = time.perf_counter() - began
     STDERR.print(

@@ -10,7 +10,7 @@ from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError
 
 
-class Checkpoint(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A model that can be loaded.
 
     Attributes:
@@ -26,7 +26,7 @@ class Checkpoint(NamedTuple):
 
 def find_checkpoint(
     model: str, tokenizer: str | None, settings: EngineConfig, max_sequence_length: int | None = None
-) -> Checkpoint:
+) -> FoundCheckpoint:
     """Return what is known of a model.
 
     Args:
@@ -48,4 +48,4 @@ def find_checkpoint(
             f"--max-sequence-length must be at most {trained_length}, for which the model was trained, "
             f"got {max_sequence_length}"
         )
-    return Checkpoint(path, tokenizer_for(path, tokenizer, settings), trained_length)
+    return FoundCheckpoint(path, tokenizer_for(path, tokenizer, settings), trained_length)

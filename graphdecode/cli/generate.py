@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphdecode.cli.capacity import fitted, limited
-from graphdecode.cli.checkpoint import Checkpoint, find_checkpoint
+from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint
 from graphdecode.cli.options import (
     STDERR,
     ConfigOption,
@@ -125,7 +125,9 @@ def generate(
         raise typer.Exit(2)
 
 
-def _sized(settings: EngineConfig, checkpoint: Checkpoint, texts: list[str], params: SamplingParams) -> EngineConfig:
+def _sized(
+    settings: EngineConfig, checkpoint: FoundCheckpoint, texts: list[str], params: SamplingParams
+) -> EngineConfig:
     """Return settings whose capacity is what these prompts can use."""
     most = params.truncate_prompt_tokens
     lengths = [len(checkpoint.tokenizer(text, verbose=False).input_ids) for text in texts]

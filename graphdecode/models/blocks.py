@@ -122,7 +122,7 @@ class Norm(Block):
         return self.weight.nbytes
 
 
-class Stream:
+class ResidualStream:
     """A pass through the layers: the residual stream, and what the last block gave, which is still to be added to it.
 
     Blocks take `hidden`, of the model's dtype, for products are made of it. What they give is float32 where their
@@ -273,7 +273,7 @@ class Stream:
         """Give the product for `x` [t, in_features]."""
         self._norm, self._product = None, (linear, x)
 
-    def narrowed(self, begin: int, end: int) -> Stream:
+    def narrowed(self, begin: int, end: int) -> ResidualStream:
         """Return the stream of some tokens of the pass, whose memory it shares, for blocks that look at each alone."""
         self._add_product()
         part = copy(self)
@@ -344,7 +344,7 @@ class Attention(Block):
     logits_soft_cap: float = 0.0
     sinks: Tensor | None = None
 
-    def run(self, stream: Stream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         """Append the tokens' keys and values to the cache, and give what they attend to."""
         qkv = stream.room_of(self.qkv)
         stream.feed(self.qkv, qkv)
@@ -374,7 +374,7 @@ class FeedForward(Block):
     """What a layer does with each token by itself."""
 
     @abstractmethod
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: ResidualStream) -> None:
         """Take `hidden`, and give what is to be added to the residual."""
 
 
@@ -386,7 +386,7 @@ class GatedMlp(FeedForward):
     down: WeightForm  # [hidden, intermediate]
     activation: str
 
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: ResidualStream) -> None:
         """Take `hidden`, and give what is to be added to the residual."""
         stream.give(self.down, stream.feed_gated(self.gate_up, self.activation))
 
@@ -395,7 +395,7 @@ class Layer(Block):
     """A decoder layer: some blocks, and the order in which they and the residual stream meet."""
 
     @abstractmethod
-    def run(self, stream: Stream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         """Take a stream from the layer before, and give what is to be added to the residual."""
 
 
@@ -433,7 +433,7 @@ class Head(Block):
     lm_head: WeightForm  # [vocab, hidden]
     soft_cap: float = 0.0
 
-    def run(self, stream: Stream) -> Tensor:
+    def run(self, stream: ResidualStream) -> Tensor:
         """Return the logits, float32 [t, vocab]."""
         stream.norm(self.final_norm)
         logits = stream.empty(self.lm_head.out_features, torch.float32)

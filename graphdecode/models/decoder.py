@@ -25,9 +25,9 @@ from graphdecode.models.blocks import (
     Block,
     Head,
     Layer,
+    ResidualStream,
     Stem,
     StepOperators,
-    Stream,
     Tokens,
     Vary,
 )
@@ -174,7 +174,7 @@ class Decoder:
         page_table: Tensor,
         caches: list[LayerCache],
         attention: TokenByTokenAttention | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Append the keys and values of many tokens, and return what the last layer leaves; see `Model.prefill`."""
 
         def attend(out: Tensor, q: Tensor, cache: LayerCache, options: AttentionOptions) -> None:
@@ -186,7 +186,7 @@ class Decoder:
         with torch.no_grad():
             return self._run_layers([Tokens(token_ids, rows, positions, live, page_table)], caches, attend)
 
-    def logits(self, stream: Stream, begin: int, end: int) -> Tensor:
+    def logits(self, stream: ResidualStream, begin: int, end: int) -> Tensor:
         """Return the logits, float32 [end - begin, vocab], of some tokens of a prefill; once: they are made in place.
 
         Args:
@@ -203,9 +203,9 @@ class Decoder:
         caches: list[LayerCache],
         attend: Attend | None,
         append: AppendAndAttend | None = None,
-    ) -> Stream:
+    ) -> ResidualStream:
         """Return the stream that the last layer leaves."""
-        stream = Stream(parts, self.stem, attend, self._operators, append)
+        stream = ResidualStream(parts, self.stem, attend, self._operators, append)
         for layer, cache in zip(self.layers, caches, strict=True):
             layer.run(stream, cache)
         return stream

@@ -11,7 +11,7 @@ from graphdecode.kernels.moe.moe_combine import moe_combine
 from graphdecode.kernels.moe.moe_route import moe_route
 from graphdecode.linear.expert_form import ExpertForm, Gate
 from graphdecode.linear.weight_form import WeightForm
-from graphdecode.models.blocks import Block, FeedForward, GatedMlp, Stream
+from graphdecode.models.blocks import Block, FeedForward, GatedMlp, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class SparseMlp(FeedForward):
     shared: GatedMlp | None
     renormalise: bool
 
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: ResidualStream) -> None:
         """Take `hidden`, and give what is to be added to the residual; all of it stays on the device."""
         rows, count, slots = stream.hidden.shape[0], self.experts.count, self.experts.slots
         logits = stream.room_of(self.router, "router")

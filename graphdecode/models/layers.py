@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from graphdecode.cache import LayerCache
-from graphdecode.models.blocks import Attention, FeedForward, Layer, Norm, Stream
+from graphdecode.models.blocks import Attention, FeedForward, Layer, Norm, ResidualStream
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class PreNormLayer(Layer):
     mlp: FeedForward
     residual_scale: float = 1.0
 
-    def run(self, stream: Stream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         """Run the layer."""
         stream.norm(self.input_norm)
         self.attention.run(stream, cache)
@@ -39,7 +39,7 @@ class SandwichLayer(Layer):
     mlp: FeedForward
     after_mlp: Norm
 
-    def run(self, stream: Stream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         """Run the layer."""
         stream.norm(self.before_attention)
         self.attention.run(stream, cache)

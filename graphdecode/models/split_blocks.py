@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.attention import HeadTurn
 from graphdecode.distributed import Collectives
-from graphdecode.models.blocks import Attention, FeedForward, Norm, Stem, Stream, Tokens
+from graphdecode.models.blocks import Attention, FeedForward, Norm, ResidualStream, Stem, Tokens
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class SummedMlp(FeedForward):
     collectives: Collectives
     place: str
 
-    def run(self, stream: Stream) -> None:
+    def run(self, stream: ResidualStream) -> None:
         """Give the sum of what the ranks' parts give."""
         self.part.run(stream)
         self.collectives.all_reduce(stream.given, self.place)

@@ -14,7 +14,7 @@ _SAME = ("model", "dtype", "backend")
 
 
 @dataclass(frozen=True)
-class Change:
+class PointChange:
     """One bucket at one context in two profiles; times are of a step, in milliseconds.
 
     Attributes:
@@ -59,7 +59,7 @@ class Comparison:
         differences: facts in which the profiles differ, so that the comparison means less; for people.
     """
 
-    changes: list[Change]
+    changes: list[PointChange]
     differences: list[str]
 
     @property
@@ -72,7 +72,7 @@ class Comparison:
         """Geometric mean of the ratios of quickest rounds."""
         return statistics.geometric_mean([change.quiet_ratio for change in self.changes])
 
-    def slower(self, tolerance: float) -> list[Change]:
+    def slower(self, tolerance: float) -> list[PointChange]:
         """Return the points that got slower by more than `tolerance`, beyond their noise.
 
         All of them where the points together did: noise of single points cancels out in their mean.
@@ -81,7 +81,7 @@ class Comparison:
             return self.changes
         return [change for change in self.changes if change.is_slower(tolerance)]
 
-    def unclear(self, tolerance: float) -> list[Change]:
+    def unclear(self, tolerance: float) -> list[PointChange]:
         """Return the points whose noise is larger than the tolerance: a slow-down may hide in them."""
         return [change for change in self.changes if change.noise > tolerance]
 
@@ -124,7 +124,7 @@ def compare_profiles(before: dict, after: dict) -> Comparison:
     if not common:
         raise ArgumentError("the two profiles have no bucket and context in common")
     changes = [
-        Change(
+        PointChange(
             *point,
             old[point]["step_ms"]["p50"],
             new[point]["step_ms"]["p50"],

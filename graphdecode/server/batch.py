@@ -76,7 +76,7 @@ class EngineAnswers:
         return await reply.whole()
 
 
-class Batch:
+class BatchRun:
     """A run over the requests that have no answer yet.
 
     Args:

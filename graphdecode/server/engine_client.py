@@ -22,11 +22,11 @@ from graphdecode.server.wire import (
     Abort,
     Add,
     Alive,
+    EngineReady,
     EngineSetup,
     Finish,
     Forget,
     PackedEvent,
-    Ready,
     Refused,
     Teach,
     Vitals,
@@ -94,7 +94,7 @@ class EngineClient:
         self._socket: socket.socket | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._life: asyncio.Task[None] | None = None
-        self.ready: Ready | None = None
+        self.ready: EngineReady | None = None
         self.serves = False
         self.restarts = 0
         self._watch: asyncio.Task[None] | None = None
@@ -157,7 +157,7 @@ class EngineClient:
             raise AnswerError("the engine's process ended while it was loading the model") from None
         if isinstance(message, Refused):
             raise ArgumentError(message.message)
-        assert isinstance(message, Ready)
+        assert isinstance(message, EngineReady)
         self.ready, self.serves = message, True
 
     async def _live(self, reader: asyncio.StreamReader) -> None:

@@ -33,10 +33,10 @@ from graphdecode.server.wire import (
     Abort,
     Add,
     Alive,
+    EngineReady,
     EngineSetup,
     Finish,
     Forget,
-    Ready,
     Refused,
     Teach,
     Vitals,
@@ -265,7 +265,7 @@ def main() -> None:
     load_seconds = time.perf_counter() - began
     bandwidth = read_bandwidth(engine.model.device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
     floor = engine.model.weight_bytes / bandwidth
-    wire.send(Ready(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, floor))
+    wire.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, floor))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
     EngineProcess(engine, wire, grammars).serve()

@@ -81,7 +81,7 @@ class Abort(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ready:
+class EngineReady:
     """The engine can be asked.
 
     Attributes:

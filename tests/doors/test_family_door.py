@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.models import Family, ModelConfig, UnsupportedModelError, register_family, resolve_model_path
-from graphdecode.models.blocks import Attention, GatedMlp, Layer, LayerCache, Norm, Stem, Stream, Tokens
+from graphdecode.models.blocks import Attention, GatedMlp, Layer, LayerCache, Norm, ResidualStream, Stem, Tokens
 from graphdecode.models.config import common_fields
 from graphdecode.models.family import FAMILIES, edges
 from graphdecode.models.weight_map import Part, WeightMap, product
@@ -58,7 +58,7 @@ class ToyLayer(Layer):
     attention: Attention
     mlp: GatedMlp
 
-    def run(self, stream: Stream, cache: LayerCache) -> None:
+    def run(self, stream: ResidualStream, cache: LayerCache) -> None:
         stream.norm(self.norm)
         normed = stream.hidden.clone()
         self.mlp.run(stream)

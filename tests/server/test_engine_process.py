@@ -30,9 +30,9 @@ from graphdecode.server.wire import (
     Abort,
     Add,
     Alive,
+    EngineReady,
     EngineSetup,
     Forget,
-    Ready,
     Teach,
     Vitals,
     Wire,
@@ -211,7 +211,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
     assert Silence().serving_seconds * 5 / 4 + 1 < 10
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Alive(), Ready(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, Alive(), EngineReady(RULES, 0, (1,), 0.0, 0.0))
         client = client_of(Silence(5, 5, 0.4))
         await client.start()
         assert client.serves
@@ -228,7 +228,7 @@ def test_an_engine_that_stands_still_is_noticed_in_less_than_two_silences(monkey
 
 def test_others_have_their_turn_between_the_events_of_many_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Ready(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
         taken, turns = list[int](), list[int]()
         client = client_of(Silence(), lambda events: taken.extend(event.request_id for event in events))
         await client.start()
@@ -251,7 +251,7 @@ def test_a_form_that_takes_more_than_all_may_is_kept_for_a_moment_alone(monkeypa
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_later", lambda loop, _, call, *given: loop.call_soon(call, *given))
 
     async def main() -> None:
-        scripted = Scripted(monkeypatch, Ready(RULES, 0, (1,), 0.0, 0.0))
+        scripted = Scripted(monkeypatch, EngineReady(RULES, 0, (1,), 0.0, 0.0))
         client = client_of(Silence())
         await client.start()
         for nbytes in (KEPT_BYTES, KEPT_BYTES + 1):

@@ -22,7 +22,7 @@ from graphdecode.server.replicas.routing import (
     BLOCK_CHARACTERS,
     MAX_BLOCKS,
     OwnRequests,
-    PrefixIndex,
+    RoutedPrefixes,
     choose,
     prompt_blocks,
 )
@@ -41,7 +41,7 @@ def test_a_replica_has_the_longest_beginning_that_it_was_sent(seed: int) -> None
     draw = random.Random(seed)
     stems = ["".join(draw.choices("ab", k=draw.randrange(200))) for _ in range(6)]
     prompts = [draw.choice(stems)[: draw.randrange(200)] + draw.choice(stems) for _ in range(60)]
-    index: PrefixIndex[int] = PrefixIndex()
+    index: RoutedPrefixes[int] = RoutedPrefixes()
     sent: dict[int, list[str]] = {}
     for prompt in prompts:
         expected = {
@@ -57,7 +57,7 @@ def test_a_replica_has_the_longest_beginning_that_it_was_sent(seed: int) -> None
 
 
 def test_what_was_used_longest_ago_is_forgotten_from_its_end() -> None:
-    index: PrefixIndex[str] = PrefixIndex(kept_blocks=6)
+    index: RoutedPrefixes[str] = RoutedPrefixes(kept_blocks=6)
     index.add("a", [1, 2, 3, 4])
     index.add("a", [11, 12])
     assert index.matched([1, 2, 3, 4]) == {"a": 4}

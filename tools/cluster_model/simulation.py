@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from graphdecode.server.replicas.routing import PrefixIndex, choose
+from graphdecode.server.replicas.routing import RoutedPrefixes, choose
 
 LOOK_EVERY_S = 10.0  # of the autoscaler
 Policy = Callable[[Mapping[int, int], int], int]
@@ -149,7 +149,7 @@ class Replica:
             request.first_token = self._clock + self._costs.step_s[len(self._running)]
 
 
-def policies(prefixes: PrefixIndex[int], slack: int, seed: int) -> dict[str, Policy]:
+def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, Policy]:
     """Return ways to choose a replica, by the loads of all and the prefix of a prompt.
 
     Args:
@@ -279,7 +279,7 @@ class Cluster:
         seed: int = 0,
     ) -> None:
         self._costs = costs
-        self._prefixes: PrefixIndex[int] = PrefixIndex(kept_prefixes)
+        self._prefixes: RoutedPrefixes[int] = RoutedPrefixes(kept_prefixes)
         self._choose = policies(self._prefixes, slack, seed)[policy]
         self._replicas = {name: Replica(costs) for name in range(replicas)}
         self._loads = dict.fromkeys(self._replicas, 0)  # of those that take requests

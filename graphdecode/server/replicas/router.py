@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from graphdecode.server.replicas.routing import OwnRequests, PrefixIndex, choose
+from graphdecode.server.replicas.routing import OwnRequests, RoutedPrefixes, choose
 
 
 class Route(NamedTuple):
@@ -37,7 +37,7 @@ class PrefixRouter(RequestRouter):
         """
         self.slack: int = kwargs["slack"]
         self.policy: str = kwargs["policy"]
-        self.prefixes: PrefixIndex[ReplicaID] = PrefixIndex()
+        self.prefixes: RoutedPrefixes[ReplicaID] = RoutedPrefixes()
         self.own: OwnRequests[ReplicaID] = OwnRequests()
         self.draw = random.Random()
 

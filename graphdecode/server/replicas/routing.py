@@ -19,7 +19,7 @@ MAX_BLOCKS = 256  # looked at of one prompt
 KEPT_BLOCKS = 1 << 16  # remembered of one replica: 2 million characters, in the order of a cache of pages
 
 
-class PrefixIndex(Generic[R]):
+class RoutedPrefixes(Generic[R]):
     """Which replica was sent which beginnings of prompts; each forgets the oldest, as its cache does.
 
     Args:
