@@ -199,7 +199,7 @@ def _announced() -> Iterator[None]:
     done = threading.Event()
 
     def tell() -> None:
-        line = f"graphdecode: compiling kernels for {instructions().name}, once; it takes about half a minute"
+        line = f"graphdecode: compiling kernels for {instructions().name}, once; it takes some ten seconds"
         seconds = _SILENT_SECONDS
         if done.wait(seconds):
             return

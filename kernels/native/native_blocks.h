@@ -107,6 +107,11 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
     if (bits == 8 && weight->is_e4m3) return e4m3(codes & 255);
     if (bits == 8) return __builtin_convertvector((ivec)(codes << 24) >> 24, vec);
     if (weight->is_linear) return __builtin_convertvector((ivec)codes - weight->zero, vec);
+#ifndef __clang__ /* which shuffles by constants alone */
+    if (bits <= 4 && LANES == 16) return __builtin_shuffle(load_f32(weight->floats), (ivec)codes);
+    if (bits <= 4 && LANES == 8)
+        return __builtin_shuffle(load_f32(weight->floats), load_f32(weight->floats + LANES), (ivec)codes);
+#endif
     for (int lane = 0; lane < LANES; lane++) found[lane] = weight->floats[codes[lane]];
     return found;
 }
@@ -116,11 +121,11 @@ INLINE vec meant(const int bits, const struct block_weight *weight, uvec codes) 
  * has one span's numbers, or two spans'. */
 INLINE void undo_floats(const int bits, float *out, vec *sums, const float *x, const uint16_t *at,
                         const struct block_weight *weight, const vec (*scales)[VECTORS], const vec (*mins)[VECTORS]) {
-#pragma GCC unroll 2
-    for (int part = 0; part < QUANTISED_BLOCK / LEAST_GROUP; part++) {
-        const int64_t place = weight->span < QUANTISED_BLOCK ? part : 0;
-#pragma GCC unroll 16
-        for (int k = part * LEAST_GROUP; k < (part + 1) * LEAST_GROUP; k++) /* a pair of input features, and half of the panel */
+    const int unrolled = bits == 4 || bits == 8 ? 4 : 8; /* more compile for long, and gain nothing */
+    for (int first = 0; first < QUANTISED_BLOCK; first += unrolled) {
+        const int64_t place = weight->span < QUANTISED_BLOCK ? first / LEAST_GROUP : 0;
+#pragma GCC unroll 8
+        for (int k = first; k < first + unrolled; k++) /* a pair of input features, and half of the panel */
 #pragma GCC unroll 2
             for (int odd = 0; odd < 2; odd++)
 #pragma GCC unroll 4
