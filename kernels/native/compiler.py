@@ -14,8 +14,8 @@ from typing import NamedTuple
 from .instructions import instructions
 
 # Vectors and threads are GCC's and Clang's own; nothing of these is x86's.
-PORTABLE_FLAGS = ("-O3", "-fno-math-errno", "-std=gnu11", "-Wno-psabi", "-pthread", "-fPIC", "-shared")
-COMPILE_SECONDS = 300  # of the clock: some 20 of one core, which others may want too
+PORTABLE_FLAGS = ("-O3", "-fno-math-errno", "-std=gnu11", "-Wno-psabi", "-pthread", "-fPIC")
+COMPILE_SECONDS = 300  # of the clock: some 10 of one core, which others may want too
 _VERSION_SECONDS = 20
 _DISK_ERRORS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
@@ -67,26 +67,46 @@ class Compiler(NamedTuple):
             told = f"the C compiler {words[0]!r} cannot be run ({error})"
             raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
-    def compile(self, text: str, options: list[str], made: Path) -> None:
-        """Compile a source text into the file `made`, with no other file but in its folder.
+    def compile(self, texts: list[str], options: list[str], made: Path) -> None:
+        """Compile source texts side by side and link them into the library `made`, with no file but in its folder.
 
         Raises:
-            NotCompiled: the compiler refuses it, or takes too long.
+            NotCompiled: the compiler refuses one, or takes too long.
             OSError: there is no room in that folder.
         """
-        command = [*self.command, *options, "-x", "c", "-", "-lm", "-o", str(made)]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
-            errors="replace", start_new_session=True, env={**_environment(), "TMPDIR": str(made.parent)},
-        )  # fmt: skip
+        sources = [made.with_suffix(f".{place}.c") for place in range(len(texts))]
+        objects = [str(source.with_suffix(".o")) for source in sources]
+        running: list[subprocess.Popen[str]] = []
         try:
-            _, told = process.communicate(text, timeout=COMPILE_SECONDS)
+            for source, text, to in zip(sources, texts, objects, strict=True):
+                source.write_text(text, encoding="utf-8")
+                running.append(self._started([*options, "-c", "-x", "c", "-", "-o", to], made.parent, source))
+            for process in running:
+                self._finish(process)
+            running.append(self._started(["-shared", *objects, "-lm", "-o", str(made)], made.parent))
+            self._finish(running[-1])
+        finally:  # what a compiler started is of its group, and may outlive it
+            for process in running:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                assert process.stderr is not None
+                process.stderr.close()
+
+    def _started(self, arguments: list[str], folder: Path, source: Path | None = None) -> subprocess.Popen[str]:
+        environment = {**_environment(), "TMPDIR": str(folder)}
+        with open(source or os.devnull, "rb") as given:
+            return subprocess.Popen(
+                [*self.command, *arguments], stdin=given, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                encoding="utf-8", errors="replace", start_new_session=True, env=environment,
+            )  # fmt: skip
+
+    def _finish(self, process: subprocess.Popen[str]) -> None:
+        """Wait for a compiler; raise what it says if it fails."""
+        try:
+            _, told = process.communicate(timeout=COMPILE_SECONDS)
         except subprocess.TimeoutExpired:
             raise NotCompiled(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
-        finally:  # its own children are of its group, and may outlive it
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         if process.returncode != 0:
             said = told.strip()[-500:]
             if any(problem in told for problem in _DISK_ERRORS):

@@ -30,7 +30,7 @@ from .cache_folder import FOLDER_VARIABLE, cache_folder
 from .compiler import COMPILE_SECONDS, Compiler, NotCompiled
 from .instructions import instructions
 from .private_folder import PrivateFolder
-from .unit import declare, include_flags, sources_bytes, unit_text
+from .unit import declare, include_flags, object_texts, sources_bytes
 
 __all__ = ["ELEMENTS", "LANES", "declare", "describe", "fits", "kernel", "library", "switched_off", "why_not"]
 
@@ -149,8 +149,10 @@ def _load_once() -> _Loaded:
 def _compiled() -> _Loaded:
     """Load the library, compiled if no earlier process has done it."""
     compiler = Compiler.found()
-    unit, options = unit_text(), include_flags()
-    key = hashlib.sha256("\n".join([unit, *compiler.command, *options, compiler.processor, compiler.version]).encode())
+    texts, options = object_texts(), include_flags()
+    key = hashlib.sha256(
+        "\n".join([*texts, *compiler.command, *options, compiler.processor, compiler.version]).encode()
+    )
     key.update(sources_bytes())
     name = f"{key.hexdigest()[:24]}.so"
     problems: list[str] = []
@@ -161,7 +163,7 @@ def _compiled() -> _Loaded:
             with closing(PrivateFolder(path)) as folder:
                 descriptor = folder.opened(name)
                 if descriptor is None:
-                    descriptor = _made(folder, name, compiler, unit, options)
+                    descriptor = _made(folder, name, compiler, texts, options)
             try:  # by its descriptor: what was checked is what is loaded
                 loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
             finally:
@@ -178,14 +180,14 @@ def _compiled() -> _Loaded:
     )
 
 
-def _made(folder: PrivateFolder, name: str, compiler: Compiler, unit: str, options: list[str]) -> int:
+def _made(folder: PrivateFolder, name: str, compiler: Compiler, texts: list[str], options: list[str]) -> int:
     """Compile the library into a folder, unless another process is doing it, and return its descriptor."""
     with folder.locked(_WAIT_SECONDS):
         found = folder.opened(name)
         if found is not None:
             return found
         with folder.scratch() as scratch, _announced():
-            compiler.compile(unit, options, scratch / name)
+            compiler.compile(texts, options, scratch / name)
             folder.put(scratch / name, name)
         found = folder.opened(name)
     if found is None:

@@ -23,7 +23,33 @@
 #define CHUNK_BITS 11 /* of the ticket: as many chunks as MOST_THREADS share, and no more */
 _Static_assert(MOST_THREADS * PARTS < 1 << CHUNK_BITS, "all chunks are counted in the ticket");
 
+#define HIDDEN __attribute__((visibility("hidden"))) /* of several objects of one library, one has the threads */
+
 typedef void (*body)(const void *job, int64_t begin, int64_t end);
+
+/* Each thread's workspaces; see scratch() and lasting(). */
+struct workspace {
+    void *at;
+    size_t size;
+};
+extern HIDDEN _Thread_local struct workspace own_memory[2];
+extern HIDDEN pthread_key_t memory_keys[2]; /* free them when the thread ends */
+
+/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
+ * thread's job is shared, this thread does its own alone. */
+HIDDEN void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least);
+
+static inline void pause_core(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+#ifndef THREADS_ELSEWHERE
+_Thread_local struct workspace own_memory[2];
+pthread_key_t memory_keys[2];
 
 static struct {
     pthread_mutex_t lock;
@@ -39,21 +65,6 @@ static struct {
     int64_t items, part; /* items of a part */
     int64_t longer;      /* chunks that are of FIRST_PARTS */
 } pool = {.lock = PTHREAD_MUTEX_INITIALIZER, .wake = PTHREAD_COND_INITIALIZER, .busy = ATOMIC_FLAG_INIT};
-
-/* Each thread's workspaces; see scratch() and lasting(). */
-static _Thread_local struct {
-    void *at;
-    size_t size;
-} own_memory[2];
-static pthread_key_t memory_keys[2]; /* free them when the thread ends */
-
-static inline void pause_core(void) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
 
 static inline uint64_t job_of(uint64_t ticket) { return ticket >> 2 * CHUNK_BITS; }
 
@@ -113,9 +124,7 @@ static void start_threads(int64_t threads) {
     pthread_sigmask(SIG_SETMASK, &before, 0);
 }
 
-/* Run `run(job, begin, end)` over 0..items in chunks of at least `least` items; return when all are done. While another
- * thread's job is shared, this thread does its own alone. */
-static void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
+void parallel(int64_t threads, body run, const void *job, int64_t items, int64_t least) {
     int64_t even = (items + threads * PARTS - 1) / (threads * PARTS), part = even > least ? even : least;
     if (threads < 2 || items <= part || atomic_flag_test_and_set(&pool.busy)) {
         run(job, 0, items);
@@ -156,4 +165,5 @@ __attribute__((constructor)) static void at_load(void) {
     for (int i = 0; i < 2; i++) pthread_key_create(&memory_keys[i], free);
     pthread_atfork(0, 0, after_fork);
 }
+#endif
 #endif

@@ -1,5 +1,5 @@
-"""The one source text that all kernels in C are compiled from: what they are given, made from the operations'
-signatures, and the sources themselves, once for each element type.
+"""The source text that all kernels in C are compiled from: what they are given, made from the operations' signatures,
+and the sources themselves, once for each element type. Each element type may be an object of its own.
 """
 
 import importlib
@@ -35,8 +35,13 @@ def include_flags() -> list[str]:
     return [f"-I{FOLDER}", f"-I{FOLDER.parent}"]
 
 
-def unit_text() -> str:
-    """Return the whole source text, but for what it includes."""
+def object_texts() -> list[str]:
+    """Return the same as `unit_text` in parts, which are compiled each for itself and linked."""
+    return [unit_text((kind,)) for kind in _KINDS]
+
+
+def unit_text(kinds: tuple[str, ...] = _KINDS) -> str:
+    """Return the source text of the kernels for some element types, but for what it includes."""
     sources = sorted(FOLDER.parent.glob("*/*.c"))
     for source in sources:
         importlib.import_module(f"{_PACKAGE}.{source.parent.name}.{source.stem}")
@@ -45,9 +50,11 @@ def unit_text() -> str:
     constants = ", ".join(f"{name} = {value}" for name, value in sorted((_CONSTANTS | codes).items()))
     structs = "".join(_STRUCTS[name] for name in sorted(_STRUCTS))
     includes = "".join(f'#include "{source.parent.name}/{source.name}"\n' for source in sources)
-    given = f'enum {{ {constants} }};\n#include "native.h"\n{structs}'
-    once_each = "".join(f"#define ELEMENT_{kind}\n{includes}#undef ELEMENT_{kind}\n" for kind in _KINDS)
-    return f"{given}{once_each}{_END}"
+    is_first = _KINDS[0] in kinds
+    threads = "" if is_first else "#define THREADS_ELSEWHERE\n"
+    given = f'{threads}enum {{ {constants} }};\n#include "native.h"\n{structs}'
+    once_each = "".join(f"#define ELEMENT_{kind}\n{includes}#undef ELEMENT_{kind}\n" for kind in kinds)
+    return f"{given}{once_each}{_END if is_first else ''}"
 
 
 def sources_bytes() -> bytes:

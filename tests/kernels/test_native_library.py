@@ -18,7 +18,7 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import PORTABLE_FLAGS, Compiler, NotCompiled
 from graphdecode.kernels.native.instructions import VARIABLE, instructions
 from graphdecode.kernels.native.private_folder import PrivateFolder
-from graphdecode.kernels.native.unit import include_flags, unit_text
+from graphdecode.kernels.native.unit import include_flags, object_texts
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
@@ -112,7 +112,7 @@ def test_clang_compiles_the_kernels_too(tmp_path):
 def test_another_architecture_compiles_the_kernels_without_flags_of_this_one(tmp_path):
     strict = ("-Wall", "-Werror", "-Wno-unused-function", "-Wno-maybe-uninitialized")  # of -O1 that sees too little
     compiler = Compiler(["aarch64-linux-gnu-gcc", *strict, *PORTABLE_FLAGS, "-O1"], "", "")
-    compiler.compile(unit_text(), include_flags(), tmp_path / "kernels.so")
+    compiler.compile(object_texts(), include_flags(), tmp_path / "kernels.so")
     header = (tmp_path / "kernels.so").read_bytes()[:20]
     assert header[:4] == b"\x7fELF"
     assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
@@ -125,12 +125,12 @@ def test_elsewhere_there_are_none_and_the_reason_is_said(monkeypatch):
 
 
 def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
-    text = unit_text()
-    assert "TENSOR(const int32_t) positions;" in text
+    first, *others = object_texts()
+    assert "TENSOR(const int32_t) positions;" in first
     for wrong in ("TENSOR(const int32_t) place;", "int64_t positions;"):
         with pytest.raises(NotCompiled, match="positions"):
             Compiler.found().compile(
-                text.replace("TENSOR(const int32_t) positions;", wrong),
+                [first.replace("TENSOR(const int32_t) positions;", wrong), *others],
                 ["-Werror=incompatible-pointer-types", *include_flags()],
                 tmp_path / "kernels.so",
             )
@@ -138,7 +138,7 @@ def test_a_kernel_that_reads_what_it_is_not_given_fails_to_compile(tmp_path):
 
 def test_one_process_compiles_while_others_wait_and_later_ones_find_it(tmp_path):
     log = tmp_path / "log"
-    counting = f'case "$*" in *--version*) ;; *) echo run >> {log}; sleep 2;; esac; {QUICKLY}'
+    counting = f'case "$*" in *-shared*) echo run >> {log}; sleep 2;; esac; {QUICKLY}'
     environment = {"CC": script(tmp_path / "cc", counting), "GRAPHDECODE_CACHE_DIR": str(tmp_path / "new" / "cache")}
     processes = [started(FILE, **environment) for _ in range(2)]
     first, second = [process.communicate(timeout=200)[0].split() for process in processes]
@@ -275,7 +275,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
     monkeypatch.setattr(compiling, "COMPILE_SECONDS", 1)
     slow = script(tmp_path / "cc", f"sleep 300 & echo $! > {tmp_path}/child; wait")
     with folder.locked(1), folder.scratch() as scratch, pytest.raises(NotCompiled, match="stopped after 1 s"):
-        Compiler([slow], "", "").compile("", [], scratch / "kernels.so")
+        Compiler([slow], "", "").compile([""], [], scratch / "kernels.so")
     child = int((tmp_path / "child").read_text())
     end = time.monotonic() + 5
     while _is_running(child) and time.monotonic() < end:
@@ -287,7 +287,7 @@ def test_a_stopped_compiler_leaves_neither_child_nor_file(folder, tmp_path, monk
 def test_a_killed_compiler_is_a_reason(tmp_path):
     killed = script(tmp_path / "cc", f"kill -{signal.SIGKILL.value} $$")
     with pytest.raises(NotCompiled, match="could not compile the kernels: exit code -9"):
-        Compiler([killed], "", "").compile("", [], tmp_path / "kernels.so")
+        Compiler([killed], "", "").compile([""], [], tmp_path / "kernels.so")
 
 
 def test_the_description_names_file_compiler_and_threads():
