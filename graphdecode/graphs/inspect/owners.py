@@ -34,20 +34,18 @@ class MemoryMap:
 
     Args:
         tensors: by name; several may lie in one storage (slots of a staging block, parts of a fused weight).
+
+    Attributes:
+        sizes: bytes of each tensor that has a storage.
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
         self._named: dict[int, list[tuple[int, int, str]]] = {}
-        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
-        for name, tensor in tensors.items():
-            key = storage_key(tensor)
-            if key is not None:
-                begin = tensor.data_ptr()
-                self._named.setdefault(key, []).append((begin, begin + tensor.nbytes, name))
-
-    def size_of(self, name: str) -> int:
-        """Return the bytes of a tensor; 0 where the name is not known."""
-        return self._sizes.get(name, 0)
+        for name in self.sizes:
+            begin = tensors[name].data_ptr()
+            entry = (begin, begin + self.sizes[name], name)
+            self._named.setdefault(tensors[name].untyped_storage()._cdata, []).append(entry)
 
     def __contains__(self, key: int | None) -> bool:
         return key in self._named
