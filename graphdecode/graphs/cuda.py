@@ -119,13 +119,7 @@ def _clear_workspaces() -> None:
 
 
 class CudaStepGraph(StepGraph):
-    """A captured step; replay is one launch.
-
-    Args:
-        step: what is captured; warmed up already.
-        batch: the views that it is given.
-        shared: stream and pool.
-        owners: what it may touch.
+    """A captured step, which was warmed up; replay is one launch.
 
     Raises:
         CaptureError: the step or its capture failed; the process is fit to go on.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphdecode.engine import Engine, Event, Request
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
 from graphdecode.text.interrupts import DeferredInterrupt

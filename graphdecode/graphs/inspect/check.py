@@ -6,14 +6,14 @@ import linecache
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import StepObserver, leaves, mapped, named_arguments, observed
+from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
@@ -21,19 +21,15 @@ _HOSTILE = (1e4, -3e4)  # finite, also in float16: what a mask multiplies away m
 # after these, a second run that differs from the first is a consequence, and would only hide the cause
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
+_Place = tuple[str | None, int | None]
+# an operator of a run, in a form that can be compared with another run's; its arguments and results: numbers as they
+# are, tensors by where they are and what they look like; and the step's line
+_Call = tuple[str, Any, _Place]
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard of a step.
-
-    Attributes:
-        kind: a key of `HAZARDS`.
-        operator: the operator to blame.
-        file: of the step's line.
-        line: its number.
-        why: what a graph would get wrong.
-        remedy: what to do instead.
-    """
+    """One hazard of a step: its kind, the operator and the line to blame, what a graph would get wrong, a remedy."""
 
     kind: str
     operator: str
@@ -106,15 +102,6 @@ def check(
     return list(findings.values())
 
 
-class _Call(NamedTuple):
-    """One operator of a run, in a form that can be compared with another run's."""
-
-    operator: str
-    values: Any  # its arguments and results: numbers as they are, tensors by where they are and what they look like
-    file: str | None
-    line: int | None
-
-
 class _Tracer(StepObserver):
     """Collects hazards, and what the step did."""
 
@@ -126,7 +113,7 @@ class _Tracer(StepObserver):
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep what the operator was given and what it gave."""
         values = mapped(self._describe, (args, kwargs, result))
-        self.trace.append(_Call(str(func), values, *caller()))
+        self.trace.append((str(func), values, caller()))
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, float):
@@ -157,20 +144,19 @@ def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> None:
 
 
 def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:
+    def blame(call: _Call, detail: str) -> None:
+        refuse(CaptureError("baked-value", call[0], detail, call[2]))
+
     for before, after in zip(first, second, strict=False):
-        if before.operator != after.operator:
-            _blame(after, f"a branch: {before.operator} at first, {after.operator} the next time", refuse)
+        if before[0] != after[0]:
+            blame(after, f"a branch: {before[0]} at first, {after[0]} the next time")
             return
-        if before.values != after.values:
-            _blame(after, _difference(before.values, after.values), refuse)
+        if before[1] != after[1]:
+            blame(after, _difference(before[1], after[1]))
     if len(first) != len(second):
         longer = max(first, second, key=len)
         detail = f"a branch or a loop: {len(first)} operators at first, {len(second)} the next time"
-        _blame(longer[min(len(first), len(second))], detail, refuse)
-
-
-def _blame(call: _Call, detail: str, refuse: Refuse) -> None:
-    refuse(CaptureError("baked-value", call.operator, detail, (call.file, call.line)))
+        blame(longer[min(len(first), len(second))], detail)
 
 
 def _difference(before: Any, after: Any) -> str:
@@ -203,25 +189,21 @@ class _RowWatcher(StepObserver):
 
     def __init__(self, owners: Owners, live_rows: int) -> None:
         super().__init__(owners, lambda _: None)
-        self.writes: list[tuple[str, str, tuple[str | None, int | None], Tensor]] = []
+        self.writes: list[tuple[str, str, _Place, Tensor]] = []
         self._buffers = owners.buffers
         self._live_rows = live_rows
 
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Look at the slots that the operator has written."""
-        for argument, value in named_arguments(func, args, kwargs):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for tensor in leaves(value):
-                name = self.owner_of(tensor) if isinstance(tensor, Tensor) else None
-                slot = self._buffers.slots.get(name or "")
-                if slot is not None:
-                    live = self._buffers.tensors[slot.name]
-                    if slot.batch_dim is not None:
-                        live = live.narrow(slot.batch_dim, 0, slot.rows(self._live_rows))
-                    with self.working():
-                        bits = live.contiguous().view(-1).view(torch.uint8).clone()
-                    self.writes.append((slot.name, str(func), caller(), bits))
+        for _, tensor, is_written in given_tensors(func, args, kwargs):
+            slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
+            if slot is not None:
+                live = self._buffers.tensors[slot.name]
+                if slot.batch_dim is not None:
+                    live = live.narrow(slot.batch_dim, 0, slot.rows(self._live_rows))
+                with self.working():
+                    bits = live.contiguous().view(-1).view(torch.uint8).clone()
+                self.writes.append((slot.name, str(func), caller(), bits))
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:

@@ -37,11 +37,8 @@ def is_mapped(address: int) -> bool:
 class AddressMap:
     """Who owns device memory at one moment: slots and constants, the pool, somebody else's live allocation, or nobody.
 
-    Args:
-        owners: slots, adopted tensors and constants.
-        pool: id of the pool that the graphs share.
-        segments: what `torch.cuda.memory_snapshot()` says.
-        is_mapped: whether the driver knows an address that lies in none of the segments.
+    The segments are those of `torch.cuda.memory_snapshot()`; `is_mapped` says whether the driver knows an address that
+    lies in none of them.
     """
 
     def __init__(
@@ -152,7 +149,6 @@ def _node(handle: Any, memory: AddressMap) -> Node:
 
 
 def _copied_at(copy: Any, side: str) -> int:
-    """Return where one side of a copy begins."""
     on_host = getattr(copy, f"{side}MemoryType") == driver.CUmemorytype.CU_MEMORYTYPE_HOST
     x, y, z, pitch, height = (int(getattr(copy, side + n)) for n in ("XInBytes", "Y", "Z", "Pitch", "Height"))
     return int(getattr(copy, side + ("Host" if on_host else "Device"))) + (z * height + y) * pitch + x

@@ -74,42 +74,42 @@ class TorchDispatchMode(TorchsMode):
         cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
-def raise_refusal(error: CaptureError) -> None:
-    """Stop at the first hazard."""
-    raise error
-
-
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step.
 
     Args:
-        owners: what the step may read and write, and what it may only read.
+        owners: of what the step may touch.
         refuse: what to do with a hazard; a checker collects them, a capture raises.
 
     Attributes:
         made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
             free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
-        last_operator: the operator that ran last.
         depth: how many operators are running, one in the other; what happens inside of one is its own affair.
         in_setitem: whether Python code is writing into a tensor by index.
         slot_views: ids of the tensors that the step's batch holds.
         written: storages that operators have written, and how often.
     """
 
-    def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
+    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
         super().__init__()
-        self.refuse = refuse
+        self._collect = collect
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int, Tensor] = {}
         self.last_operator: str | None = None
         self.depth = 0
         self.in_setitem = False
         self.slot_views: set[int] = set()
-        self.written: Counter[int] = Counter()
+        self.written: Counter[int | None] = Counter()
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
+
+    def refuse(self, error: CaptureError) -> None:
+        """Raise a hazard, or collect it."""
+        if self._collect is None:
+            raise error
+        self._collect(error)
 
     def owner_of(self, tensor: Tensor) -> str | None:
         """Return the name of the slot or constant whose memory a tensor lies in."""
@@ -177,25 +177,20 @@ class StepObserver(TorchDispatchMode):
     def _check_inputs(self, func: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
         """Check where the arguments live, and return those that are written, with their present shape and address."""
         written = []
-        for argument, value in named_arguments(func, args, kwargs):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in leaves(value):
-                if not isinstance(tensor, Tensor):
-                    continue
-                if is_written:
-                    written.append((tensor, tensor.shape, storage_address(tensor)))
-                key = storage_key(tensor)
-                if is_written and key is not None:
-                    self.written[key] += 1
-                if key is None or key in self._slots or key in self.made or key in self.literals:
-                    continue
-                if func._schema.name in _DATA_OPERATORS:
-                    continue  # where host data comes in, which is a hazard of its own
-                if key not in self._constants:
-                    detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
-                    self.refuse(CaptureError("undeclared-input", str(func), detail))
-                elif is_written:
-                    self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
+        for _, tensor, is_written in given_tensors(func, args, kwargs):
+            key = storage_key(tensor)
+            if is_written:
+                written.append((tensor, tensor.shape, storage_address(tensor)))
+                self.written[key] += 1
+            if key is None or key in self._slots or key in self.made or key in self.literals:
+                continue
+            if func._schema.name in _DATA_OPERATORS:
+                continue  # where host data comes in, which is a hazard of its own
+            if key not in self._constants:
+                detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
+                self.refuse(CaptureError("undeclared-input", str(func), detail))
+            elif is_written:
+                self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
         return written
 
     def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
@@ -273,12 +268,9 @@ class WatchedBatch(Batch):
 def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
     """Let an observer watch the step that runs over the batch that this gives, and refuse what it did unseen.
 
-    Args:
-        observer: sees the operators.
-        batch: what to run over.
-        step: blamed for what no operator of its thread did.
-        guards_methods: watch methods too. Some of torch's modules then take another path (they ask whether anybody
-            overrides torch functions), so that what is to be bit for bit what an eager step does is watched without.
+    `step` is blamed for what no operator of its thread did. With `guards_methods` some of torch's modules take another
+    path (they ask whether anybody overrides torch functions), so that what is to be bit for bit what an eager step does
+    is watched without.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
@@ -317,6 +309,13 @@ def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any,
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:
         yield argument, kwargs.get(argument.name, argument.default_value)
+
+
+def given_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield each tensor that an operator is given, with its argument's name and whether it is written."""
+    for argument, value in named_arguments(func, args, kwargs):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        yield from ((argument.name, leaf, is_written) for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
