@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
@@ -219,19 +219,16 @@ class Engine:
         if self._torn is not None:  # by what could not be caught where it came, such as a second Ctrl-C
             self._give_up_all(self._torn)
         while self._inbox:
-            with self._whole():
+            self._torn = _INTERRUPTED
+            try:
                 self._inbox.popleft()()
+            except Exception as error:
+                self._give_up_for(error)
+                raise
+            self._torn = None
 
-    @contextlib.contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Let the books of rows and pages be changed; where that does not come to its end, all are given up."""
-        self._torn = _INTERRUPTED
-        try:
-            yield
-        except Exception as error:
-            self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
-            raise
-        self._torn = None
+    def _give_up_for(self, error: Exception) -> None:
+        self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
 
     def _give_up_all(self, error: str) -> None:
         """Begin anew with empty books; the next step tells every owner."""
@@ -260,8 +257,13 @@ class Engine:
             self._take_inbox()
             while self._ended:
                 self._sequences.pop(self._ended.pop(), None)
-            with self._whole():
+            self._torn = _INTERRUPTED
+            try:
                 events = self.loop.step()
+            except Exception as error:
+                self._give_up_for(error)
+                raise
+            self._torn = None
             if self._lost or self._gave_up:
                 events, self._lost, self._gave_up = self._lost + events, [], False
                 events = [event for event in events if event.request_id in self._sequences]

@@ -185,7 +185,7 @@ class Runner:
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         """Start what is staged: one launch; or two, of the halves of one step, with what the host does meanwhile."""
         first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
-        with self._here():
+        with _HERE if self.is_on_host else on_device(self.model.device):
             if not wanted.rows:
                 return Launch(0, range(first, first), 0, started, None, scores=self._pass(plan))
             is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
@@ -231,7 +231,7 @@ class Runner:
 
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return what its steps gave, step by step; see `Step.read`."""
-        with self._here():
+        with _HERE if self.is_on_host else on_device(self.model.device):
             if launch.done is not None:
                 launch.done.synchronize()
             return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ _UNINITIALISED = {
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 }
 _ALIGNMENT = 64  # bytes: a line of a processor's caches
-_NO_MODE = nullcontext()
 
 
 class ReusedMemory:
@@ -216,9 +214,13 @@ class RecordedStepGraph(StepGraph):
     def replay(self) -> None:
         """Run the recorded operators again, into the same memory."""
         # inference_mode leaves out more of the dispatcher than no_grad: a tenth of a small model's step
-        with _NO_MODE if self._is_compiled else torch.inference_mode():
-            for call in self._calls:
-                call()
+        if not self._is_compiled:
+            with torch.inference_mode():
+                for call in self._calls:
+                    call()
+            return
+        for call in self._calls:
+            call()
 
     def poison(self) -> None:
         """Fill all intermediates with NaN or the largest integer; a replay may not depend on what they hold."""
