@@ -21,7 +21,7 @@ from graphdecode.engine.steps import DecodeStep, StepSetting
 from graphdecode.graphs import cuda_loop
 from graphdecode.graphs.cuda import CudaStepGraph
 from graphdecode.graphs.inspect import nodes as cuda_nodes
-from graphdecode.graphs.loop import LoopControl, StepLoop
+from graphdecode.graphs.step_graph import LoopControl, StepLoop
 from graphdecode.models import Chunks, Model
 
 _FREE_BYTES = 1 << 30

@@ -10,7 +10,7 @@ from lazy_stream import LazyStreams
 
 from graphdecode import Engine, Event, Request
 from graphdecode.engine.constraint import Constraint
-from graphdecode.engine.steps.row_inputs import token_mask
+from graphdecode.engine.steps.step import token_mask
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
 VOCABULARY = 259

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
-from graphdecode.engine.device_memory import free_bytes
+from graphdecode.engine.capacity import free_bytes
 from graphdecode.engine.loading import make_runner, resolve_device
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs

@@ -90,8 +90,7 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
-    from graphdecode.engine.device_memory import free_bytes
+    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
     from graphdecode.models import weight_bytes
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)

@@ -190,7 +190,7 @@ def _print_json(llm: LLM, texts: list[str], params: SamplingParams) -> list[Requ
     """
     from tqdm import tqdm
 
-    from graphdecode.engine.interrupts import DeferredInterrupt
+    from graphdecode.text.interrupts import DeferredInterrupt
 
     prompts = _streams(llm, texts, params)
     waiting = deque(streams[0].request for streams in prompts)

@@ -103,8 +103,7 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
-    from graphdecode.engine.device_memory import free_bytes
+    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
 

@@ -3,8 +3,7 @@
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, TokenLogprobs
-from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "Engine",

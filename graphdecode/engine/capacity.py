@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from graphdecode.cache import entry_bytes
-from graphdecode.config import BucketConfig
-from graphdecode.engine.device_memory import free_bytes, total_bytes
+from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.shapes import MIXED_TOKENS, mixed_shapes, prompt_shapes
 from graphdecode.engine.steps.automaton_places import state_bytes
-from graphdecode.engine.steps.rings import step_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
@@ -26,7 +30,10 @@ _LAYER_NODES = 12
 _TOKEN_WIDTHS = 16
 _LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its places in lists
 _SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
-_TOP_BYTES = 8  # of a likely token in the slots: its id and its log-probability
+_TOP_BYTES = 8  # of a likely token in slots and rings: its id and its log-probability
+_RING_BYTES = 16  # of a token in the rings, with its log-probability and rank
+_ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
+_BOUNDLESS = 2**63
 _REQUESTS = {  # what grows with each
     "max_logprobs": "the likeliest tokens",
     "max_stop_token_ids": "tokens that end answers",
@@ -102,27 +109,23 @@ def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     return _CACHE_DTYPES.get(kv_cache_dtype, dtype)
 
 
-def check_room(
-    config: BucketConfig,
-    model: ModelShape,
-    capacity: Capacity,
-    device: torch.device,
-    *,
-    prefill_tokens: int,
-) -> None:
-    """Refuse sizes that no memory of this machine could hold, were there nothing else in it.
+def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
+    """Return the capacity that some settings give a model; see `plan_capacity`. Nothing is allocated.
 
     Raises:
-        ArgumentError: names the key that takes most, its value and the bytes.
+        ArgumentError: no memory of this machine could hold what they ask for, were there nothing else in it; names the
+            key that takes most, its value and the bytes.
     """
-    memory = total_bytes(device)
-    needs = _needs(config, model, capacity, prefill_tokens)
+    config, memory = settings.buckets, total_bytes(device)
+    capacity = plan_capacity(config, model, resolve_cache_dtype(settings.kv_cache_dtype, dtype), device)
+    needs = _needs(config, model, capacity, settings.prefill_tokens(device.type))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:
         key, value, what, nbytes = max(needs, key=lambda need: need[-1])
         raise ArgumentError(
             f"{key}={value} takes {nbytes} bytes for {what}; all sizes together take {total}, and {device} has {memory}"
         )
+    return capacity
 
 
 def _needs(
@@ -135,7 +138,7 @@ def _needs(
     nothing = SamplingCapacity(0, 0, 0, 0)
     least = _slots_bytes(nothing, model)  # of a row that may ask for nothing
     row = 12 * vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + least
-    ring = ring_length(config) * step_bytes(min(config.max_logprobs, vocab_size))
+    ring = ring_length(config) * (_RING_BYTES + _TOP_BYTES * min(config.max_logprobs, vocab_size))
     needs = [
         ("total_num_pages", pages, "keys and values", (pages + 1) * capacity.page_bytes + pages * _LEDGER_BYTES),
         ("max_sequence_length", positions, "page tables and rotary angles", tables),
@@ -154,6 +157,74 @@ def _needs(
 
 
 def _slots_bytes(capacity: SamplingCapacity, model: ModelShape) -> int:
-    """Return the bytes of one row's slots."""
     specs = sampling_slots(capacity, model.vocab_size)
     return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
+
+
+class Memory(NamedTuple):
+    """Bytes of a device, as far as this process may use it."""
+
+    total: int  # all there is
+    # what can be had now; pages of files that are kept as long as nobody wants their room are part of it
+    available: int
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the memory that a device has for this process, in bytes."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory().total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that can be had now, in bytes."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().available
+
+
+def host_memory(root: Path = Path("/")) -> Memory:
+    """Return the machine's memory, or what is left of it by the limits of the control groups that this process is in.
+
+    Linux's `proc` and `sys` lie in `root`.
+    """
+    told = _numbers(root / "proc/meminfo")
+    total = 1024 * told.get("MemTotal", 0) or _installed_bytes()
+    available = 1024 * told["MemAvailable"] if "MemAvailable" in told else min(_ASSUMED_FREE_BYTES, total)
+    for limit, used in _limits(root):
+        total, available = min(total, limit), min(available, limit - used)
+    return Memory(total, max(available, 0))
+
+
+def _installed_bytes() -> int:
+    with suppress(AttributeError, ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return _BOUNDLESS
+
+
+def _limits(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the limit of each control group around this process, and what of it cannot be given back, in bytes."""
+    groups = root / "sys/fs/cgroup"
+    text = ""
+    with suppress(OSError):
+        text = (root / "proc/self/cgroup").read_text()
+    for line in text.splitlines():
+        number, kinds, path = line.split(":", 2)
+        if number == "0":  # the second version's
+            base, limit, usage, files = groups, "memory.max", "memory.current", ("inactive_file", "active_file")
+        elif "memory" in kinds.split(","):
+            base, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            files = ("total_inactive_file", "total_active_file")
+        else:
+            continue
+        own = base / path.lstrip("/")  # which is not there where a container sees its own group as the first one
+        for group in (own, *own.parents):
+            with suppress(ValueError, OSError):  # there is no such file, or it says "max"
+                most = int((group / limit).read_text())
+                kept = _numbers(group / "memory.stat")
+                yield most, int((group / usage).read_text()) - sum(kept.get(name, 0) for name in files)
+            if group == base:
+                break
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the numbers of a file whose lines are a name and a number; nothing where there is none."""
+    with suppress(OSError):
+        return {name: int(value) for name, value in re.findall(r"^(\w+):?\s+(\d+)", path.read_text(), re.MULTILINE)}
+    return {}

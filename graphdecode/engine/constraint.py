@@ -28,16 +28,6 @@ class TokenAutomaton:
     accepts: np.ndarray  # bool [states], where the answer may end
     completes: np.ndarray  # bool [states], where nothing can follow
 
-    @property
-    def num_states(self) -> int:
-        """How many states there are."""
-        return len(self.following)
-
-    @property
-    def num_classes(self) -> int:
-        """How many classes of tokens there are."""
-        return self.following.shape[1]
-
 
 class Guide(NamedTuple):
     """An automaton over tokens that holds an answer to its form, and the state in which it stands."""
@@ -105,14 +95,7 @@ Constrain: TypeAlias = Callable[[str], Constraint]
 
 
 class AtLeast(Constraint):
-    """Holds an answer to a form, and from its end until it has some tokens, as far as the form allows others.
-
-    Args:
-        constraint: of the form.
-        min_tokens: of the answer.
-        vocab_size: of the model.
-        eos_token_ids: of the model.
-    """
+    """Holds an answer to a form, and from its end until it has `min_tokens`, as far as the form allows others."""
 
     def __init__(self, constraint: Constraint, min_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.num_words = -(-vocab_size // MASK_BITS)

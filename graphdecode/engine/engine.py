@@ -10,15 +10,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from graphdecode.engine.constraint import AtLeast, Constrain, Constraint, ConstraintError
 from graphdecode.engine.loop import EngineLoop
 from graphdecode.engine.metrics import RequestMetrics
-from graphdecode.engine.request import Event, Request, RequestError
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import Event, Request, RequestError, RequestRules
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.scheduler import Scheduler
 from graphdecode.engine.sequence import Sequence
@@ -26,7 +25,6 @@ from graphdecode.engine.steps import RowSampling
 from graphdecode.errors import ArgumentError, ClosedError, shown
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 
-T = TypeVar("T")
 _INTERRUPTED = "the engine's step was interrupted"
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, as in SplitMix64
 
@@ -46,7 +44,6 @@ class Engine:
     Attributes:
         rules: what it can serve, as data that another process can hold too.
         capacity: what fits.
-        vocab_size: token ids are below it.
         model: the decoder.
         cache: the key-value cache, whose pool can be asked for free and used pages.
         graphs: the captured graphs of the step, one a bucket.
@@ -95,7 +92,7 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return len(self.scheduler.prefilling) + len(self.scheduler.decoding)
+        return len(self.scheduler.admitted)
 
     @property
     def has_work(self) -> bool:
@@ -116,15 +113,27 @@ class Engine:
         if self._closed:
             raise ClosedError("this engine was closed")
         self.rules.check(request)
-        params = self.rules.resolved(request.sampling_params)
+        params, rules = self.rules.resolved(request.sampling_params), self.rules
         tokens = [int(token) for token in request.prompt_token_ids]
-        stop_ids = self.rules.stop_ids(params)
+        stop_ids, held_back_ids = rules.stop_ids(params), rules.held_back_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
-        request_id = next(self._request_ids)
-        max_length = self.capacity.token_limit
+        request_id, max_length = next(self._request_ids), self.capacity.token_limit
         if params.max_tokens is not None:
             max_length = min(len(tokens) + params.max_tokens, max_length)
-        seed = derived_seed(self.seed, request_id) if params.seed is None else params.seed
+        sampled = params
+        if constraint is not None:  # which sees to the least tokens of a form
+            sampled, held_back_ids = replace(params, min_tokens=0), ()
+        sampling = RowSampling.of(
+            sampled,
+            seed=derived_seed(self.seed, request_id) if params.seed is None else params.seed,
+            stop_ids=stop_ids,
+            held_back_ids=held_back_ids,
+            prompt_length=len(tokens),
+            max_length=max_length,
+            vocab_size=self.vocab_size,
+            bad_words=request.bad_words_token_ids,
+            constrained=mask,
+        )
         sequence = Sequence(
             request_id,
             tokens,
@@ -132,31 +141,21 @@ class Engine:
             prompt_length=len(tokens),
             max_length=max_length,
             stop_ids=stop_ids,
-            eos_token_ids=self.rules.eos_token_ids,
-            sampling=RowSampling.of(
-                params if constraint is None else replace(params, min_tokens=0),  # of a form, its constraint sees to it
-                seed=seed,
-                stop_ids=stop_ids,
-                held_back_ids=() if constraint is not None else self.rules.held_back_ids(params),
-                prompt_length=len(tokens),
-                max_length=max_length,
-                vocab_size=self.vocab_size,
-                bad_words=request.bad_words_token_ids,
-                constrained=mask,
-            ),
+            eos_token_ids=rules.eos_token_ids,
+            sampling=sampling,
             metrics=RequestMetrics(time.perf_counter()),
-            precedence=(request.priority, request.turn),
+            turn=(request.priority, request.turn, request_id),
             constraint=constraint,
         )
         self._sequences[request_id] = sequence
-        self._inbox.append(lambda: self._enter(sequence))
+        # one that was given up before it began stays out
+        self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
         self._settle()
         return request_id
 
     def _constraint(
         self, request: Request, constraint: Constraint | None, stop_ids: tuple[int, ...]
     ) -> tuple[Constraint, np.ndarray] | tuple[None, None]:
-        """Return what holds an answer to its grammar, and the mask of its first token."""
         grammar, min_tokens = request.grammar, request.sampling_params.min_tokens
         if grammar is None:
             return None, None
@@ -174,10 +173,6 @@ class Engine:
         except ConstraintError as error:
             raise RequestError(f"structured_outputs: {error}") from error
         return constraint, mask
-
-    def _enter(self, sequence: Sequence) -> None:
-        if not sequence.finished:  # given up before it began
-            self.scheduler.add(sequence)
 
     def abort(self, request_id: int) -> None:
         """Give up a request: its row and pages are free before the next step, and no event names it any more.
@@ -224,18 +219,16 @@ class Engine:
         if self._torn is not None:  # by what could not be caught where it came, such as a second Ctrl-C
             self._give_up_all(self._torn)
         while self._inbox:
-            self._whole(self._inbox.popleft())
+            self._torn = _INTERRUPTED
+            try:
+                self._inbox.popleft()()
+            except Exception as error:
+                self._give_up_for(error)
+                raise
+            self._torn = None
 
-    def _whole(self, work: Callable[[], T]) -> T:
-        """Change the books of rows and pages; where that does not come to its end, every request is given up."""
-        self._torn = _INTERRUPTED
-        try:
-            done = work()
-        except Exception as error:
-            self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
-            raise
-        self._torn = None
-        return done
+    def _give_up_for(self, error: Exception) -> None:
+        self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
 
     def _give_up_all(self, error: str) -> None:
         """Begin anew with empty books; the next step tells every owner."""
@@ -264,11 +257,11 @@ class Engine:
             self._take_inbox()
             while self._ended:
                 self._sequences.pop(self._ended.pop(), None)
-            self._torn = _INTERRUPTED  # as `_whole` does it, with one frame less in each step
+            self._torn = _INTERRUPTED
             try:
                 events = self.loop.step()
             except Exception as error:
-                self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
+                self._give_up_for(error)
                 raise
             self._torn = None
             if self._lost or self._gave_up:

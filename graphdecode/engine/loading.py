@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -18,14 +18,13 @@ from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.distributed import Follower, Leader, Ranks
 from graphdecode.distributed.launched import LaunchedRank
 from graphdecode.distributed.started import start_ranks
-from graphdecode.engine.capacity import Capacity, check_room, plan_capacity, resolve_cache_dtype
+from graphdecode.engine.capacity import plan_room, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
 from graphdecode.engine.shapes import pass_sizes, pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
-from graphdecode.engine.steps.draft_model import ModelDrafts
-from graphdecode.engine.steps.draft_sources import DraftSource, NgramDrafts
+from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs import CaptureError
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
@@ -45,11 +44,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
         raise ArgumentError(str(error)) from error
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
+    resolved = None
+    with suppress(RuntimeError):
         resolved = torch.device(device)
-    except RuntimeError as error:
-        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}") from error
-    if resolved.type not in ("cpu", "cuda"):
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
         raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
     index = resolved.index or 0
     if resolved.type == "cpu":
@@ -108,33 +106,29 @@ def load_runner(
         progress=progress,
         shared=None if ranks is None else ranks.collectives,
     )
-    runner = make_runner(decoder, settings, draft=_draft(settings, decoder, progress=progress), ranks=ranks)
+    draft = None
+    if settings.speculation == "model" and settings.draft_model is not None:
+        draft = load_model(
+            settings.draft_model,
+            device=device,
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            max_sequence_length=settings.buckets.max_sequence_length,
+            batch_sizes=sizes,
+            trust_remote_code=settings.trust_remote_code,
+            progress=progress,
+        )
+    runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
     is_finite = runner.prompts.stay_finite()
     if is_finite if ranks is None else ranks.least(is_finite):
         return runner
     Runner.close(runner)  # of this rank alone: the others find the same
-    del runner, decoder  # before they are loaded anew
+    del runner, decoder, draft  # before they are loaded anew
     told = f"{model}: activations go beyond 65504, the most that float16 holds, so it is computed in float32"
     warnings.warn(f"{told}; dtype='float32' says nothing", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
     return load_runner(model, settings, progress=progress, ranks=ranks, times_products=times_products)
-
-
-def _draft(settings: EngineConfig, decoder: Model, *, progress: bool) -> Model | None:
-    """Return the small model that guesses for another one, where the settings ask for it."""
-    if settings.speculation == "model" and settings.draft_model is not None:
-        return load_model(
-            settings.draft_model,
-            device=decoder.device,
-            dtype=str(decoder.dtype).removeprefix("torch."),
-            max_sequence_length=settings.buckets.max_sequence_length,
-            batch_sizes=settings.buckets.ladder.sizes,
-            trust_remote_code=settings.trust_remote_code,
-            progress=progress,
-        )
-    return None
 
 
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
@@ -150,18 +144,6 @@ def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
     if settings.speculation == "model":
         raise ArgumentError(f"tensor_parallel_size={count} goes with the speculation method ngram, not with model")
     return split_config(check_split(shape, count), count)
-
-
-def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:
-    """Return the capacity that some settings give a model; see `plan_capacity`.
-
-    Raises:
-        ArgumentError: what they ask for is more than there is; nothing is allocated.
-    """
-    capacity = plan_capacity(settings.buckets, model, resolve_cache_dtype(settings.kv_cache_dtype, dtype), device)
-    prefill_tokens = settings.prefill_tokens(device.type)
-    check_room(settings.buckets, model, capacity, device, prefill_tokens=prefill_tokens)
-    return capacity
 
 
 def load_engine(
@@ -181,16 +163,21 @@ def load_engine(
         RankError: another rank failed.
     """
     if config.tensor_parallel_size == 1:
-        return _engine_of(captured_runner(model, config, progress=progress), config)
+        runner = captured_runner(model, config, progress=progress)
+    else:
+        runner = _leading(ranks, model, config, progress=progress)
+    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
+
+
+def _leading(ranks: Leader | None, model: str | Path, config: EngineConfig, *, progress: bool) -> Runner:
+    """Return a runner whose model other ranks have a part of; see `load_engine`."""
     describe_shard(model, config)  # what cannot be split is said before any process is started
-    own = start_ranks_of(config) if ranks is None else None
-    leader = ranks or own
-    assert leader is not None
+    leader = start_ranks_of(config) if ranks is None else ranks
     try:
         leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
         runner = captured_runner(model, config, progress=progress, ranks=leader)
         assert isinstance(runner, LeadingRunner)
-        runner.ends_ranks = own is not None
+        runner.ends_ranks = ranks is None
         runner.lead()
     except BaseException as error:
         try:
@@ -198,11 +185,7 @@ def load_engine(
         finally:
             leader.close()
         raise
-    return _engine_of(runner, config)
-
-
-def _engine_of(runner: Runner, config: EngineConfig) -> Engine:
-    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
+    return runner
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
@@ -241,7 +224,6 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
     """Return what makes the kind of step that some settings ask for; `draft` is the model of the method "model"."""
     if settings.speculation == "off":
         return DecodeStep
-    is_auto = isinstance(settings.num_tokens, str)
     most = MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens
 
     def source(setting: StepSetting) -> DraftSource:
@@ -251,7 +233,7 @@ def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[Ste
             raise ArgumentError("speculation with a model needs the model: make_runner(..., draft=...)")
         return ModelDrafts(setting, draft, most)
 
-    return partial(SpeculativeStep, source=source, num_drafts=most, adapts=is_auto)
+    return partial(SpeculativeStep, source=source, num_drafts=most, adapts=isinstance(settings.num_tokens, str))
 
 
 def make_runner(
@@ -273,20 +255,24 @@ def make_runner(
         ranks: that share the model, and agree on how many pages there are.
         keywords: settings that override those of `config`.
     """
-    settings = EngineConfig.of(config, **keywords)
-    buckets = settings.buckets
-    device = decoder.device
-    if draft is not None:  # both caches share the room
-        target, small = (_cache_channels(each) for each in (decoder, draft))
-        buckets = buckets.with_limits(memory_fraction=buckets.memory_fraction * target / (target + small))
-        settings = settings.with_settings(memory_fraction=buckets.memory_fraction)
-    if ranks is not None:
-        if device.type == "cpu":  # they share its memory
-            settings = settings.with_settings(memory_fraction=buckets.memory_fraction / ranks.count)
-        mine = plan_room(settings, decoder.config, decoder.dtype, device).total_num_pages
-        settings = settings.with_settings(total_num_pages=ranks.least(mine))
-        buckets = settings.buckets
+    settings, device = EngineConfig.of(config, **keywords), decoder.device
+    share = 1.0  # of the memory: caches of a small model, and ranks of one CPU, take the rest
+    if draft is not None:
+        target, small = (
+            each.num_layers * each.config.num_key_value_heads * each.config.head_dim for each in (decoder, draft)
+        )
+        share = target / (target + small)
+    if ranks is not None and device.type == "cpu":
+        share /= ranks.count
+    if share < 1.0:
+        settings = settings.with_settings(memory_fraction=settings.buckets.memory_fraction * share)
     capacity = plan_room(settings, decoder.config, decoder.dtype, device)
+    mixes = pays(decoder)
+    if ranks is not None:  # which differ by a bias
+        settings = settings.with_settings(total_num_pages=ranks.least(capacity.total_num_pages))
+        capacity = plan_room(settings, decoder.config, decoder.dtype, device)
+        mixes = bool(ranks.least(mixes))
+    buckets = settings.buckets
     cache = PagedKVCache(
         num_layers=decoder.num_layers,
         total_num_pages=capacity.total_num_pages,
@@ -299,9 +285,6 @@ def make_runner(
         prefix_caching=settings.prefix_cache,
         scales=decoder.cache_scales,
     )
-    mixes = pays(decoder)
-    if ranks is not None:  # which differ by a bias
-        mixes = bool(ranks.least(mixes))
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(
         decoder,
@@ -314,8 +297,3 @@ def make_runner(
         mixes=mixes,
         around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
     )
-
-
-def _cache_channels(model: Model) -> int:
-    """Return the channels of one token's keys, over all layers."""
-    return model.num_layers * model.config.num_key_value_heads * model.config.head_dim

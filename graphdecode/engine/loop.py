@@ -18,7 +18,7 @@ from graphdecode.engine.pace import ChunkBudget, DraftPace
 from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.request import Event, TokenLogprobs
 from graphdecode.engine.runner import Launch, LaunchPlan, Runner
-from graphdecode.engine.scheduler import Chunk, Scheduler, draft_gaps
+from graphdecode.engine.scheduler import Scheduler, draft_gaps
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
@@ -41,13 +41,7 @@ class EngineLoop:
     On a GPU a launch is read while the next one runs; the rows of the two are the same, for whenever they are about to
     change, what is under way is read first.
 
-    Args:
-        scheduler: who runs.
-        runner: the model.
-        target_itl_ms: milliseconds between two tokens of a row at most, for which prompts are cut smaller; 0: none.
-
     Attributes:
-        stats: counts.
         lookahead: launches that may be under way while an earlier one is read.
         worth_a_thread_seconds: on a CPU, masks that take less are filled before the step, and not beside it.
         ended: whose requests the events since somebody looked have ended.
@@ -67,7 +61,7 @@ class EngineLoop:
         self._held: dict[type[Any], list[tuple[int, Sequence]]] = {}
         self._mask_seconds = 0.0  # that this took for the last step
         self.worth_a_thread_seconds = 1e-3
-        self._page_size = scheduler.cache.page_size
+        self._page_size, self._pages_of = scheduler.cache.page_size, scheduler.cache.pages_of
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
         self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
@@ -142,7 +136,8 @@ class EngineLoop:
         if is_wanted or not self.runner.table.takes(1, self._prefilled):
             for chunk, scored in zip(chunks, self._prefill(), strict=True):
                 if scored is not None:
-                    self._take_scores(chunk, scored)
+                    wanted, places = chunk.sequence.params.prompt_logprobs or 0, range(chunk.end - chunk.start)
+                    chunk.sequence.score(chunk.start, [_token_logprobs(scored, place, wanted) for place in places])
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
@@ -160,12 +155,6 @@ class EngineLoop:
         self.stats.prefilled_tokens += self._prefilled
         return found
 
-    @staticmethod
-    def _take_scores(chunk: Chunk, scored: StepLogprobs) -> None:
-        wanted = chunk.sequence.params.prompt_logprobs or 0
-        entries = [_token_logprobs(scored, place, wanted) for place in range(chunk.end - chunk.start)]
-        chunk.sequence.score(chunk.start, entries)
-
     def _wants_more(self) -> bool:
         """Whether any row lacks tokens that what is under way will not give it."""
         if not self._under_way or self.scheduler.decoding != self._staged:
@@ -178,7 +167,7 @@ class EngineLoop:
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        is_held = bool(self._held) if is_steady else any(map(_needs_the_host, self.scheduler.decoding))
+        is_held = bool(self._held) if is_steady else any(s.needs_the_host for s in self.scheduler.decoding)
         num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
@@ -191,7 +180,7 @@ class EngineLoop:
                 return None
             num_steps = 1 if self._held else num_steps
         elif pages_changed:
-            self.runner.stage_pages([self._pages_of(sequence) for sequence in self._staged])
+            self.runner.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
         queries = self._queries(room)
         in_halves = bool(self._held) and not is_new and self._fills_on_the_way(queries)
         along = self._taken_along() if self._to_prefill and queries == 1 and not in_halves else []
@@ -212,7 +201,7 @@ class EngineLoop:
             return False
         for sequence in rows:
             sequence.fill_mask()
-        self.runner.stage([sequence.row_inputs(self._pages_of(sequence)) for sequence in rows])
+        self.runner.stage([sequence.row_inputs(self._pages_of(sequence.request_id)) for sequence in rows])
         self._staged = rows
         guided = self.runner.step.guided_rows
         for row, sequence in enumerate(rows):
@@ -270,9 +259,6 @@ class EngineLoop:
                     masks[row] = mask
         self._mask_seconds = time.perf_counter() - began
         self.runner.stage_masks(masks)
-
-    def _pages_of(self, sequence: Sequence) -> tuple[int, ...]:
-        return self.scheduler.cache.pages_of(sequence.request_id)
 
     def _reserve_pages(self, num_tokens: int, is_steady: bool) -> tuple[int, bool]:
         """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
@@ -372,13 +358,11 @@ class EngineLoop:
             self.stats.finished_answers += error is None
             self.scheduler.remove(sequence, findable=error is None)
             self.ended.append(sequence.request_id)
-        scores = None if sequence.params.prompt_logprobs is None else sequence.told_prompt_logprobs()
+        scores = None
+        if sequence.params.prompt_logprobs is not None and not sequence.has_told_prompt:
+            scores, sequence.has_told_prompt = sequence.prompt_logprobs, True
         told = (metrics, error, scores, sequence.is_complete, sequence.error_code)
         self._events.append(Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, *told))
-
-
-def _needs_the_host(sequence: Sequence) -> bool:
-    return sequence.constraint is not None and sequence.constraint.guide is None
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -46,7 +46,7 @@ class DraftPace:
         self._patience = _PATIENCE[0]
         self._plain = 0  # launches since drafts paid, or were tried in vain
         self._times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
-        self._runs: dict[tuple[int, int], int] = defaultdict(int)
+        self._runs: Counter[tuple[int, int]] = Counter()
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
         self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
@@ -143,8 +143,7 @@ class DraftPace:
 
 
 def _guessed(width: int) -> float:
-    """Return the time of a step of some queries a row, in that of one query's."""
-    return 1.0 + _GUESSED_SHARE * (width - 1)
+    return 1.0 + _GUESSED_SHARE * (width - 1)  # a step of some queries a row, in the time of one query's
 
 
 def _expected(drafts: int, chance: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -42,9 +43,6 @@ class PromptChunk:
 
 class Prompts:
     """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
-
-    Args:
-        setting: model, caches and capacity.
 
     Attributes:
         buffers: every tensor that a pass reads or writes; its rows are tokens.
@@ -136,12 +134,9 @@ class Prompts:
 
     def score(self, chunks: Sequence[PromptChunk], stream: Any) -> list[StepLogprobs | None]:
         """Return the log-probabilities that each chunk of a pass wants; it had no others behind it."""
-        found: list[StepLogprobs | None] = []
-        end = 0
-        for chunk in chunks:
-            begin, end = end, end + len(chunk.token_ids)
-            found.append(self._scored(chunk, stream, begin) if chunk.scored else None)
-        return found
+        begins = accumulate((len(chunk.token_ids) for chunk in chunks), initial=0)
+        placed = zip(chunks, begins, strict=False)
+        return [self._scored(chunk, stream, begin) if chunk.scored else None for chunk, begin in placed]
 
     def _scored(self, chunk: PromptChunk, stream: Any, begin: int) -> StepLogprobs:
         """Reduce a chunk's logits, from `begin` on in the pass, with the operator that a decode step does it with."""

@@ -43,11 +43,7 @@ class LeadingRunner(Runner):
 
     They get what was staged, as bytes, and then the same pass or launch to run. Nothing is sent of a sequence but that,
     and in a steady state one short message a launch. A failure in the midst of it is the group's: ranks that have not
-    done the same cannot go on together.
-
-    Attributes:
-        ranks: the leader.
-        ends_ranks: whether the other ranks end with this runner.
+    done the same cannot go on together. With `ends_ranks` the other ranks end with this runner.
     """
 
     def __init__(self, *arguments: Any, leader: Leader, **keywords: Any) -> None:
@@ -159,12 +155,11 @@ def run(ranks: Follower, load: Load) -> int:
     """Follow, and return the process's exit code; rank 0 is told why where that is not 0."""
     try:
         follow(ranks, load)
-    except GraphdecodeError as error:
-        ranks.fail(str(error))
-        return 1
     except Exception as error:
-        traceback.print_exc()
-        ranks.fail(f"{type(error).__name__}: {error}")
+        is_expected = isinstance(error, GraphdecodeError)
+        if not is_expected:
+            traceback.print_exc()
+        ranks.fail(str(error) if is_expected else f"{type(error).__name__}: {error}")
         return 1
     ranks.close()
     return 0

@@ -1,14 +1,17 @@
-"""What goes into the engine and what comes out of it: tokens, and no text."""
+"""What goes into the engine and what comes out of it: tokens, and no text; and what it refuses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from numbers import Integral
+from typing import Any, NamedTuple
 
+from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.sampling_params import SamplingParams
-from graphdecode.errors import ArgumentError
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity
 
 
 class RequestError(ArgumentError):
@@ -86,3 +89,116 @@ class Event(NamedTuple):
     prompt_logprobs: list[TokenLogprobs] | None = None
     completes: bool = False
     error_code: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestRules:
+    """What an engine can serve, as plain data: a front refuses by it what the engine would, in any process."""
+
+    vocab_size: int  # token ids are below it
+    eos_token_ids: tuple[int, ...]  # that end an answer unless the request ignores them
+    capacity: Capacity  # what fits
+    page_size: int  # tokens of a page of the cache
+    sampling: SamplingCapacity  # how much one request may ask of sampling
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served.
+
+        Raises:
+            RequestError: says what does not fit, and the range.
+        """
+        self.check_sampling(request.sampling_params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        self.check_prompt(request.prompt_token_ids, request.sampling_params.max_tokens)
+
+    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
+        """Refuse a prompt that can never be served, with `max_tokens` to generate; see `check`."""
+        if not len(tokens):
+            raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
+        capacity, vocab_size = self.capacity, self.vocab_size
+        to_generate = 0 if max_tokens == 0 else 1
+        if len(tokens) + to_generate > capacity.token_limit:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens; with {('none', 'one token')[to_generate]} to generate, at most "
+                f"{capacity.token_limit - to_generate} fit (max_sequence_length {capacity.max_sequence_length}, "
+                f"{capacity.total_num_pages} pages of {self.page_size} tokens)"
+            )
+        wrong = self._beyond(tokens)
+        if wrong:
+            raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
+
+    def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
+        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check`."""
+        if params.n != 1:
+            raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
+        cut = params.truncate_prompt_tokens
+        if cut is not None:
+            raise RequestError(f"prompts are cut above the engine: truncate_prompt_tokens must be None, got {cut}")
+        for name in ("stop", "bad_words", "structured_outputs"):
+            if value := getattr(params, name):
+                raise RequestError(f"the engine knows no text: {name} must be resolved above it, got {shown(value)}")
+        if has_form and params.allowed_token_ids is not None:
+            raise RequestError("structured_outputs: not together with allowed_token_ids, for one mask holds either")
+        stop_ids = (*self.stop_ids(params), *self.held_back_ids(params))
+        for name, count, key in (
+            ("logprobs", self.counted(params.logprobs), "max_logprobs"),
+            ("prompt_logprobs", self.counted(params.prompt_logprobs), "max_logprobs"),
+            ("stop_token_ids and the model's own", len(stop_ids), "max_stop_token_ids"),
+            ("logit_bias", len(params.logit_bias or ()), "max_logit_biases"),
+            ("bad_words", len(bad_words), "max_bad_words"),
+        ):
+            self.check_count(name, count, key)
+        long = next((word for word in bad_words if not 1 <= len(word) <= BAD_WORD_LENGTH), None)
+        if long is not None:
+            raise RequestError(f"bad_words: each is 1..{BAD_WORD_LENGTH} tokens, got one of {len(long)}")
+        for name, ids in {
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "bad_words": [token for word in bad_words for token in word],
+        }.items():
+            beyond = [token for token in ids if not 0 <= token < self.vocab_size]
+            if beyond:
+                raise RequestError(f"{name} names {shown(beyond[:5])}, the vocabulary ends at {self.vocab_size - 1}")
+        forbidden = {word[0] for word in bad_words if len(word) == 1} | (set(stop_ids) if params.min_tokens else set())
+        if params.allowed_token_ids is not None and forbidden.issuperset(params.allowed_token_ids):
+            raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")
+
+    def check_count(self, name: str, count: int | None, key: str) -> None:
+        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check`."""
+        limit = getattr(self.sampling, key)
+        if count is not None and count > limit:
+            raise RequestError(
+                f"{name}: at most {key}={limit} (section [capacity] of the configuration), got {shown(count)}"
+            )
+
+    def _beyond(self, tokens: Sequence[int]) -> list[Any]:
+        """Return those of some tokens that are none; what is right is looked at as fast as can be."""
+        if (
+            type(tokens) is list
+            and set(map(type, tokens)) == {int}
+            and 0 <= min(tokens) <= max(tokens) < self.vocab_size
+        ):
+            return []
+        return [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < self.vocab_size)]
+
+    def counted(self, logprobs: int | None) -> int | None:
+        """Return how many log-probabilities are asked for; -1 is all of the vocabulary."""
+        return self.vocab_size if logprobs == -1 else logprobs
+
+    def resolved(self, params: SamplingParams) -> SamplingParams:
+        """Return parameters whose numbers of log-probabilities are counted."""
+        if -1 not in (params.logprobs, params.prompt_logprobs):
+            return params
+        logprobs, prompt_logprobs = self.counted(params.logprobs), self.counted(params.prompt_logprobs)
+        return replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that end an answer."""
+        eos = () if params.ignore_eos else self.eos_token_ids
+        return tuple(dict.fromkeys([*(params.stop_token_ids or ()), *eos]))
+
+    def held_back_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Return the tokens that are masked before `min_tokens`, as those that end an answer are, but end none."""
+        if not (params.min_tokens and params.ignore_eos):
+            return ()
+        return tuple(token for token in self.eos_token_ids if token not in (params.stop_token_ids or ()))

@@ -6,13 +6,12 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
-from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from graphdecode.buckets import ShapeLadder, StepShape
+from graphdecode.buckets import KINDS, ShapeLadder, StepShape
 from graphdecode.buffers import Batch, on_device
 from graphdecode.cache import PagedKVCache
 from graphdecode.config import BucketConfig
@@ -22,10 +21,8 @@ from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, 
 from graphdecode.graphs import Backend, BucketReport, GraphManager, GraphReport, GraphTable
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.models import MixingModel, Model
+from graphdecode.models import Chunks, MixingModel, Model
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _HERE = nullcontext()
 
 
@@ -77,19 +74,6 @@ class Launch(NamedTuple):
         return len(self.steps) // self.queries
 
 
-def _on_its_device(entry: Callable[Concatenate[Runner, P], T]) -> Callable[Concatenate[Runner, P], T]:
-    """Let an entry of the Runner work where its model is, whichever device its caller has made the current one."""
-
-    @wraps(entry)
-    def guarded(self: Runner, *arguments: P.args, **options: P.kwargs) -> T:
-        if self.is_on_host:  # asked here, for a context that does nothing costs each step its time
-            return entry(self, *arguments, **options)
-        with on_device(self.model.device):
-            return entry(self, *arguments, **options)
-
-    return guarded
-
-
 def computed_in(model: Model) -> str:
     """Return the dtype that a model computes in, the forms of its weights, and on a CPU whose operators do it."""
     forms = dict.fromkeys(str(choice["path"]) for choice in model.linear_choices(1).values())
@@ -104,7 +88,7 @@ class Runner:
 
     Args:
         model: the decoder.
-        cache: its key-value cache.
+        cache: its keys and values.
         config: buckets, capture and loop.
         capacity: what the configuration means for this model.
         prefill_budget: tokens of a prefill at most.
@@ -165,43 +149,41 @@ class Runner:
         self.graphs = GraphManager.of(self.table)
 
     def _run(self, shape: StepShape, batch: Batch) -> None:
-        """What is captured of a shape."""
         chunks = self.prompts.chunks(shape.prompt_tokens) if shape.prompt_tokens else None
         if shape.rows:
             self.step.run(shape, batch, chunks)
         elif chunks is not None:
             self.prompts.run(chunks)
 
-    @_on_its_device
+    def _here(self) -> AbstractContextManager[object]:
+        """Work where the model is, whichever device a caller has made the current one."""
+        return _HERE if self.is_on_host else on_device(self.model.device)
+
     def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
         """Tell the device everything about rows, for when the membership changed, and of chunks of the next launch."""
-        if rows:
-            self.step.stage(rows)
-        if chunks:
-            self.prompts.stage(chunks)
+        with self._here():
+            if rows:
+                self.step.stage(rows)
+            if chunks:
+                self.prompts.stage(chunks)
 
-    @_on_its_device
     def begin(self, num_rows: int) -> None:
         """Do what `stage` has the device do with rows, once they are staged."""
-        self.step.begin(num_rows)
+        with self._here():
+            self.step.begin(num_rows)
 
-    @_on_its_device
     def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Tell the device the rows' pages; for when the rows are the same but own more pages."""
-        self.step.stage_pages(pages)
+        with self._here():
+            self.step.stage_pages(pages)
 
-    @_on_its_device
     def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
         """Tell the device which tokens some staged rows, by number, may sample next; when only that has changed."""
-        self.step.stage_masks(masks)
+        with self._here():
+            self.step.stage_masks(masks)
 
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
-        """Start what is staged: one launch; or two, of the halves of one step.
-
-        Args:
-            plan: what to launch.
-            meanwhile: what the host does between halves, while the first one is computed; it stages masks.
-        """
+        """Start what is staged: one launch; or two, of the halves of one step, with what the host does meanwhile."""
         first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
         with _HERE if self.is_on_host else on_device(self.model.device):
             if not wanted.rows:
@@ -209,8 +191,9 @@ class Runner:
             is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
             try:
                 shape = self.table.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
-                if shape is None:
-                    shape = self._beyond(plan)
+                if shape is None:  # it takes more along than any graph holds
+                    shape, batch, chunks = wanted, self.buffers.narrow(wanted.rows), self._chunks(plan)
+                    self.table.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
             except BaseException:
                 self.step.rewind(first)  # the host would look for later tokens in the wrong places
                 raise
@@ -220,12 +203,8 @@ class Runner:
                 done.record()
         return Launch(wanted.rows, range(first, self.steps_launched), shape.rows, started, done, wanted.queries)
 
-    def _beyond(self, plan: LaunchPlan) -> StepShape:
-        """Run a step that takes more along than any graph holds."""
-        wanted, batch = plan.wanted, self.buffers.narrow(plan.wanted.rows)
-        chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
-        self.table.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
-        return wanted
+    def _chunks(self, plan: LaunchPlan) -> Chunks:
+        return self.prompts.chunks(plan.wanted.prompt_tokens, len(plan.chunks))
 
     def _pass(self, plan: LaunchPlan) -> list[StepLogprobs | None]:
         """Compute prompts by themselves.
@@ -233,49 +212,41 @@ class Runner:
         What is scored is outside of the table, for its logits are looked at as they come; and so is what a source of
         drafts does with a prompt, which is no part of the model's pass.
         """
-        wanted = plan.wanted
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
-        chunks = self.prompts.chunks(wanted.prompt_tokens, len(plan.chunks))
+        chunks = self._chunks(plan)
         is_scored = any(chunk.scored for chunk in plan.chunks)
-        if not plan.catches_up and (is_scored or self.table.run(wanted) is None):
-            passed = self.table.run_beyond(wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
+        if not plan.catches_up and (is_scored or self.table.run(plan.wanted) is None):
+            passed = self.table.run_beyond(plan.wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
             scores = self.prompts.score(plan.chunks, passed)
         if self.step.drafting is not None:
             self.step.drafting.prefill(chunks)
         return scores
 
-    @_on_its_device
     def warm_up(self) -> None:
         """Compute prompts that are nobody's, so that no kernel is compiled while the first ones are served."""
-        for chunks in self.prompts.dummies():
-            self.prompts.stage(chunks)
-            self._pass(LaunchPlan.of_chunks(chunks))
+        with self._here():
+            for chunks in self.prompts.dummies():
+                self.prompts.stage(chunks)
+                self._pass(LaunchPlan.of_chunks(chunks))
 
-    @_on_its_device
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
-        """Wait for a launch and return what its steps gave, step by step.
-
-        Args:
-            launch: what `launch` returned.
-            logprobs: most likely tokens that any of its rows asked for; None: no row wants log-probabilities.
-        """
-        if launch.done is not None:
-            launch.done.synchronize()
-        return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)
+        """Wait for a launch and return what its steps gave, step by step; see `Step.read`."""
+        with _HERE if self.is_on_host else on_device(self.model.device):
+            if launch.done is not None:
+                launch.done.synchronize()
+            return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)
 
     def reports(self) -> dict[str, GraphReport]:
         """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
-        found = {"steps": self.table.report(), "prompts": self.table.report("prompts")}
-        largest = self.prefill_budget
-        if largest not in [bucket.bucket for bucket in found["prompts"].buckets]:
-            beyond = BucketReport(largest, "eager", choices=self.model.linear_choices(largest))
-            found["prompts"].buckets.append(beyond)
-        mixed = self.table.report("mixed")
-        return found | ({"mixed": mixed} if mixed.buckets else {})
+        found = {kind: self.table.report(kind) for kind in KINDS}
+        largest, prompts = self.prefill_budget, found["prompts"].buckets
+        if largest not in [bucket.bucket for bucket in prompts]:
+            prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
+        return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
 
-    @_on_its_device
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
-        if not self.is_on_host:
-            torch.cuda.synchronize(self.model.device)
-        self.table.close()
+        with self._here():
+            if not self.is_on_host:
+                torch.cuda.synchronize(self.model.device)
+            self.table.close()

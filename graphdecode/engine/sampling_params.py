@@ -1,7 +1,8 @@
-"""What a request asks of sampling and of stopping."""
+"""What a request asks of sampling, of stopping, and of the form of its answer."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field
@@ -9,7 +10,6 @@ from numbers import Integral, Real
 from typing import Any
 
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
-from graphdecode.engine.structured_outputs import StructuredOutputsParams
 from graphdecode.errors import ArgumentError, shown
 
 # What one request may ask of the host: each answer is a request of its own, and each stop text is looked for at every
@@ -20,6 +20,79 @@ MAX_STOP_LENGTH = 256  # characters of a stop text
 
 _LARGEST = 1e30  # well inside float32, which slots hold
 
+_FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+_MAX_CHOICES = 10_000
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """The form of an answer, which no token that is sampled can leave; names and meanings are vLLM's.
+
+    Exactly one of the first six says which form.
+
+    Args:
+        json: a JSON Schema, as a dict or as text: the answer is JSON that it admits, with properties in its order.
+        regex: the answer matches it from its first character to its last one.
+        choice: the answer is one of these texts.
+        grammar: a grammar that derives the answer, in Lark's or GBNF's notation.
+        json_object: True: the answer is any JSON object.
+        structural_tag: not supported.
+        disable_any_whitespace: write no whitespace between the parts of JSON.
+        disable_additional_properties: objects whose schema does not speak of them have no further properties.
+        whitespace_pattern: a regular expression of the whitespace between the parts of JSON; left out: any.
+
+    Raises:
+        ValueError: none or several of the forms are given, or something is of a wrong type.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            names, found = ", ".join(_FORMS[:-1]), " and ".join(given) or None
+            raise ArgumentError(f"structured_outputs must have exactly one of {names}, got {found}")
+        if self.structural_tag is not None:
+            raise ArgumentError("structured_outputs: structural_tag is not supported; a grammar can say the same")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            self._check(name, value is None or (isinstance(value, str) and value != ""), "a text that is not empty")
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+        self._check("json_object", self.json_object in (None, True, False), "True or None")
+        is_list = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+        are_texts = is_list and all(isinstance(text, str) and text for text in self.choice or ())
+        is_good = self.choice is None or (are_texts and 0 < len(self.choice) <= _MAX_CHOICES)
+        self._check("choice", is_good, f"a list of 1..{_MAX_CHOICES} texts, none of them empty")
+        self._check("json", self.json is None or isinstance(self.schema, Mapping), "a JSON Schema that is an object")
+
+    @property
+    def form(self) -> str:
+        """Which of the fields says the form."""
+        return next(name for name in _FORMS if getattr(self, name) not in (None, False))
+
+    @property
+    def schema(self) -> Any:
+        """The JSON Schema, read where it is a text; None where that is no JSON."""
+        if not isinstance(self.json, str):
+            return self.json
+        try:
+            return json.loads(self.json)
+        except (ValueError, RecursionError):
+            return None
+
+    def _check(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ArgumentError(f"structured_outputs: {name} must be {expected}, got {shown(getattr(self, name))}")
+
 
 def _is_number(value: Any) -> bool:
     # an integer may be too large to become a float
@@ -28,10 +101,6 @@ def _is_number(value: Any) -> bool:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_switch(value: Any) -> bool:
-    return isinstance(value, bool)
 
 
 def _is_listed(value: Any) -> bool:
@@ -47,6 +116,10 @@ def _are_ids(value: Any) -> bool:
     return _is_listed(value) and all(_is_integer(token) and token >= 0 for token in value or ())
 
 
+_SWITCHES = (
+    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "detokenize"),
+)
 # what a field may be, whatever the others are, in words and as a test
 _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "n": (f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n) and 1 <= n <= MAX_ANSWERS),
@@ -61,11 +134,7 @@ _RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "truncate_prompt_tokens": ("None, -1 or an integer >= 1", lambda kept: _is_count(kept) and kept != 0),
     "logprobs": ("None or an integer >= -1", _is_count),
     "prompt_logprobs": ("None or an integer >= -1", _is_count),
-    "ignore_eos": ("True or False", _is_switch),
-    "skip_special_tokens": ("True or False", _is_switch),
-    "spaces_between_special_tokens": ("True or False", _is_switch),
-    "include_stop_str_in_output": ("True or False", _is_switch),
-    "detokenize": ("True or False", _is_switch),
+    **{name: ("True or False", lambda value: isinstance(value, bool)) for name in _SWITCHES},
     "structured_outputs": (
         "None or a StructuredOutputsParams",
         lambda form: form is None or isinstance(form, StructuredOutputsParams),

@@ -38,11 +38,8 @@ class Scheduler:
     """Holds every sequence from its arrival to its end.
 
     A sequence waits, then is admitted (it gets a row and pages for all tokens it has), prefilled in chunks, and
-    decoded. `decoding` is in row order: row i of a decode step is its i-th sequence.
-
-    Args:
-        cache: gives and takes pages.
-        max_batch_size: rows, shared by the sequences being prefilled and decoded.
+    decoded. `decoding` is in row order: row i of a decode step is its i-th sequence. The `max_batch_size` rows are
+    shared by the sequences being prefilled and decoded.
     """
 
     def __init__(self, cache: PagedKVCache, *, max_batch_size: int) -> None:
@@ -52,12 +49,16 @@ class Scheduler:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.num_preemptions = 0
-        self._admitted: list[Sequence] = []
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        """Those that have a row."""
+        return [*self.prefilling, *self.decoding]
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is not finished."""
-        return bool(self.waiting or self._admitted)
+        return bool(self.decoding or self.prefilling or self.waiting)
 
     @property
     def has_prompts(self) -> bool:
@@ -73,7 +74,7 @@ class Scheduler:
         chunks: list[Chunk] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
-        while self.waiting and budget > 0 and len(self._admitted) < self.max_batch_size:
+        while self.waiting and budget > 0 and len(self.admitted) < self.max_batch_size:
             candidate = self.waiting[0]
             if self._shares_unwritten_prefix(candidate, chunks) or not self._admit(candidate):
                 break
@@ -103,26 +104,27 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages, or leave everything as it was and return False."""
-        length = len(sequence.token_ids)
         # a prompt that is to be scored is computed whole: what is read from the cache has no logits
         cached = self.cache.add(sequence.request_id, None if sequence.unscored else sequence.token_ids)
         # one page stays free for each running sequence that may want more: whoever enters must not push out who works
-        spare = sum(self._may_grow(admitted) for admitted in self._admitted)
+        spare = sum(self._may_grow(admitted) for admitted in self.admitted)
         try:
-            self.cache.reserve(sequence.request_id, length)
+            self.cache.reserve(sequence.request_id, len(sequence.token_ids))
             if self.cache.available_pages < spare:
                 raise CacheFullError("no spare pages")
         except CacheFullError:
             self.cache.free(sequence.request_id)
             return False
-        self._reserve_answer(sequence)
+        # where more than half of the pool stays free, all pages of the answer are taken at once: they lie side by side,
+        # and a page table that is complete never changes; whoever needs them more gets them back in `make_room`
+        if self.cache.pool.free - sequence.max_length // self.cache.page_size > self.cache.pool.total // 2:
+            self.cache.reserve(sequence.request_id, sequence.max_length)
         sequence.cached_length = sequence.drafted_length = cached
         metrics = sequence.metrics
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = time.perf_counter()
         if not sequence.num_generated:
             metrics.num_cached_tokens = max(metrics.num_cached_tokens, cached)
-        self._admitted.append(sequence)
         self.prefilling.append(sequence)
         return True
 
@@ -130,45 +132,30 @@ class Scheduler:
         """Whether a sequence does not own yet all pages that it can ever need."""
         return self._room(sequence) < sequence.max_length
 
-    def _reserve_answer(self, sequence: Sequence) -> None:
-        """Take the pages of the whole answer where more than half of the pool stays free.
-
-        Pages taken together lie side by side, and a page table that is complete never changes. Whoever needs them more
-        gets them back in `make_room`.
-        """
-        length = sequence.max_length
-        if self.cache.pool.free - length // self.cache.page_size > self.cache.pool.total // 2:
-            self.cache.reserve(sequence.request_id, length)
-
     def prefilled(self, chunks: list[Chunk]) -> list[Sequence]:
-        """Take note that chunks were computed; return the sequences that have no token to generate, and are complete.
+        """Take note that chunks were computed; whose prompts are complete joins `decoding`.
 
-        The others whose prompts are computed join `decoding`.
+        Returns the sequences that have no token to generate, to be removed.
         """
         for chunk in chunks:
             chunk.sequence.cached_length = chunk.sequence.drafted_length = chunk.end
             self.publish(chunk.sequence)
         ready = [sequence for sequence in self.prefilling if sequence.prefilled]
-        if ready:
-            self.decoding.extend(sequence for sequence in ready if not sequence.is_full)
-            self.prefilling = [sequence for sequence in self.prefilling if not sequence.prefilled]
-        return [sequence for sequence in ready if sequence.is_full]
+        complete = [sequence for sequence in ready if sequence.is_full]
+        self.decoding.extend(sequence for sequence in ready if not sequence.is_full)
+        self.prefilling = [sequence for sequence in self.prefilling if not sequence.prefilled] + complete
+        return complete
 
     def publish(self, sequence: Sequence) -> None:
         """Tell the cache how far a sequence is; its full pages become prefixes that others can find."""
         self.cache.publish(sequence.request_id, sequence.cached_length, sequence.token_ids)
 
     def reserve(self, tokens_ahead: int) -> bool:
-        """Make sure that each decoding sequence has pages for the tokens that it will cache in the next steps.
+        """Make sure that each decoding sequence has pages for its next tokens; return whether any pages changed.
 
         Where pages are plentiful, a page more is taken for everyone as soon as one sequence needs one, so that the
-        page table changes once in a page's length and not in nearly every step.
-
-        Returns:
-            Whether the pages of any sequence changed.
-
-        Raises:
-            CacheFullError: there are not enough pages; some sequences may have got theirs.
+        page table changes once in a page's length and not in nearly every step. A CacheFullError says that there are
+        not enough; some sequences may have got theirs.
         """
         changed = [self._reserve(sequence, tokens_ahead) for sequence in self.decoding]
         if any(changed) and self.cache.available_pages >= 2 * len(self.decoding):
@@ -185,43 +172,34 @@ class Scheduler:
         return len(self.cache.pages_of(sequence.request_id)) * self.cache.page_size
 
     def make_room(self, tokens_ahead: int) -> int:
-        """Find pages for everybody's next tokens, or for as many of them as there are pages for.
+        """Find pages for everybody's next tokens; return for how many of each, 1 to `tokens_ahead`.
 
         Pages that were taken ahead are given back first. Where not even one token of everybody fits, those sequences
         give way whose turn would come last. Nothing may be under way: they are recomputed from the tokens that the
         host knows.
-
-        Returns:
-            How many tokens of each sequence there are pages for now, 1 to `tokens_ahead`.
         """
         for sequence in self.decoding:
             self.publish(sequence)
             self.cache.truncate(sequence.request_id, sequence.cached_length)
-        while not (fitting := self._fitting(tokens_ahead)):
+        tokens = range(1, tokens_ahead + 1)
+        while not (fitting := bisect_right(tokens, self.cache.available_pages, key=self._missing_pages)):
             self._preempt_last()
         self.reserve(fitting)
         return fitting
 
-    def _fitting(self, tokens_ahead: int) -> int:
-        """Return how many next tokens of each decoding sequence the pages suffice for, `tokens_ahead` at most."""
-        return bisect_right(range(1, tokens_ahead + 1), self.cache.available_pages, key=self._missing_pages)
-
     def _missing_pages(self, tokens_ahead: int) -> int:
         missing = 0
         for sequence in self.decoding:
-            wanted = -(-self._length_ahead(sequence, tokens_ahead) // self.cache.page_size)
+            wanted = -(-sequence.length_ahead(tokens_ahead) // self.cache.page_size)
             missing += max(wanted - len(self.cache.pages_of(sequence.request_id)), 0)
         return missing
 
-    def _length_ahead(self, sequence: Sequence, tokens_ahead: int) -> int:
-        return min(sequence.cached_length + tokens_ahead, sequence.max_length)
-
     def _reserve(self, sequence: Sequence, tokens_ahead: int) -> bool:
-        return self.cache.reserve(sequence.request_id, self._length_ahead(sequence, tokens_ahead))
+        return self.cache.reserve(sequence.request_id, sequence.length_ahead(tokens_ahead))
 
     def _preempt_last(self) -> None:
         """Take the pages of the sequence whose turn would come last; it waits for its turn to be recomputed."""
-        last = max(self._admitted, key=_TURN)
+        last = max(self.admitted, key=_TURN)
         self._release(last)
         last.cached_length = 0
         last.metrics.num_preemptions += 1
@@ -230,7 +208,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, findable: bool = True) -> None:
         """Forget a sequence wherever it stands; its pages may serve others, unless they are not to be findable."""
-        if sequence in self._admitted:
+        if sequence in self.admitted:
             self._release(sequence, findable=findable)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -238,7 +216,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forget every sequence and all that the cache holds, in whatever state both are."""
         self.waiting.clear()
-        self.prefilling, self.decoding, self._admitted = [], [], []
+        self.prefilling, self.decoding = [], []
         self.cache.reset()
 
     def _release(self, sequence: Sequence, *, findable: bool = True) -> None:
@@ -247,11 +225,7 @@ class Scheduler:
         else:
             self.cache.hide(sequence.request_id)
         self.cache.free(sequence.request_id)
-        self._admitted.remove(sequence)
-        if sequence in self.decoding:
-            self.decoding.remove(sequence)
-        if sequence in self.prefilling:
-            self.prefilling.remove(sequence)
+        (self.decoding if sequence in self.decoding else self.prefilling).remove(sequence)
 
 
 def draft_gaps(sequences: Iterable[Sequence], cache: PagedKVCache, max_tokens: int) -> list[list[PromptChunk]]:

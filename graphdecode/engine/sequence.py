@@ -31,8 +31,7 @@ class Sequence:
     eos_token_ids: tuple[int, ...]  # those of them that are the model's
     sampling: RowSampling  # what the step is told of it
     metrics: RequestMetrics  # times and counts
-    # of the request, its priority and its turn: the lowest is served first and gives way last
-    precedence: tuple[int, float] = (0, 0.0)
+    turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first and gives way last
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -45,11 +44,6 @@ class Sequence:
     failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
     error_code: str | None = None  # of its error, as an event has it
     is_complete: bool = False  # whether the constraint has ended the answer
-
-    @property
-    def turn(self) -> tuple[int, float, int]:
-        """Where it stands in line: the lowest is served first."""
-        return *self.precedence, self.request_id
 
     @property
     def unscored(self) -> bool:
@@ -72,6 +66,11 @@ class Sequence:
         return len(self.token_ids) >= self.max_length
 
     @property
+    def needs_the_host(self) -> bool:
+        """Whether the host has to see each token before it knows what may follow."""
+        return self.constraint is not None and self.constraint.guide is None
+
+    @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.prompt_length
@@ -80,12 +79,9 @@ class Sequence:
         """Take log-probabilities of the prompt: those at the places behind `start` tokens and so on."""
         self.prompt_logprobs[start:] = entries[: self.prompt_length - 1 - start]
 
-    def told_prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Return the log-probabilities of the prompt, once; None where they were not asked for, and later."""
-        if self.params.prompt_logprobs is None or self.has_told_prompt:
-            return None
-        self.has_told_prompt = True
-        return self.prompt_logprobs
+    def length_ahead(self, tokens_ahead: int) -> int:
+        """Return how many of its tokens are cached in so many steps."""
+        return min(self.cached_length + tokens_ahead, self.max_length)
 
     def accept(self, token_id: int) -> None:
         """Take a sampled token, and decide whether it ends the answer.
@@ -122,12 +118,11 @@ class Sequence:
     def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen (see NO_CHOICE, or its constraint); return an error that says so."""
         self.finish_reason = "error"
-        if isinstance(why, ConstraintError) or (self.constraint is not None and why == WITHOUT_FINITE):
-            self.error_code = "form_too_complex"
-        if isinstance(why, ConstraintError):
-            return f"request {self.request_id} was ended: {why}"
         if self.constraint is not None and why == WITHOUT_FINITE:
-            return f"request {self.request_id} was ended: its grammar cannot be followed further: bad_words forbid all"
+            why = ConstraintError("its grammar cannot be followed further: bad_words forbid all")
+        if isinstance(why, ConstraintError):
+            self.error_code = "form_too_complex"
+            return f"request {self.request_id} was ended: {why}"
         return (
             f"request {self.request_id} was ended: no token can be chosen at position {len(self.token_ids)} "
             f"(temperature {self.params.temperature:g}): {NO_CHOICE[why]}"

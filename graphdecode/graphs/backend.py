@@ -16,9 +16,8 @@ from graphdecode.graphs.cuda_loop import CudaLoops
 from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError, stale_pointers
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
-from graphdecode.graphs.loop import HostLoop, LoopControl, Ready, SingleLaunches, StepLoop
 from graphdecode.graphs.recorded import RecordedStepGraph
-from graphdecode.graphs.step_graph import Step, StepGraph, run
+from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, SingleLaunches, Step, StepGraph, StepLoop, run
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 
@@ -56,7 +55,6 @@ class Backend:
         return self._buffers[0].device
 
     def _graph(self, step: Step, batch: Batch) -> StepGraph:
-        """Warm a step up, and capture it."""
         if self.name == "cuda":
             if not self._captures or self._captures[-1].is_spoilt:
                 self._captures.append(CudaCapture(self.device))
@@ -70,44 +68,43 @@ class Backend:
         self._has_recorded = True
         return graph
 
-    def captured(self, step: Step, batch: Batch, control: LoopControl | None) -> Ready:
-        """Capture a step, and build a loop over it where there is one to govern it.
+    def captured(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
+        """Capture a step, and what follows it in a graph of its own; build a loop where there is one to govern it.
 
         Raises:
-            CaptureError: the step, or the loop's epilogue, does what no graph can replay.
+            CaptureError: one of them does what no graph can replay.
         """
+        graphs: list[StepGraph] = []
+        loop: StepLoop | None = None
         with on_device(self.device):
-            graph, epilogue = self._graph(step, batch), None
-            if control is None:
-                return Ready(graph.replay, None, (graph,))
             try:
-                if control.loop.epilogue is not None:
-                    control.count_all()  # so that the epilogue runs as behind a launch that left nothing out
-                    epilogue = self._graph(control.loop.epilogue, batch)
-                loop: StepLoop
-                if self.name == "cuda":
+                graphs.append(self._graph(step, batch))
+                if second is not None:
+                    if control is not None:
+                        control.count_all()  # so that it runs as behind a launch that left nothing out
+                    graphs.append(self._graph(second, batch))
+                replays = [graph.replay for graph in graphs]
+                if control is not None and self.name == "cuda":
                     self._cuda_loops = self._cuda_loops or CudaLoops(control, self.device)
-                    loop = self._cuda_loops.over(graph, epilogue)  # type: ignore[arg-type]
-                else:
-                    loop = HostLoop(control, graph.replay, None if epilogue is None else epilogue.replay)
+                    loop = self._cuda_loops.over(*graphs)  # type: ignore[arg-type]
+                elif control is not None:
+                    loop = HostLoop(control, *replays)
             except BaseException:
-                for captured in (epilogue, graph):
-                    if captured is not None:
-                        captured.close()
+                for graph in reversed(graphs):
+                    graph.close()
                 raise
-        return Ready(graph.replay, loop, (graph,) if epilogue is None else (graph, epilogue))
+        return Ready(replays, loop, graphs)
 
-    def eager(self, step: Step, batch: Batch, control: LoopControl | None) -> Ready:
-        """Return what runs a step, or a loop of it, without any graph."""
-        replay = partial(self._run, step, batch)
+    def eager(self, step: Step, batch: Batch, second: Step | None, control: LoopControl | None) -> Ready:
+        """Return what runs the same without any graph."""
+        replays = [partial(self._run, each, batch) for each in (step, second) if each is not None]
         if control is None:
-            return Ready(replay)
-        epilogue = None if control.loop.epilogue is None else partial(self._run, control.loop.epilogue, batch)
-        kind = HostLoop if self.device.type == "cpu" else SingleLaunches
-        loop = kind(control, replay, epilogue)
-        if kind is SingleLaunches:
-            loop.reason = "nothing is captured"
-        return Ready(replay, loop)
+            return Ready(replays)
+        if self.device.type == "cpu":
+            return Ready(replays, HostLoop(control, *replays))
+        loop = SingleLaunches(control, *replays)
+        loop.reason = "nothing is captured"
+        return Ready(replays, loop)
 
     def _run(self, step: Step, batch: Batch) -> None:
         with on_device(self.device):

@@ -13,7 +13,6 @@ import torch
 from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, definition_of
 from graphdecode.graphs.inspect import nodes as cuda_nodes
-from graphdecode.graphs.inspect.memory import AddressMap
 from graphdecode.graphs.inspect.observer import LastOperator
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.step_graph import Argument, Step, StepGraph
@@ -120,13 +119,7 @@ def _clear_workspaces() -> None:
 
 
 class CudaStepGraph(StepGraph):
-    """A captured step; replay is one launch.
-
-    Args:
-        step: what is captured; warmed up already.
-        batch: the views that it is given.
-        shared: stream and pool.
-        owners: what it may touch.
+    """A captured step, which was warmed up; replay is one launch.
 
     Raises:
         CaptureError: the step or its capture failed; the process is fit to go on.
@@ -149,8 +142,8 @@ class CudaStepGraph(StepGraph):
         self.driver_bytes = max(free - torch.cuda.mem_get_info(shared.device)[0], 0)
         torch.cuda.synchronize(shared.device)
         self.pool_bytes = max(torch.cuda.memory_reserved(shared.device) - reserved, 0)
-        memory = AddressMap.now(owners, self._pool)
-        self.nodes = cuda_nodes.described(self.raw_graph(), memory)
+        memory = cuda_nodes.AddressMap.now(owners, self._pool)
+        self.nodes = cuda_nodes.nodes_of(self.raw_graph(), memory)
         if not self.nodes and cuda_nodes.driver is not None:
             self._graph.reset()
             raise CaptureError("unseen-work", "the step", "it launched nothing", definition_of(step))
@@ -166,7 +159,7 @@ class CudaStepGraph(StepGraph):
 
     def problem_finder(self, owners: Owners) -> Callable[[Argument], str | None]:
         """Return a function that says what has become of the memory at an address since capture; None if nothing."""
-        return AddressMap.now(owners, self._pool).problem_of
+        return cuda_nodes.AddressMap.now(owners, self._pool).problem_of
 
     def close(self) -> None:
         """Release the graph."""

@@ -12,7 +12,7 @@ import torch
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.cuda import CudaStepGraph
-from graphdecode.graphs.loop import LoopControl, SingleLaunches, StepLoop
+from graphdecode.graphs.step_graph import LoopControl, SingleLaunches, StepLoop
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -55,24 +55,21 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
     """
     if nvrtc is None:
         raise RuntimeError("cuda-python is not installed")
+
+    def called(answer: tuple[Any, ...]) -> tuple[Any, ...]:
+        return _checked(answer, "NVRTC refused to compile the loop's condition")
+
     major, minor = capability
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
-    (program,) = _compiled(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
+    (program,) = called(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
     try:
-        _compiled(nvrtc.nvrtcCompileProgram(program, 1, [option]))
-        (size,) = _compiled(nvrtc.nvrtcGetCUBINSize(program))
+        called(nvrtc.nvrtcCompileProgram(program, 1, [option]))
+        (size,) = called(nvrtc.nvrtcGetCUBINSize(program))
         code = b" " * size
-        _compiled(nvrtc.nvrtcGetCUBIN(program, code))
+        called(nvrtc.nvrtcGetCUBIN(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return code
-
-
-def _compiled(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-    error, *values = answer
-    if int(error) != 0:
-        raise RuntimeError(f"NVRTC refused to compile the loop's condition: {error.name}")
-    return tuple(values)
 
 
 class CudaLoops:
@@ -81,21 +78,22 @@ class CudaLoops:
     def __init__(self, control: LoopControl, device: torch.device) -> None:
         self._control = control
         self._device = device
-        self._condition: _Condition | str | None = None
+        self._condition: _Condition | RuntimeError | None = None
 
-    def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> StepLoop:
+    def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None = None) -> StepLoop:
         """Return the best loop over a captured step that the driver grants."""
-        refusals = []
-        loop: StepLoop
+        refusals: list[str] = []
+        loop: SingleLaunches | None = None
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
             try:
+                if driver is None:
+                    raise LoopRefusedError("cuda-python is not installed")
                 with torch.cuda.device(self._device):
                     loop = make(step, epilogue)
                 break
             except LoopRefusedError as refusal:
                 refusals.append(f"{name}: {refusal}")
-        else:
-            loop = SingleLaunches(self._control, step.replay, None if epilogue is None else epilogue.replay)
+        loop = loop or SingleLaunches(self._control, *_replays(step, epilogue))
         loop.reason = "; ".join(refusals) or None
         return loop
 
@@ -105,8 +103,7 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> WhileLoop:
-        _require_driver()
+    def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> GraphLoop:
         (version,) = _call(driver.cuDriverGetVersion)
         if version < WHILE_NODES_SINCE:
             readable = f"{version // 1000}.{version % 1000 // 10}"
@@ -118,13 +115,12 @@ class CudaLoops:
             try:
                 self._condition = _Condition(self._device)
             except RuntimeError as error:
-                self._condition = str(error)
-        if isinstance(self._condition, str):
-            raise LoopRefusedError(self._condition)
+                self._condition = error
+        if isinstance(self._condition, RuntimeError):
+            raise LoopRefusedError(str(self._condition))
         return WhileLoop(self._control, step, epilogue, self._device, self._condition)
 
-    def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> UnrolledLoop:
-        _require_driver()
+    def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> GraphLoop:
         nodes = self._control.loop.max_steps * step.kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
             raise LoopRefusedError(f"{nodes} nodes are more than {_MAX_UNROLLED_NODES}")
@@ -158,7 +154,7 @@ class GraphLoop(SingleLaunches):
         device: torch.device,
         condition: _Condition | None = None,
     ) -> None:
-        super().__init__(control, step.replay, None if epilogue is None else epilogue.replay)
+        super().__init__(control, *_replays(step, epilogue))
         self._device = device
         (graph,) = _call(driver.cuGraphCreate, 0)
         handles: list[Any] = [(driver.cuGraphDestroy, graph)]
@@ -179,7 +175,6 @@ class GraphLoop(SingleLaunches):
         """Add the nodes of the steps, and return the last."""
 
     def _set_count(self, graph: Any, context: Any, value: int) -> Any:
-        """Add a node that writes the count, before all others, and return it."""
         write = driver.CUDA_MEMSET_NODE_PARAMS()
         write.dst = driver.CUdeviceptr(self._control.count.data_ptr())
         write.value, write.elementSize = value, _COUNT_BYTES
@@ -197,6 +192,10 @@ class GraphLoop(SingleLaunches):
     def close(self) -> None:
         """Release the graph."""
         self._release()
+
+
+def _replays(*graphs: CudaStepGraph | None) -> list[Callable[[], None]]:
+    return [graph.replay for graph in graphs if graph is not None]
 
 
 def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
@@ -268,16 +267,16 @@ class UnrolledLoop(GraphLoop):
         return num_steps
 
 
-def _require_driver() -> None:
-    if driver is None:
-        raise LoopRefusedError("cuda-python is not installed")
-
-
 def _call(function: Callable[..., tuple], *arguments: Any) -> tuple[Any, ...]:
     try:
-        error, *values = function(*arguments)
+        answer = function(*arguments)
     except RuntimeError as missing:  # a driver without this function, or none at all
         raise LoopRefusedError(f"{function.__name__}: {missing}") from missing
+    return _checked(answer, function.__name__)
+
+
+def _checked(answer: tuple[Any, ...], what: str) -> tuple[Any, ...]:
+    error, *values = answer
     if int(error) != 0:
-        raise LoopRefusedError(f"{function.__name__}: {error.name}")
+        raise LoopRefusedError(f"{what}: {error.name}")
     return tuple(values)

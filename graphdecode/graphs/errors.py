@@ -6,6 +6,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -132,25 +133,20 @@ def _is_own(path: str) -> bool:
 
 def caller() -> tuple[str | None, int | None]:
     """Return file and line of the innermost frame that is neither torch's, Triton's, Python's nor the runtime's own."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if not _is_own(path):
-            return path, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, None
+    frames = traceback.walk_stack(sys._getframe(1))
+    places = ((frame.f_code.co_filename, line) for frame, line in frames)
+    return next((place for place in places if not _is_own(place[0])), (None, None))
 
 
-def raised_at(traceback: TracebackType | None) -> tuple[str | None, int | None]:
+def raised_at(trace: TracebackType | None) -> tuple[str | None, int | None]:
     """Return file and line of a traceback's innermost frame that `caller` would name, outside of any operator."""
     place: tuple[str | None, int | None] = (None, None)
-    while traceback is not None:
-        path = traceback.tb_frame.f_code.co_filename
+    for frame, line in traceback.walk_tb(trace):
+        path = frame.f_code.co_filename
         if path.startswith(_DISPATCH_FILES) and place != (None, None):
             break
         if not _is_own(path):
-            place = (path, traceback.tb_lineno)
-        traceback = traceback.tb_next
+            place = (path, line)
     return place
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from graphdecode.buffers import Batch
 from graphdecode.graphs.errors import CaptureError, caller, definition_of
 from graphdecode.graphs.inspect.observer import (
     StepObserver,
+    given_tensors,
     leaves,
     mapped,
     named_arguments,
@@ -34,15 +34,9 @@ from graphdecode.kernels.native.registration import bind
 
 # factories whose contents nobody has written yet: their memory is part of the graph, and there is nothing to replay
 _UNINITIALISED = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::empty_permuted",
+    f"aten::{name}"
+    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
 }
-
-
 _ALIGNMENT = 64  # bytes: a line of a processor's caches
 
 
@@ -52,13 +46,10 @@ class ReusedMemory:
     The step itself runs over memory of its own. Each storage that it makes stands for a block, until nobody refers to
     it: replays run the same operators in the same order, so that a later storage may stand for the same block. It is
     what CUDA's allocator does within a capture. Graphs that run one after another share all blocks.
-
-    Args:
-        blocks: uint8, all there are; new ones are added.
     """
 
     def __init__(self, blocks: list[Tensor]) -> None:
-        self.blocks = blocks
+        self.blocks = blocks  # uint8, all there are; new ones are added
         self._free = list(blocks)
         self._in_use: dict[int, tuple[StorageWeakRef, Tensor]] = {}
 
@@ -92,22 +83,15 @@ def _over(block: Tensor, tensor: Tensor) -> Tensor:
 
 
 class Recorder(StepObserver):
-    """An observer that keeps what it sees as a flat list of calls without arguments.
-
-    Attributes:
-        calls: the calls in order.
-        memory: what intermediates lie in when the calls are run again.
-        pool: the tensors that the step made, over that memory.
-        nodes: what each call does, for reports and audits.
-    """
+    """An observer that keeps what it sees as a flat list of calls without arguments."""
 
     def __init__(self, owners: Owners, blocks: list[Tensor]) -> None:
         super().__init__(owners)
         self.in_setitem = True  # a warm-up has refused host data; what is left are numbers written by index
         self.calls: list[Callable[[], Any]] = []
-        self.memory = ReusedMemory(blocks)
-        self.pool: list[Tensor] = []
-        self.nodes: list[Node] = []
+        self.memory = ReusedMemory(blocks)  # what intermediates lie in when the calls are run again
+        self.pool: list[Tensor] = []  # the tensors that the step made, over that memory
+        self.nodes: list[Node] = []  # what each call does, for reports and audits
 
     def made_new(self, key: int, tensor: Tensor) -> None:
         """Have memory for what the step made."""
@@ -147,12 +131,7 @@ class Recorder(StepObserver):
         return self.memory.standing_for(storage_key(value), value)
 
     def _arguments(self, func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> tuple[Argument, ...]:
-        found = [
-            (argument.name, leaf, argument.alias_info is not None and argument.alias_info.is_write)
-            for argument, value in named_arguments(func, args, kwargs)
-            for leaf in leaves(value)
-            if isinstance(leaf, Tensor)
-        ]
+        found = list(given_tensors(func, args, kwargs))
         found += [("result", output, True) for output in outputs if output is not None]
         return tuple(
             Argument(name, storage_address(tensor), self.owner_of(tensor), tensor, storage_key(tensor), written)
@@ -162,10 +141,10 @@ class Recorder(StepObserver):
 
 def _into_outputs(func: Any, args: tuple, kwargs: dict, outputs: list[Tensor | None]) -> Callable[[], Any]:
     """Return a call that computes into recorded outputs; None stands for an output that is a view of an argument."""
-    out_version = None if func._schema.is_mutable else _out_version(func)
-    if out_version is not None and None not in outputs and len(outputs) == len(out_version.names):
-        targets = dict(zip(out_version.names, outputs, strict=True))
-        return functools.partial(out_version.operator, *args, **kwargs, **targets)
+    if not func._schema.is_mutable and None not in outputs:
+        operator, names = _out_version(func)
+        if len(outputs) == len(names):
+            return functools.partial(operator, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
     return functools.partial(_compute_and_copy, func._op, args, kwargs, outputs)
 
 
@@ -175,32 +154,23 @@ def _compute_and_copy(operator: Any, args: tuple, kwargs: dict, outputs: list[Te
             target.copy_(source)
 
 
-@dataclass(frozen=True)
-class _OutVersion:
-    operator: Any
-    names: list[str]
-
-
-def _out_version(func: Any) -> _OutVersion | None:
-    """Return the overload of an operator that writes into given outputs, if it takes the same other arguments."""
+def _out_version(func: Any) -> tuple[Any, list[str]]:
+    """Return the overload of an operator that writes into given outputs, with the names of these, if it has one."""
     wanted = [(argument.name, str(argument.type)) for argument in func._schema.arguments]
     for overload in func.overloadpacket.overloads():
         candidate = getattr(func.overloadpacket, overload)
         written = [a for a in candidate._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         others = [(a.name, str(a.type)) for a in candidate._schema.arguments if a not in written]
         if written and all(argument.kwarg_only for argument in written) and others == wanted:
-            return _OutVersion(candidate._op, [argument.name for argument in written])
-    return None
+            return candidate._op, [argument.name for argument in written]
+    return None, []
 
 
 class RecordedStepGraph(StepGraph):
     """One bucket's step as a flat list of operators over fixed memory.
 
-    Args:
-        step: what is recorded; it is run once, and was run under full observation before.
-        batch: the views that it is given.
-        owners: what it may touch.
-        blocks: the pool, which graphs that run one after another share.
+    The step is run once; it was run under full observation before. `blocks` are the pool, which graphs that run one
+    after another share.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
 from graphdecode.buckets import StepShape
-from graphdecode.graphs.loop import Ready
+from graphdecode.graphs.step_graph import Ready
 
 _NAMES_SHOWN = 8
 
@@ -137,21 +137,24 @@ class GraphReport:
         lines += [self._row(bucket) for bucket in self.buckets]
         if any(bucket.moved_bytes for bucket in self.buckets):
             lines.append("moved MiB are at most: of caches and tables all is counted, whatever a step reads of them")
-        for kernels, alike in groupby(self.buckets, key=lambda bucket: bucket.kernels):
-            if kernels:
-                shown = kernels.most_common(_NAMES_SHOWN)
-                lines.append(f"most often in bucket {_numbers(alike)}:")
-                lines += [f"{count:>7} {name}" for name, count in shown]
-                rest = len(kernels) - len(shown)
-                lines += [f"{'':>7} and {rest} more"] if rest else []
-        for (loop, reason), alike in groupby(self.buckets, key=lambda bucket: (bucket.loop, bucket.loop_reason)):
-            if loop is not None:
-                lines.append(f"loop of bucket {_numbers(alike)}: {loop}" + (f", for {reason}" if reason else ""))
-        for choices, alike in groupby(self.buckets, key=lambda bucket: bucket.choices):
-            if choices:
-                lines.append(f"chosen for bucket {_numbers(alike)}:")
-                lines += [f"  {name}: {_figures(facts)}" for name, facts in choices.items()]
+        for kernels, buckets in self._alike(lambda bucket: bucket.kernels):
+            shown = kernels.most_common(_NAMES_SHOWN)
+            lines += [f"most often in bucket {buckets}:", *(f"{count:>7} {name}" for name, count in shown)]
+            if len(kernels) > len(shown):
+                lines.append(f"{'':>7} and {len(kernels) - len(shown)} more")
+        for loop, buckets in self._alike(lambda b: b.loop and b.loop + f", for {b.loop_reason}" * bool(b.loop_reason)):
+            lines.append(f"loop of bucket {buckets}: {loop}")
+        for choices, buckets in self._alike(lambda bucket: bucket.choices):
+            lines.append(f"chosen for bucket {buckets}:")
+            for name, facts in choices.items():
+                lines.append(f"  {name}: " + ", ".join(f"{figure} {value}" for figure, value in facts.items()))
         return "\n".join(lines)
+
+    def _alike(self, key: Callable[[BucketReport], Any]) -> Iterator[tuple[Any, str]]:
+        """Yield what neighbouring buckets have in common, where it is anything, with their names."""
+        for found, buckets in groupby(self.buckets, key=key):
+            if found:
+                yield found, ", ".join(bucket.name for bucket in buckets)
 
     def _row(self, b: BucketReport) -> str:
         has_driver = self.backend == "cuda"
@@ -164,11 +167,3 @@ class GraphReport:
             + (f"  {b.eager_runs} without a graph" if b.eager_runs else "")
             + (f"  {b.error}" if b.error else "")
         )
-
-
-def _numbers(buckets: Iterable[BucketReport]) -> str:
-    return ", ".join(bucket.name for bucket in buckets)
-
-
-def _figures(facts: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in facts.items())

@@ -1,23 +1,25 @@
-"""The contract of a captured step, and what a step is run within."""
+"""A captured step: what it is run within, what it must offer, and how several of its steps are one launch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from graphdecode.buffers import Batch, StepBuffers
+from graphdecode.buffers import LIVE_ROWS, Batch, StepBuffers
+from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from graphdecode.graphs.inspect.owners import Owners
 
 Step = Callable[[Batch], None]
+Replay = Callable[[], None]
 
 
 def run(step: Callable[[Batch], Any], batch: Batch) -> Any:
@@ -42,11 +44,13 @@ def slots_restored(buffers: StepBuffers) -> Iterator[None]:
 
 
 @contextmanager
-def no_row_live(buffers: StepBuffers) -> Iterator[None]:
+def no_row_live(*buffers: StepBuffers) -> Iterator[None]:
     """Make every row padding for a while, so that a step touches nothing but the slots, which are given back."""
-    with slots_restored(buffers):
-        buffers.pad(0)
-        buffers.set_live_rows(0)
+    with ExitStack() as held:
+        for each in buffers:
+            held.enter_context(slots_restored(each))
+            each.pad(0)
+            each.set_live_rows(0)
         yield
 
 
@@ -86,19 +90,9 @@ class Node:
 
 
 class StepGraph(ABC):
-    """One bucket's step, captured: replayed any number of times, closed once.
+    """One bucket's step, captured: replayed any number of times, closed once; see `BucketReport` of its figures."""
 
-    Attributes:
-        nodes: the operations in order.
-        pool_bytes: memory of intermediates that this capture added to the pool, where others left too little.
-        driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
-        moved_bytes: what one replay reads and writes at most; 0 where it is not known. What is read in part (the live
-            pages of a cache, the gathered rows of a table) is counted whole.
-        capture_ms: time that it took to capture the graph and make it fit to launch, without warm-up.
-        instantiate_ms: time of it that the driver took; 0 where there is none.
-    """
-
-    nodes: list[Node]
+    nodes: list[Node]  # the operations in order
     pool_bytes: int
     moved_bytes: int
     capture_ms: float
@@ -121,3 +115,132 @@ class StepGraph(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release graph and memory."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """How steps follow one another in one launch.
+
+    The loop runs the step, and runs it again while fewer than `limit` steps ran and any row is running. All of this is
+    read from slots on the device: neither another number of steps nor another membership needs another capture.
+
+    Attributes:
+        max_steps: steps that a launch may be asked for at most.
+        running: a slot, int32 [1]: the step writes how many rows go on; none ends the loop.
+        limit: a slot, int32 [1]: steps that the launch was asked for; the manager writes it when that changes.
+        count: a slot, int32 [1]: steps that ran in the last launch. Where the device cannot end a loop early, all.
+        epilogue: runs once behind the steps of a launch, over the same batch, and is captured like the step; may be
+            None.
+    """
+
+    max_steps: int
+    running: str = "running"
+    limit: str = "loop_limit"
+    count: str = "loop_count"
+    epilogue: Step | None = None
+
+
+class LoopControl:
+    """The slots of a loop, where they are in memory.
+
+    Raises:
+        ValueError: `max_steps` is less than 1, or a slot is missing, used twice, of another shape or dtype, or staged
+            where the loop's own writes would be overwritten.
+    """
+
+    def __init__(self, loop: Loop, buffers: StepBuffers) -> None:
+        if loop.max_steps < 1:
+            raise ArgumentError(f"max_steps of a loop must be >= 1, got {loop.max_steps}")
+        names = (loop.running, loop.limit, loop.count)
+        if len(set(names)) < len(names):
+            raise ArgumentError(f"running, limit and count of a loop must be three slots, got {names}")
+        for name in names:
+            slot = buffers.slots.get(name)
+            if slot is None or slot.dtype != torch.int32 or tuple(slot.shape) != (1,) or slot.staged is not None:
+                raise ArgumentError(f"a loop needs {name!r} to be an unstaged slot of shape (1,) and int32, got {slot}")
+        self.loop = loop
+        self.running, self.limit, self.count = (buffers.tensors[name] for name in names)
+        self.live_rows = buffers.tensors[LIVE_ROWS]
+        self._asked_for = 0
+        self.ask_for(loop.max_steps)
+
+    def ask_for(self, num_steps: int) -> None:
+        """Set the steps of the launches to come; costs nothing while the number stays the same."""
+        if num_steps != self._asked_for:
+            self.limit.fill_(num_steps)
+            self._asked_for = num_steps
+
+    def count_all(self) -> None:
+        """Count all steps that were asked for as run."""
+        self.count.copy_(self.limit)
+
+
+class StepLoop(ABC):
+    """One shape's steps, several to a launch: `step` runs one, `epilogue` what is behind the last.
+
+    Attributes:
+        kind: "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
+            memory that it can read), or "single" (a launch for each step).
+        reason: why it is none of those named before; None where there is nothing to explain.
+    """
+
+    kind: str
+    reason: str | None = None
+
+    def __init__(self, control: LoopControl, step: Replay, epilogue: Replay = lambda: None) -> None:
+        self._control, self._step, self._epilogue = control, step, epilogue
+
+    @abstractmethod
+    def launch(self, num_steps: int) -> int:
+        """Run that many steps, or fewer where the loop can end early, and the epilogue.
+
+        Returns how many steps ran; 0 where the device decides that, and counts them.
+        """
+
+    def counted(self) -> tuple[int, int]:
+        """Return the steps that the device counted in all launches, and the live rows of these steps, summed."""
+        return 0, 0
+
+    def close(self) -> None:  # noqa: B027 (only graphs hold something)
+        """Release what the loop holds."""
+
+
+class HostLoop(StepLoop):
+    """The loop of a device whose memory the host reads: the same slots decide, step by step."""
+
+    kind = "host"
+
+    def launch(self, num_steps: int) -> int:
+        """Run the steps; how many is read from the slot, as a device would."""
+        control = self._control
+        count, limit, running = (tensor.numpy() for tensor in (control.count, control.limit, control.running))
+        ran = count[0] = 0
+        while not ran or (ran < limit[0] and running[0] > 0):
+            self._step()
+            ran += 1
+            count[0] = ran
+        self._epilogue()
+        return ran
+
+
+class SingleLaunches(StepLoop):
+    """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run."""
+
+    kind = "single"
+
+    def launch(self, num_steps: int) -> int:
+        """Launch the steps one by one."""
+        for _ in range(num_steps):
+            self._step()
+        self._control.count_all()
+        self._epilogue()
+        return num_steps
+
+
+@dataclass(frozen=True)
+class Ready:
+    """How a shape runs."""
+
+    replays: Sequence[Replay]  # run one step, and the loop's epilogue; or the two halves of a step
+    loop: StepLoop | None = None  # runs several steps; None where there is no loop
+    graphs: Sequence[StepGraph] = ()  # whose replays these are; none where nothing is captured

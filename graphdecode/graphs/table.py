@@ -7,20 +7,19 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from graphdecode.buckets import KINDS, ShapeLadder, StepShape
-from graphdecode.buffers import Batch, FrozenError, StepBuffers, on_device
+from graphdecode.buffers import Batch, FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
 from graphdecode.graphs.errors import CaptureError
-from graphdecode.graphs.loop import Loop, LoopControl, Ready
 from graphdecode.graphs.report import BucketReport, GraphReport
-from graphdecode.graphs.step_graph import Step, StepGraph, no_row_live, run
+from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
 
 if TYPE_CHECKING:  # what a replay needs none of
     from graphdecode.graphs.backend import Backend
@@ -92,12 +91,8 @@ class GraphTable:
 
     def graphs(self, queries: int = 1) -> dict[int, StepGraph]:
         """Return the captured steps of so many queries a row by bucket, for those who look into them."""
-        found = {
-            s.rows: self._ready[s][0].graphs
-            for s in self.ladder.of("steps")
-            if s.queries == queries and s in self._ready
-        }
-        return {rows: graphs[0] for rows, graphs in found.items() if graphs}
+        mine = ((shape, ready) for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs)
+        return {shape.rows: ready.graphs[0] for shape, ready in mine if shape == StepShape(shape.rows, queries)}
 
     def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> None:
         """Capture the shapes of some kinds, those of most tokens first; with "first-use", only make ready for it.
@@ -126,10 +121,7 @@ class GraphTable:
             ):
                 while (shape := self._next_to_capture(kinds)) is not None:
                     try:
-                        if self._captures_lazily:
-                            self._try(shape)
-                        else:
-                            self._capture(shape)
+                        (self._try if self._captures_lazily else self._capture)(shape)
                     except CaptureError as error:
                         if shape.kind == "steps":
                             raise
@@ -152,44 +144,30 @@ class GraphTable:
     def _try(self, shape: StepShape) -> None:
         """Run a mixed step that nobody asked for: a model whose steps cannot take prompts along says so now."""
         try:
-            self.backend.eager(*self._bound(shape)).replay()
+            self.backend.eager(*self._bound(shape)).replays[0]()
         except Exception as error:
             raise CaptureError.of(error) from error
         self._open.add(shape.kind)
 
-    @contextmanager
-    def _nothing_live(self, shape: StepShape) -> Iterator[None]:
-        with ExitStack() as held:
-            if shape.rows:
-                held.enter_context(no_row_live(self.buffers))
-            if shape.prompt_tokens:  # whose last pages may be somebody else's by now
-                held.enter_context(no_row_live(self.prompts))
-            yield
+    def _nothing_live(self, shape: StepShape) -> AbstractContextManager[None]:
+        # the last pages of prompts may be somebody else's by now
+        return no_row_live(*[self.buffers] * bool(shape.rows), *[self.prompts] * bool(shape.prompt_tokens))
 
-    def _bound(self, shape: StepShape) -> tuple[Step, Batch, LoopControl | None]:
-        """Return a shape's step, the batch that it is given, and what governs its loop."""
+    def _bound(self, shape: StepShape) -> tuple[Step, Batch, Step | None, LoopControl | None]:
+        """Return a shape's step, the batch that it is given, what follows the step, and what governs its loop."""
         narrowed = self.buffers.narrow(shape.rows) if shape.rows else self.prompts.narrow(shape.prompt_tokens)
-        control = self._control if shape.kind == "steps" and shape.part == "whole" else None
-        return functools.partial(self._step, shape), narrowed, control
+        step = functools.partial(self._step, shape)
+        if shape.part != "whole":
+            return step, narrowed, functools.partial(self._step, shape.halves[1]), None
+        if self._control is None or shape.kind != "steps":
+            return step, narrowed, None, None
+        return step, narrowed, self._control.loop.epilogue, self._control
 
-    def _capture(self, *shapes: StepShape) -> None:
-        """Capture a shape, or both halves of one."""
-        if self.backend.name == "eager":
-            self._stay_eager(*shapes)
-            return
-        found: list[Ready] = []
-        with self._around(shapes[0]):
-            try:
-                found.extend(self.backend.captured(*self._bound(shape)) for shape in shapes)
-            except BaseException:
-                self.backend.release(found, is_last=False)
-                raise
-        for shape, ready in zip(shapes, found, strict=True):
-            self._keep(shape, ready)
-
-    def _stay_eager(self, *shapes: StepShape) -> None:
-        for shape in shapes:
-            self._keep(shape, self.backend.eager(*self._bound(shape)))
+    def _capture(self, shape: StepShape) -> None:
+        is_eager = self.backend.name == "eager"
+        with nullcontext() if is_eager else self._around(shape):
+            ready = (self.backend.eager if is_eager else self.backend.captured)(*self._bound(shape))
+        self._keep(shape, ready)
 
     def _keep(self, shape: StepShape, ready: Ready) -> None:
         report = self._report_at(shape)
@@ -237,39 +215,36 @@ class GraphTable:
             self.buffers.make_ready(rows, shape.rows, self._user)
         if prompt_tokens:
             self.prompts.make_ready(prompt_tokens, shape.prompt_tokens, self._user)
-        if meanwhile is not None:
-            self._run_halves(shape, ready, meanwhile)
-        elif steps is None:
-            ready.replay()
-        if steps is None:
-            report.replays += 1
-            report.live_rows += size
-        else:
+        ran = 1
+        if steps is not None:
             assert ready.loop is not None
             assert self._control is not None
             self._control.ask_for(steps)
             ran = ready.loop.launch(steps)
             report.launches += 1
-            report.replays += ran
-            report.live_rows += rows * ran
+        elif meanwhile is None:
+            ready.replays[0]()
+        else:
+            self._run_halves(ready, meanwhile)
+        report.replays += ran
+        report.live_rows += size * ran
         if is_first and not self._frozen:
             self._capture_or_stay_eager(fitting)
         return shape
 
-    def _run_halves(self, first: StepShape, ready: Ready, meanwhile: Callable[[], None]) -> None:
-        second = first.halves[1]
-        other = self._ready[second][0] if second in self._ready else self.backend.eager(*self._bound(second))
+    def _run_halves(self, ready: Ready, meanwhile: Callable[[], None]) -> None:
+        first, second = ready.replays
         if self.buffers.device.type == "cuda":  # a launch comes back before its work is done; on a CPU it is the work
-            ready.replay()
+            first()
             meanwhile()
         else:
             self._beside = self._beside or ThreadPoolExecutor(1, thread_name_prefix="graphdecode-beside")
             done = self._beside.submit(meanwhile)
             try:
-                ready.replay()
+                first()
             finally:
                 done.result()
-        other.replay()
+        second()
 
     def _instead_of(self, shape: StepShape, wanted: StepShape) -> tuple[StepShape, tuple[Ready, BucketReport]]:
         """Return what runs a step whose shape has no graph yet: the next larger one that has, or the step itself."""
@@ -284,26 +259,21 @@ class GraphTable:
         return shape, (self.backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
 
     def _capture_or_stay_eager(self, fitting: StepShape) -> None:
-        shapes = [fitting] if fitting.part == "whole" else fitting.halves
         try:
             with self._nothing_live(fitting):
-                self._capture(*shapes)
+                self._capture(fitting)
         except CaptureError as error:
-            self._stay_eager(*shapes)
-            what = f"{fitting} stays"
+            self._keep(fitting, self.backend.eager(*self._bound(fitting)))
+            what = f"the halves of {fitting._replace(part='whole')} stay"
             if fitting.part == "whole":
-                self._report_at(fitting).error = str(error)
-            else:
-                what = f"the halves of {fitting._replace(part='whole')} stay"
+                what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
     def run_eager(self, wanted: StepShape) -> StepShape:
         """Run the same step over the same shape without its graph: bit for bit what `run` computes."""
         shape = next(self.ladder.holding(wanted))
         self.buffers.make_ready(wanted.rows, shape.rows, self._user)
-        step, batch, _ = self._bound(shape)
-        with on_device(self.buffers.device):
-            run(step, batch)
+        self.backend.eager(*self._bound(shape)).replays[0]()
         return shape
 
     def check_steps(self, steps: Any) -> None:
@@ -350,12 +320,8 @@ class GraphTable:
 
     def audit(self) -> list[StalePointer]:
         """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
-        captured = [
-            (shape.rows or shape.prompt_tokens, graph)
-            for shape, (ready, _) in sorted(self._ready.items(), key=lambda item: item[0].rows or item[0].prompt_tokens)
-            for graph in ready.graphs
-        ]
-        return self.backend.audit(captured)
+        buckets = sorted((shape.rows or shape.prompt_tokens, shape) for shape in self._ready)
+        return self.backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -380,18 +346,15 @@ class GraphTable:
 
     def report(self, kind: str = "steps") -> GraphReport:
         """Return what was captured and run of a kind, shape by shape; waits for loops that the device ends."""
+        buckets = []
         shapes = sorted(shape for shape in self._reports if shape.kind == kind)
-        if kind == "mixed":
-            shapes.sort(key=lambda shape: (shape.tokens, shape))
-        return GraphReport(self.backend.name, [self._report_of(shape) for shape in shapes], self._computed_in)
-
-    def _report_of(self, shape: StepShape) -> BucketReport:
-        report = dataclasses.replace(self._reports[shape], choices=self._choices(shape.tokens))
-        loop = self._ready[shape][0].loop if shape in self._ready else None
-        if loop is not None:
-            steps, rows = loop.counted()
-            report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
-        return report
+        for shape in sorted(shapes, key=lambda shape: shape.tokens if kind == "mixed" else 0):
+            report = dataclasses.replace(self._reports[shape], choices=self._choices(shape.tokens))
+            if shape in self._ready and (loop := self._ready[shape][0].loop) is not None:
+                steps, rows = loop.counted()
+                report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
+            buckets.append(report)
+        return GraphReport(self.backend.name, buckets, self._computed_in)
 
     def close(self) -> None:
         """Release all graphs; the buffers stay.

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
-from graphdecode.graphs.inspect.observer import named_arguments
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_arguments
 from graphdecode.kernels.native.calls import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.expert_form import NO_GATE, ExpertForm, ExpertNames, Gate

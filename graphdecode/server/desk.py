@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from graphdecode.config import ServerConfig
 from graphdecode.engine import SamplingParams
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.server.http_errors import HttpError

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from graphdecode.distributed.child import start_child
 from graphdecode.engine import Event, Request, RequestMetrics
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError, ArgumentError
 from graphdecode.server.forms import KEPT_BYTES, ReadForm, TaughtForms
 from graphdecode.server.http_errors import RESTARTING

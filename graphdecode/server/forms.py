@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
-from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.engine.sampling_params import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.desk import Desk
 from graphdecode.server.forked_work import ForkedWork, WorkError, WorkLimits

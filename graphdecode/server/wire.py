@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from graphdecode.config import EngineConfig
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.constraint import TokenAutomaton
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 
 _LENGTH = struct.Struct("!Q")
 _READ_BYTES = 1 << 20

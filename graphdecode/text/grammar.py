@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow
-from graphdecode.engine.structured_outputs import StructuredOutputsParams
+from graphdecode.engine.sampling_params import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import AutomatonConstraint, TokenAutomata

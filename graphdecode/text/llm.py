@@ -20,7 +20,6 @@ from graphdecode.config import BucketConfig, EngineConfig, EngineKeywords
 from graphdecode.config.vllm_names import LLMKeywords, as_settings
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.graphs import GraphManager
@@ -28,6 +27,7 @@ from graphdecode.models import Model, check_model, generation_defaults, resolve_
 from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
+from graphdecode.text.interrupts import DeferredInterrupt
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.text.router import SteppingRouter

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from graphdecode.engine import Engine, Event, Request
-from graphdecode.engine.interrupts import DeferredInterrupt
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import ClosedError
 from graphdecode.text.answer import Answer
+from graphdecode.text.interrupts import DeferredInterrupt
 
 _PATIENCE_SECONDS = 0.1  # how long a waiting thread sleeps at most before it looks for Ctrl-C
 

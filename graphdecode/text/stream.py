@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from graphdecode.engine.interrupts import DeferredInterrupt
 from graphdecode.errors import AnswerError
 from graphdecode.text.answer import Answer
+from graphdecode.text.interrupts import DeferredInterrupt
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.router import SteppingRouter
 

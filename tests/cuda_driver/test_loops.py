@@ -15,7 +15,7 @@ from graphdecode import GraphManager
 from graphdecode.buffers import Batch
 from graphdecode.graphs import CaptureError, Loop, cuda_loop
 from graphdecode.graphs.cuda_loop import CudaLoops
-from graphdecode.graphs.loop import LoopControl
+from graphdecode.graphs.step_graph import LoopControl
 
 CAPACITY = 4
 LAUNCHES = [(3, [9, 2, 5], 8), (3, [1, 1, 1], 8), (3, [20, 3, 4], 5), (2, [0, 0], 8), (4, [8, 8, 8, 8], 1), (1, [5], 5)]

@@ -24,8 +24,7 @@ from cuda_driver.stand_in import Driver
 from torch import Tensor
 
 from graphdecode.graphs import backend
-from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
-from graphdecode.graphs.inspect.observer import leaves, mapped
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, leaves, mapped
 
 STREAMS_OF_TORCH = 4  # torch has 32, and gives them out in turn
 MOST_POINTERS = 40

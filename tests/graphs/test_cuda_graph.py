@@ -10,7 +10,7 @@ from torch import Tensor
 from graphdecode import CaptureError, GraphManager, Slot, StepBuffers
 from graphdecode.buffers import Batch
 from graphdecode.graphs import StalePointerError
-from graphdecode.graphs.inspect.memory import NOT_OF_TORCH, OTHERS, POOL, AddressMap
+from graphdecode.graphs.inspect.nodes import NOT_OF_TORCH, OTHERS, POOL, AddressMap
 from graphdecode.graphs.inspect.owners import Owners
 
 CAPACITY = 8

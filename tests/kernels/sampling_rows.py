@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.engine.steps.row_inputs import token_mask
+from graphdecode.engine.steps.step import token_mask
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, AutomatonTables
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,

@@ -18,7 +18,7 @@ from graphdecode.config import EngineConfig
 from graphdecode.engine import Event, Request, RequestMetrics
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.constraint import ConstraintError
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import RequestRules
 from graphdecode.errors import AnswerError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path

@@ -10,8 +10,7 @@ import pytest
 from graphdecode import SamplingParams
 from graphdecode.config import ServerConfig
 from graphdecode.engine.capacity import Capacity
-from graphdecode.engine.request import ContextLengthError
-from graphdecode.engine.rules import RequestRules
+from graphdecode.engine.request import ContextLengthError, RequestRules
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
 from graphdecode.models import resolve_model_path

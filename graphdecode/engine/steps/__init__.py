@@ -1,17 +1,19 @@
 """The steps that the engine can run, and what they are told of their rows."""
 
 from graphdecode.engine.steps.decode import DecodeStep
-from graphdecode.engine.steps.row_inputs import (
+from graphdecode.engine.steps.speculative import SpeculativeStep
+from graphdecode.engine.steps.step import (
     ENDED_BEFORE,
     NO_CHOICE,
+    Drafting,
     RowInputs,
     RowSampling,
+    Step,
     StepDrafts,
     StepLogprobs,
+    StepSetting,
     StepTokens,
 )
-from graphdecode.engine.steps.speculative import SpeculativeStep
-from graphdecode.engine.steps.step import Drafting, Step, StepSetting
 
 __all__ = [
     "ENDED_BEFORE",

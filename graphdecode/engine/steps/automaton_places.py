@@ -51,12 +51,13 @@ class AutomatonPlaces:
         """Return where some automata lie; new ones are written, the first before the others, where there is room."""
         distinct = list(dict.fromkeys(wanted))
         for automaton in distinct:
-            if automaton in self._places or automaton.num_classes > _MOST_CLASSES:
+            num_states, num_classes = automaton.following.shape
+            if automaton in self._places or num_classes > _MOST_CLASSES:
                 continue
-            found = self._room(automaton.num_states)
+            found = self._room(num_states)
             if found is None:
                 self._places = {kept: place for kept, place in self._places.items() if kept in distinct}
-                found = self._room(automaton.num_states)
+                found = self._room(num_states)
             if found is not None:
                 self._places[automaton] = found
                 self._write(automaton, found, buffers)
@@ -70,7 +71,7 @@ class AutomatonPlaces:
         for automaton, place in sorted(self._places.items(), key=lambda item: item[1].line):
             if line + num_states <= place.line:
                 break
-            line = place.line + automaton.num_states
+            line = place.line + len(automaton.following)
         return None if number is None or line + num_states > self._lines else Place(number, line)
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,9 +14,7 @@ from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, Slot, StepBuffers
 from graphdecode.cache import LayerCache, fill_page_row
 from graphdecode.engine.steps.automaton_places import AutomatonPlaces
-from graphdecode.engine.steps.rings import Rings
-from graphdecode.engine.steps.row_inputs import RowInputs, StepLogprobs, StepTokens
-from graphdecode.engine.steps.step import Step, StepSetting
+from graphdecode.engine.steps.step import RowInputs, Step, StepLogprobs, StepSetting, StepTokens
 from graphdecode.graphs import Loop
 from graphdecode.kernels.model.advance import AdvanceState
 from graphdecode.kernels.model.sample_and_advance import sample_and_advance
@@ -38,12 +36,34 @@ _ROWS = "rows"  # staging block: everything that the host knows of a row, but it
 _PAGES = "pages"  # staging block: the page table
 
 
+class Rings(NamedTuple):
+    """Where the tokens and log-probabilities of finished steps wait for the host, in its memory.
+
+    A GPU writes what a step has to tell straight into it: the kernel that has a row's token stores it here, and no copy
+    follows. Only steps with drafts read their tokens back.
+    """
+
+    tokens: Tensor  # int64 [length, rows]; -1 where a row had finished before
+    logprob: Tensor  # float32 [length, rows], of the sampled tokens
+    rank: Tensor  # int32 [length, rows], theirs among all tokens
+    top_logprobs: Tensor  # float32 [length, rows, logprobs], of the most likely ones
+    top_ids: Tensor  # int32 [length, rows, logprobs]
+
+    @classmethod
+    def allocate(cls, length: int, rows: int, logprobs: int, *, pin_memory: bool) -> Rings:
+        """Return rings of `length` steps of `rows` rows, with so many most likely tokens; pinned for a GPU."""
+
+        def ring(dtype: torch.dtype, *sizes: int) -> Tensor:
+            return torch.zeros(length, rows, *sizes, dtype=dtype, pin_memory=pin_memory)
+
+        tops = ring(torch.float32, logprobs), ring(torch.int32, logprobs)
+        return cls(ring(torch.int64).fill_(-1), ring(torch.float32), ring(torch.int32), *tops)
+
+
 class DecodeStep(Step):
     """Feed each row's token, sample its successor, and make the row ready for the next step; see `Step`.
 
-    Args:
-        setting: model, caches and capacity.
-        queries: tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
+    `queries` are tokens that a row feeds in a step at most, for kinds of this step that feed more than one.
     """
 
     holds_forms = True
@@ -127,14 +147,12 @@ class DecodeStep(Step):
         self._take(batch, logits, batch.live_rows)
 
     def _take(self, batch: Batch, logits: Tensor, live_rows: Tensor) -> None:
-        """Sample a token of each row, and take it into the rows' state."""
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
         sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, self._guides(batch))
 
     def _guides(self, batch: Batch) -> Guides | None:
-        """Return what rows follow beside their tokens; None where no row may follow anything."""
         if self._automata is None:
             return None
         tables = (getattr(batch, name) for name in AutomatonTables._fields)
@@ -146,20 +164,14 @@ class DecodeStep(Step):
 
     def stage(self, rows: Sequence[RowInputs]) -> None:
         """Write the rows: their last token, its position, how they sample, the counts of those with penalties."""
-        staged = self.buffers.staging(_ROWS)
+        count, staged = len(rows), self.buffers.staging(_ROWS)
         self._stage_guides(staged, rows)
-        for row, inputs in enumerate(rows):
-            staged["tokens"][row] = inputs.token_ids[-1]
-            staged["pre_step_seqlens"][row] = len(inputs.token_ids) - 1
-            for spec in self._specs:
-                if not spec.flag:
-                    _fill(staged[spec.name], row, getattr(inputs.sampling, spec.name), spec)
-        count = len(rows)
+        staged["tokens"][:count] = [inputs.token_ids[-1] for inputs in rows]
+        staged["pre_step_seqlens"][:count] = [len(inputs.token_ids) - 1 for inputs in rows]
         staged["finished"][:count] = 0
         staged["rows"][:count] = np.arange(count, dtype=np.int32)
-        self.buffers.upload(_ROWS, count)
-        for flag in dict.fromkeys(spec.flag for spec in self._specs if spec.flag):
-            self._stage_flagged(flag, rows)
+        for flag in dict.fromkeys(spec.flag for spec in self._specs):
+            self._stage_block(flag, rows)
         for row, inputs in enumerate(rows):
             if inputs.sampling.uses_penalties:
                 self._count_tokens(row, inputs)
@@ -180,9 +192,11 @@ class DecodeStep(Step):
                 staged["automaton_state"][row] = place.line + guide.state
         self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
 
-    def _stage_flagged(self, flag: int, rows: Sequence[RowInputs]) -> None:
+    def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
-        flagged = [(row, inputs) for row, inputs in enumerate(rows) if inputs.sampling.sampling_flags & flag]
+        flagged = [
+            (row, inputs) for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag
+        ]
         if not flagged:
             return
         block = _block_of(flag)

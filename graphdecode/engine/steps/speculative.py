@@ -18,8 +18,7 @@ from graphdecode.buckets import MOST_DRAFTS, StepShape, query_widths
 from graphdecode.buffers import Batch, Slot
 from graphdecode.engine.steps.decode import DecodeStep
 from graphdecode.engine.steps.draft_sources import DraftSource
-from graphdecode.engine.steps.row_inputs import RowInputs, StepDrafts, StepTokens
-from graphdecode.engine.steps.step import Drafting, StepSetting
+from graphdecode.engine.steps.step import Drafting, RowInputs, StepDrafts, StepSetting, StepTokens
 from graphdecode.kernels.model.skip_steps import skip_steps
 from graphdecode.kernels.speculation.draft_slots import ACCEPTED, DRAFT_COLUMNS, FOUND, MATCHED, VERIFIED, DraftSlots
 from graphdecode.kernels.speculation.judge_drafts import judge_drafts
@@ -34,7 +33,7 @@ class SpeculativeStep(DecodeStep):
     """Plain decoding, and steps of several queries a row beside it; see `Step`.
 
     Args:
-        setting: model, caches and capacity.
+        setting: see `DecodeStep`.
         source: makes what the drafts come from.
         num_drafts: of a row and step at most.
         adapts: let each row take fewer drafts after some were wrong, and more after all were right.
@@ -102,12 +101,10 @@ class SpeculativeStep(DecodeStep):
         """Run one step of one query a row, or of several."""
         if shape.queries > 1:
             self._verify(batch, shape.queries)
-            return
-        super().run(shape, batch, chunks)
-        if shape.part == "choose":
+        else:
+            super().run(shape, batch, chunks)
+        if shape.part == "choose" or (shape.part == "whole" and not self._is_looped):
             self._copy_drafts(batch)
-        elif shape.part == "whole":
-            self._end_step(batch)
 
     def _take_plain(self, batch: Batch, logits: Tensor) -> None:
         """Take a token of each row; cheap drafts are made and judged, but none was fed."""
@@ -118,7 +115,6 @@ class SpeculativeStep(DecodeStep):
         self._settle(batch, 1, adapts=False)
 
     def _verify(self, batch: Batch, queries: int) -> None:
-        """Run one step of several queries a row."""
         self._source.draft(batch, min(queries - 1, self._num_drafts))
         logits = self._model.decode(self._spread(batch, queries), self._caches, self._attention)
         of_queries = logits.view(batch.size, queries, -1)
@@ -126,10 +122,8 @@ class SpeculativeStep(DecodeStep):
             self._take(batch, of_queries[:, index], batch.active_rows if index else batch.live_rows)
             self._judge(batch, index, queries)
         self._settle(batch, queries, adapts=self._adapts)
-        self._end_step(batch)
 
     def _spread(self, batch: Batch, queries: int) -> Batch:
-        """Return the batch in which each query is a row."""
         count, table = batch.size * queries, batch.page_table
         spread = Queries(
             torch.empty(count, dtype=torch.int64, device=table.device),
@@ -185,10 +179,6 @@ class SpeculativeStep(DecodeStep):
         """What follows the steps of a launch: the next one's begin where the host expects them."""
         skip_steps(batch.step_index, batch.ring_tokens, batch.loop_limit, batch.loop_count, batch.step_entries)
         self._copy_drafts(batch)
-
-    def _end_step(self, batch: Batch) -> None:
-        if not self._is_looped:
-            self._copy_drafts(batch)
 
     def _copy_drafts(self, batch: Batch) -> None:
         if self._is_cuda:

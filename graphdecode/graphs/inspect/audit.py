@@ -58,14 +58,5 @@ def stale_pointers(bucket: int, graph: StepGraph, owners: Owners) -> Iterator[St
         for argument in node.arguments:
             problem = problem_of(argument)
             if problem is not None:
-                yield StalePointer(
-                    bucket,
-                    node.name,
-                    argument.name,
-                    argument.address,
-                    argument.owner,
-                    problem,
-                    node.file,
-                    node.line,
-                    argument.is_certain,
-                )
+                what = (argument.name, argument.address, argument.owner, problem, node.file, node.line)
+                yield StalePointer(bucket, node.name, *what, argument.is_certain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,27 +13,23 @@ from torch import Tensor
 
 from graphdecode.buffers import StepBuffers
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.observer import StepObserver, mapped, observed
+from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, mapped, observed
 from graphdecode.graphs.inspect.owners import Owners, storage_key
-from graphdecode.graphs.inspect.row_mixing import find_mixed_rows
 from graphdecode.graphs.step_graph import Step, slots_restored
 
+_HOSTILE = (1e4, -3e4)  # finite, also in float16: what a mask multiplies away must be away
 # after these, a second run that differs from the first is a consequence, and would only hide the cause
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
+
+_Place = tuple[str | None, int | None]
+# an operator of a run, in a form that can be compared with another run's; its arguments and results: numbers as they
+# are, tensors by where they are and what they look like; and the step's line
+_Call = tuple[str, Any, _Place]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard of a step.
-
-    Attributes:
-        kind: a key of `HAZARDS`.
-        operator: the operator to blame.
-        file: of the step's line.
-        line: its number.
-        why: what a graph would get wrong.
-        remedy: what to do instead.
-    """
+    """One hazard of a step: its kind, the operator and the line to blame, what a graph would get wrong, a remedy."""
 
     kind: str
     operator: str
@@ -101,18 +98,8 @@ def check(
         collect(CaptureError("unseen-work", "the step", "it ran no operator", definition_of(step)))
     if not findings:  # what runs otherwise the next time cannot be compared
         with slots_restored(buffers):
-            find_mixed_rows(step, buffers, owners, _fill, collect)
+            _find_mixed_rows(step, buffers, owners, collect)
     return list(findings.values())
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One operator of a run, in a form that can be compared with another run's."""
-
-    operator: str
-    values: Any  # its arguments and results: numbers as they are, tensors by where they are and what they look like
-    file: str | None
-    line: int | None
 
 
 class _Tracer(StepObserver):
@@ -126,7 +113,7 @@ class _Tracer(StepObserver):
     def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         """Keep what the operator was given and what it gave."""
         values = mapped(self._describe, (args, kwargs, result))
-        self.trace.append(_Call(str(func), values, *caller()))
+        self.trace.append((str(func), values, caller()))
 
     def _describe(self, value: Any) -> Any:
         if isinstance(value, float):
@@ -157,20 +144,19 @@ def _run(step: Step, buffers: StepBuffers, tracer: _Tracer) -> None:
 
 
 def _compare(first: list[_Call], second: list[_Call], *, refuse: Refuse) -> None:
+    def blame(call: _Call, detail: str) -> None:
+        refuse(CaptureError("baked-value", call[0], detail, call[2]))
+
     for before, after in zip(first, second, strict=False):
-        if before.operator != after.operator:
-            _blame(after, f"a branch: {before.operator} at first, {after.operator} the next time", refuse)
+        if before[0] != after[0]:
+            blame(after, f"a branch: {before[0]} at first, {after[0]} the next time")
             return
-        if before.values != after.values:
-            _blame(after, _difference(before.values, after.values), refuse)
+        if before[1] != after[1]:
+            blame(after, _difference(before[1], after[1]))
     if len(first) != len(second):
         longer = max(first, second, key=len)
         detail = f"a branch or a loop: {len(first)} operators at first, {len(second)} the next time"
-        _blame(longer[min(len(first), len(second))], detail, refuse)
-
-
-def _blame(call: _Call, detail: str, refuse: Refuse) -> None:
-    refuse(CaptureError("baked-value", call.operator, detail, (call.file, call.line)))
+        blame(longer[min(len(first), len(second))], detail)
 
 
 def _difference(before: Any, after: Any) -> str:
@@ -196,3 +182,66 @@ def _fill(buffers: StepBuffers, seed: int) -> None:
             values = torch.randint(0, 2, tensor.shape, generator=generator)
         tensor.copy_(values.to(slot.dtype))
     buffers.set_live_rows(max(buffers.max_batch_size - seed, 1))
+
+
+class _RowWatcher(StepObserver):
+    """Keeps what the live rows of a slot, or all of one without rows, hold after each operator that writes into it."""
+
+    def __init__(self, owners: Owners, live_rows: int) -> None:
+        super().__init__(owners, lambda _: None)
+        self.writes: list[tuple[str, str, _Place, Tensor]] = []
+        self._buffers = owners.buffers
+        self._live_rows = live_rows
+
+    def seen(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        """Look at the slots that the operator has written."""
+        for _, tensor, is_written in given_tensors(func, args, kwargs):
+            slot = self._buffers.slots.get((is_written and self.owner_of(tensor)) or "")
+            if slot is not None:
+                live = self._buffers.tensors[slot.name]
+                if slot.batch_dim is not None:
+                    live = live.narrow(slot.batch_dim, 0, slot.rows(self._live_rows))
+                with self.working():
+                    bits = live.contiguous().view(-1).view(torch.uint8).clone()
+                self.writes.append((slot.name, str(func), caller(), bits))
+
+
+def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:
+    """Run a step twice, with other values in the rows past the live ones, and refuse what differs in live rows.
+
+    Slots and adopted tensors are the same at the beginning of both runs, but for those rows: floating-point numbers are
+    large there; others, which may be indices, are what the slot declares as its pad, and else 0 or 1. Nothing is
+    found where the buffers have one row alone, for then no bucket is padded. `refuse` takes one error for each slot.
+    """
+    live_rows = max(buffers.max_batch_size // 2, 1)
+    if live_rows == buffers.max_batch_size:
+        return
+    with_rows = {slot.name: slot.batch_dim for slot in buffers.slots.values() if slot.batch_dim is not None}
+    saved = {name: tensor.clone() for name, tensor in buffers.tensors.items() if name not in with_rows}
+
+    def restore() -> None:
+        for name, values in saved.items():
+            buffers.tensors[name].copy_(values)
+
+    runs = []
+    for seed, hostile in enumerate(_HOSTILE):
+        restore()
+        _fill(buffers, 0)
+        buffers.set_live_rows(live_rows)
+        for name, dim in with_rows.items():
+            slot, tensor = buffers.slots[name], buffers.tensors[name]
+            start = slot.rows(live_rows)
+            index = slot.pad if not seed else slot.pad == 0
+            tail = tensor.narrow(dim, start, tensor.shape[dim] - start)
+            tail.fill_(hostile if slot.dtype.is_floating_point else index)
+        watcher = _RowWatcher(owners, live_rows)
+        with suppress(CaptureError), observed(watcher, buffers.narrow(buffers.max_batch_size), step=step) as batch:
+            step(batch)
+        runs.append(watcher.writes)
+    restore()
+    told: set[str] = set()
+    for (slot_name, operator, place, before), (_, _, _, after) in zip(*runs, strict=False):
+        if slot_name not in told and not torch.equal(before, after):
+            told.add(slot_name)
+            whose = "live rows of slot" if slot_name in with_rows else "slot"
+            refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", place))

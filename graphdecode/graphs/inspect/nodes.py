@@ -1,13 +1,16 @@
-"""What a captured CUDA graph holds, as the driver tells it."""
+"""What a captured CUDA graph holds, as the driver tells it, and whose device memory its addresses lie in."""
 
 from __future__ import annotations
 
 import ctypes
 import warnings
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from graphdecode.graphs.inspect.memory import AddressMap
+import torch
+
+from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.step_graph import Argument, Node
 
 try:
@@ -15,38 +18,114 @@ try:
 except ImportError:  # without cuda-python graphs are captured and replayed all the same
     driver = None
 
+POOL = "the graphs' pool"
+OTHERS = "memory that is no part of the buffers"
+NOT_OF_TORCH = "memory that torch did not allocate"
+_LOWEST_ADDRESS = 1 << 20  # smaller numbers are sizes and counts
 _TYPE_PREFIX = "CU_GRAPH_NODE_TYPE_"
 _WORD_BYTES = 8
 
 
-def described(raw_graph: int, memory: AddressMap) -> list[Node]:
-    """Return the nodes of a `cudaGraph_t`; none, and a warning, where the driver does not tell."""
-    try:
-        return nodes_of(raw_graph, memory)
-    except RuntimeError as error:  # a graph that cannot be described can be launched all the same
-        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-        return []
+def is_mapped(address: int) -> bool:
+    """Whether the driver knows of memory at an address; without cuda-python, False."""
+    if driver is None or address < _LOWEST_ADDRESS:
+        return False
+    error, _ = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    return int(error) == 0
+
+
+class AddressMap:
+    """Who owns device memory at one moment: slots and constants, the pool, somebody else's live allocation, or nobody.
+
+    The segments are those of `torch.cuda.memory_snapshot()`; `is_mapped` says whether the driver knows an address that
+    lies in none of them.
+    """
+
+    def __init__(
+        self, owners: Owners, pool: Any, segments: Iterable[dict], is_mapped: Callable[[int], bool] = lambda _: False
+    ) -> None:
+        self._is_mapped = is_mapped
+        self._declared = (owners.slots(), owners.constants_now())
+        self._blocks: list[tuple[int, int, str | None]] = []  # begin, end, owner; ascending
+        for segment in sorted(segments, key=lambda segment: segment["address"]):
+            begin = segment["address"]
+            end = begin + segment["total_size"]
+            if tuple(segment.get("segment_pool_id", ())) == tuple(pool):
+                self._blocks.append((begin, end, POOL))
+                continue
+            for block in segment["blocks"]:
+                owner = OTHERS if block["state"] == "active_allocated" else None
+                self._blocks.append((begin, begin + block["size"], owner))
+                begin += block["size"]
+            self._blocks.append((begin, end, None))
+        self._known: dict[int, tuple[str | None, bool]] = {}  # the kernels of a step share most of their arguments
+
+    @classmethod
+    def now(cls, owners: Owners, pool: Any) -> AddressMap:
+        """Return the map of this moment."""
+        return cls(owners, pool, torch.cuda.memory_snapshot(), is_mapped)
+
+    def owner_at(self, address: int) -> str | None:
+        """Return who owns an address; None if it is free memory, or no address."""
+        return self._found(address)[0]
+
+    def is_ownerless(self, address: int) -> bool:
+        """Whether an address lies in memory of torch's that is free."""
+        owner, is_torchs = self._found(address)
+        return owner is None and is_torchs
+
+    def bytes_touched(self, nodes: Iterable[Node]) -> int:
+        """Return the sizes of what each node's arguments lie in, slots and constants alone, each once a node."""
+        owned = [{argument.owner for argument in node.arguments if argument.owner} for node in nodes]
+        return sum(memory.sizes.get(owner, 0) for owners in owned for owner in owners for memory in self._declared)
+
+    def problem_of(self, argument: Argument) -> str | None:
+        """Return what has become of the memory at an address since it was captured; None if nothing."""
+        if argument.owner is None:
+            return "nobody owned the memory there at capture"
+        owner = None if argument.address is None else self.owner_at(argument.address)
+        if owner == argument.owner:
+            return None
+        return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
+
+    def _found(self, address: int) -> tuple[str | None, bool]:
+        if address not in self._known:
+            self._known[address] = self._look_up(address)
+        return self._known[address]
+
+    def _look_up(self, address: int) -> tuple[str | None, bool]:
+        """Return who owns an address, and whether it lies in memory of torch's."""
+        for memory in self._declared:
+            name = memory.name_at(address)
+            if name is not None:
+                return name, True
+        place = bisect_right(self._blocks, address, key=lambda block: block[0]) - 1
+        if place >= 0 and address < self._blocks[place][1]:
+            return self._blocks[place][2], True
+        return (NOT_OF_TORCH if self._is_mapped(address) else None), False
 
 
 def nodes_of(raw_graph: int, memory: AddressMap) -> list[Node]:
     """Return the nodes of a `cudaGraph_t`, given its handle; none without cuda-python.
 
     Kernels are named by their function, other nodes by their kind. All is asked of the driver, for the runtime's
-    interface does not know Triton's kernels. The arguments of a node are the addresses of a copy or a fill, and those
-    8-byte words of a kernel's parameters that are an address, whether somebody owns it or nobody does.
-
-    Raises:
-        RuntimeError: the driver refused to answer.
+    interface does not know Triton's kernels; where it does not tell, there are none, and a warning says so: a graph
+    that cannot be described can be launched all the same. The arguments of a node are the addresses of a copy or a
+    fill, and those 8-byte words of a kernel's parameters that are an address, whether somebody owns it or nobody does.
     """
     if driver is None:
         return []
     graph = driver.CUgraph(init_value=raw_graph)
-    _, count = _checked(driver.cuGraphGetNodes(graph, 0))
-    handles, _ = _checked(driver.cuGraphGetNodes(graph, count)) if count else ([], 0)
-    return [_described_node(handle, memory) for handle in handles]
+    try:
+        _, count = _checked(driver.cuGraphGetNodes(graph, 0))
+        handles, _ = _checked(driver.cuGraphGetNodes(graph, count)) if count else ([], 0)
+        return [_node(handle, memory) for handle in handles]
+    except RuntimeError as error:
+        warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return []
 
 
-def _described_node(handle: Any, memory: AddressMap) -> Node:
+def _node(handle: Any, memory: AddressMap) -> Node:
     (node_type,) = _checked(driver.cuGraphNodeGetType(handle))
     kind = name = node_type.name.removeprefix(_TYPE_PREFIX).replace("_", "").lower()
     arguments: list[Argument] = []
@@ -55,8 +134,8 @@ def _described_node(handle: Any, memory: AddressMap) -> Node:
         name = _kernel_name(parameters)
         for place, word, is_whole in _words(parameters):
             owner = memory.owner_at(word)
-            is_certain = owner is not None and (is_whole or memory.declares(owner))
-            arguments.append(Argument(place, word, owner, is_certain=is_certain))
+            is_declared = owner not in (None, POOL, OTHERS, NOT_OF_TORCH)
+            arguments.append(Argument(place, word, owner, is_certain=is_declared or (is_whole and owner is not None)))
     elif kind == "memcpy":
         (copy,) = _checked(driver.cuGraphMemcpyNodeGetParams(handle))
         for side in ("src", "dst"):
@@ -70,17 +149,16 @@ def _described_node(handle: Any, memory: AddressMap) -> Node:
 
 
 def _copied_at(copy: Any, side: str) -> int:
-    """Return where one side of a copy begins."""
     on_host = getattr(copy, f"{side}MemoryType") == driver.CUmemorytype.CU_MEMORYTYPE_HOST
     x, y, z, pitch, height = (int(getattr(copy, side + n)) for n in ("XInBytes", "Y", "Z", "Pitch", "Height"))
     return int(getattr(copy, side + ("Host" if on_host else "Device"))) + (z * height + y) * pitch + x
 
 
 def _kernel_name(parameters: Any) -> str:
-    if int(parameters.func):
-        (name,) = _checked(driver.cuFuncGetName(parameters.func))
-    else:
-        (name,) = _checked(driver.cuKernelGetName(parameters.kern))
+    is_function = int(parameters.func)
+    (name,) = _checked(
+        driver.cuFuncGetName(parameters.func) if is_function else driver.cuKernelGetName(parameters.kern)
+    )
     return name.decode() if isinstance(name, bytes) else str(name)
 
 

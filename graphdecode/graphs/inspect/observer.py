@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,16 +17,33 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from graphdecode.buffers import Batch
+from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.errors import CaptureError, Refuse, caller, definition_of
-from graphdecode.graphs.inspect.dispatch import TorchDispatchMode
 from graphdecode.graphs.inspect.owners import Owners, storage_address, storage_key
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchsMode  # private: it may go
+except ImportError:
+
+    class TorchsMode:  # type: ignore[no-redef]
+        """Stands in for torch's: steps cannot be watched, and are refused; the eager backend runs them."""
+
+        def __enter__(self) -> None:
+            raise GraphdecodeError("this torch has no TorchDispatchMode to watch a step with; use backend='eager'")
+
+        def __exit__(self, *_: object) -> None:
+            """Never reached."""
+
 
 # Tensor methods that read on the host without any operator that a dispatch mode could see
 _HOST_NAMES = ("tolist", "numpy", "item", "cpu", "__array__", "__repr__", "__format__")
 _HOST_CONVERSIONS = ("__bool__", "__int__", "__float__", "__index__", "__complex__")
-_HOST_METHODS = {getattr(Tensor, name): f"Tensor.{name}" for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)}
-_POINTER_METHODS = {Tensor.data_ptr: "Tensor.data_ptr", Tensor.__dlpack__: "Tensor.__dlpack__"}
-_MOVING_METHODS = {Tensor.data.__set__: "Tensor.data = ..."}  # type: ignore[attr-defined]
+# (kind of hazard, name) of each method that is refused
+_METHODS = {getattr(Tensor, name): ("host-read", f"Tensor.{name}") for name in (*_HOST_NAMES, *_HOST_CONVERSIONS)} | {
+    Tensor.data_ptr: ("raw-pointer", "Tensor.data_ptr"),
+    Tensor.__dlpack__: ("raw-pointer", "Tensor.__dlpack__"),
+    Tensor.data.__set__: ("moved", "Tensor.data = ..."),  # type: ignore[attr-defined]
+}
 _HOST_OPERATORS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::item", "aten::allclose"}
 _DATA_OPERATORS = {"aten::lift_fresh", "aten::lift"}
 _MOVING_OPERATORS = {"aten::resize_", "aten::resize_as_", "aten::set_", "aten::set_data"}
@@ -35,42 +53,63 @@ _INDEX_PUT_OPERATORS = {"aten::index_put", "aten::index_put_", "aten::_index_put
 _MASK_DTYPES = (torch.bool, torch.uint8)
 
 
-def raise_refusal(error: CaptureError) -> None:
-    """Stop at the first hazard."""
-    raise error
+class TorchDispatchMode(TorchsMode):
+    """torch's mode that sees every operator, which keeps the compiler out of `__torch_dispatch__` without importing it.
+
+    torch wraps the method of each subclass so that its first call imports `torch._dynamo`: 70 MB and seconds, where
+    nothing was ever compiled. While nobody has imported that, there is no compiler to keep out.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        guarded: Callable[..., Any] | None = cls.__dict__.get("__torch_dispatch__")
+        plain = getattr(guarded, "__wrapped__", None)
+        if guarded is None or plain is None:
+            return
+
+        @functools.wraps(plain)
+        def dispatch(*arguments: Any, **keywords: Any) -> Any:
+            return (guarded if "torch._dynamo" in sys.modules else plain)(*arguments, **keywords)
+
+        cls.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
 
 
 class StepObserver(TorchDispatchMode):
     """Checks every operator of one eager run of a step.
 
     Args:
-        owners: what the step may read and write, and what it may only read.
+        owners: of what the step may touch.
         refuse: what to do with a hazard; a checker collects them, a capture raises.
 
     Attributes:
         made: storages that the step made; while somebody refers to one, none is mistaken for another, and its memory is
             free when the step needs it no more.
         literals: tensors of one number that Python code writes into others (`x[0] = 1.0`), by storage.
-        last_operator: the operator that ran last.
         depth: how many operators are running, one in the other; what happens inside of one is its own affair.
         in_setitem: whether Python code is writing into a tensor by index.
         slot_views: ids of the tensors that the step's batch holds.
         written: storages that operators have written, and how often.
     """
 
-    def __init__(self, owners: Owners, refuse: Refuse = raise_refusal) -> None:
+    def __init__(self, owners: Owners, collect: Refuse | None = None) -> None:
         super().__init__()
-        self.refuse = refuse
+        self._collect = collect
         self.made: dict[int, StorageWeakRef] = {}
         self.literals: dict[int, Tensor] = {}
         self.last_operator: str | None = None
         self.depth = 0
         self.in_setitem = False
         self.slot_views: set[int] = set()
-        self.written: Counter[int] = Counter()
+        self.written: Counter[int | None] = Counter()
         self._device_type = owners.buffers.device.type
         self._slots = owners.slots()
         self._constants = owners.constants_now()
+
+    def refuse(self, error: CaptureError) -> None:
+        """Raise a hazard, or collect it."""
+        if self._collect is None:
+            raise error
+        self._collect(error)
 
     def owner_of(self, tensor: Tensor) -> str | None:
         """Return the name of the slot or constant whose memory a tensor lies in."""
@@ -138,25 +177,20 @@ class StepObserver(TorchDispatchMode):
     def _check_inputs(self, func: Any, args: tuple, kwargs: dict) -> list[tuple[Tensor, torch.Size, int | None]]:
         """Check where the arguments live, and return those that are written, with their present shape and address."""
         written = []
-        for argument, value in named_arguments(func, args, kwargs):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in leaves(value):
-                if not isinstance(tensor, Tensor):
-                    continue
-                if is_written:
-                    written.append((tensor, tensor.shape, storage_address(tensor)))
-                key = storage_key(tensor)
-                if is_written and key is not None:
-                    self.written[key] += 1
-                if key is None or key in self._slots or key in self.made or key in self.literals:
-                    continue
-                if func._schema.name in _DATA_OPERATORS:
-                    continue  # where host data comes in, which is a hazard of its own
-                if key not in self._constants:
-                    detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
-                    self.refuse(CaptureError("undeclared-input", str(func), detail))
-                elif is_written:
-                    self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
+        for _, tensor, is_written in given_tensors(func, args, kwargs):
+            key = storage_key(tensor)
+            if is_written:
+                written.append((tensor, tensor.shape, storage_address(tensor)))
+                self.written[key] += 1
+            if key is None or key in self._slots or key in self.made or key in self.literals:
+                continue
+            if func._schema.name in _DATA_OPERATORS:
+                continue  # where host data comes in, which is a hazard of its own
+            if key not in self._constants:
+                detail = f"shape {list(tensor.shape)}, {tensor.dtype}"
+                self.refuse(CaptureError("undeclared-input", str(func), detail))
+            elif is_written:
+                self.refuse(CaptureError("constant-written", str(func), self.owner_of(tensor) or ""))
         return written
 
     def _check_outputs(self, func: Any, args: tuple, result: Any, written: list) -> None:
@@ -200,24 +234,16 @@ class MethodGuard(TorchFunctionMode):
         if self._observer.depth:
             return func(*args, **kwargs)
         if func is Tensor.__setitem__:
-            return self._set_item(func, args, kwargs)
-        for kind, methods in (
-            ("host-read", _HOST_METHODS),
-            ("raw-pointer", _POINTER_METHODS),
-            ("moved", _MOVING_METHODS),
-        ):
-            if func in methods:
-                self._observer.refuse(CaptureError(kind, methods[func]))
+            self._observer.in_setitem = not isinstance(args[2], Tensor)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                self._observer.in_setitem = False
+        if func in _METHODS:
+            self._observer.refuse(CaptureError(*_METHODS[func]))
         if func is Tensor.to and _names_the_cpu(args, kwargs):
             self._observer.refuse(CaptureError("host-read", "Tensor.to"))
         return func(*args, **kwargs)
-
-    def _set_item(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        self._observer.in_setitem = not isinstance(args[2], Tensor)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self._observer.in_setitem = False
 
 
 class WatchedBatch(Batch):
@@ -242,12 +268,9 @@ class WatchedBatch(Batch):
 def observed(observer: StepObserver, batch: Batch, *, step: Any = None, guards_methods: bool = True) -> Iterator[Batch]:
     """Let an observer watch the step that runs over the batch that this gives, and refuse what it did unseen.
 
-    Args:
-        observer: sees the operators.
-        batch: what to run over.
-        step: blamed for what no operator of its thread did.
-        guards_methods: watch methods too. Some of torch's modules then take another path (they ask whether anybody
-            overrides torch functions), so that what is to be bit for bit what an eager step does is watched without.
+    `step` is blamed for what no operator of its thread did. With `guards_methods` some of torch's modules take another
+    path (they ask whether anybody overrides torch functions), so that what is to be bit for bit what an eager step does
+    is watched without.
 
     Raises:
         CaptureError: the step does what no graph can replay, or raised an error.
@@ -286,6 +309,13 @@ def named_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Any,
     yield from zip(arguments, args, strict=False)
     for argument in arguments[len(args) :]:
         yield argument, kwargs.get(argument.name, argument.default_value)
+
+
+def given_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield each tensor that an operator is given, with its argument's name and whether it is written."""
+    for argument, value in named_arguments(func, args, kwargs):
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        yield from ((argument.name, leaf, is_written) for leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -349,63 +379,41 @@ def _kernel_classes() -> tuple[Any, ...]:
     return JITFunction, InterpretedFunction
 
 
-class _Watcher(NamedTuple):
-    """Who is told of launches.
-
-    Attributes:
-        thread: whose launches they are.
-        in_operator: says whether an operator is running.
-        refuse: what to do with a launch.
-    """
-
-    thread: int
-    in_operator: Callable[[], bool]
-    refuse: Callable[[CaptureError], None]
-
-
 class _Launches:
     """Has Triton's classes tell of launches while anybody watches: they are patched once, whoever comes and goes."""
 
     def __init__(self) -> None:
         self._books = threading.Lock()
-        self._watchers: tuple[_Watcher, ...] = ()
+        self._watchers: tuple[tuple[int, Callable[[], bool], Refuse], ...] = ()
         self._originals: dict[Any, Callable[..., Any]] = {}
 
-    def add(self, watcher: _Watcher) -> None:
+    @contextmanager
+    def watched(self, in_operator: Callable[[], bool], refuse: Refuse) -> Iterator[None]:
+        """Refuse the kernels that this thread launches while `in_operator` says that no operator is running."""
+        watcher = (threading.get_ident(), in_operator, refuse)
         with self._books:
             self._watchers = (*self._watchers, watcher)
-            for kernel_class in _kernel_classes():
-                if kernel_class not in self._originals:
-                    self._originals[kernel_class] = kernel_class.run
-                    kernel_class.run = self._watched(kernel_class.run)
+            for kernel_class in set(_kernel_classes()) - set(self._originals):
+                self._originals[kernel_class] = kernel_class.run
+                kernel_class.run = self._telling(kernel_class.run)
+        try:
+            yield
+        finally:
+            with self._books:
+                self._watchers = tuple(each for each in self._watchers if each is not watcher)
+                while self._originals and not self._watchers:
+                    kernel_class, original = self._originals.popitem()
+                    kernel_class.run = original
 
-    def remove(self, watcher: _Watcher) -> None:
-        with self._books:
-            self._watchers = tuple(each for each in self._watchers if each is not watcher)
-            while self._originals and not self._watchers:
-                kernel_class, original = self._originals.popitem()
-                kernel_class.run = original
-
-    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _telling(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-            for watcher in self._watchers:
-                if watcher.thread == threading.get_ident() and not watcher.in_operator():
-                    watcher.refuse(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
+            for thread, in_operator, refuse in self._watchers:
+                if thread == threading.get_ident() and not in_operator():
+                    refuse(CaptureError("unregistered-launch", getattr(kernel, "__name__", "triton kernel")))
                     return None
             return original(kernel, *args, **kwargs)
 
         return run
 
 
-_LAUNCHES = _Launches()  # of the whole process, as the classes are that it patches
-
-
-@contextmanager
-def launches_watched(in_operator: Callable[[], bool], refuse: Callable[[CaptureError], None]) -> Iterator[None]:
-    """Refuse the kernels that this thread launches while `in_operator` says that no operator is running."""
-    watcher = _Watcher(threading.get_ident(), in_operator, refuse)
-    _LAUNCHES.add(watcher)
-    try:
-        yield
-    finally:
-        _LAUNCHES.remove(watcher)
+launches_watched = _Launches().watched  # of the whole process, as the classes are that it patches

@@ -30,24 +30,18 @@ def storage_address(tensor: Tensor) -> int | None:
 
 
 class MemoryMap:
-    """Names of tensors by the memory that they lie in.
+    """Names and sizes of tensors by the memory that they lie in.
 
-    Args:
-        tensors: by name; several may lie in one storage (slots of a staging block, parts of a fused weight).
+    Several may lie in one storage (slots of a staging block, parts of a fused weight).
     """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
         self._named: dict[int, list[tuple[int, int, str]]] = {}
-        self._sizes = {name: tensor.nbytes for name, tensor in tensors.items() if not is_opaque(tensor)}
-        for name, tensor in tensors.items():
-            key = storage_key(tensor)
-            if key is not None:
-                begin = tensor.data_ptr()
-                self._named.setdefault(key, []).append((begin, begin + tensor.nbytes, name))
-
-    def size_of(self, name: str) -> int:
-        """Return the bytes of a tensor; 0 where the name is not known."""
-        return self._sizes.get(name, 0)
+        for name in self.sizes:
+            begin = tensors[name].data_ptr()
+            entry = (begin, begin + self.sizes[name], name)
+            self._named.setdefault(tensors[name].untyped_storage()._cdata, []).append(entry)
 
     def __contains__(self, key: int | None) -> bool:
         return key in self._named
@@ -74,9 +68,6 @@ class Owners:
         constants: what the step only reads: modules, tensors, and lists or dicts of these; kept alive.
         beside: buffers of prompts, which steps read and write, too.
 
-    Attributes:
-        constants: every tensor of the constants, by name.
-
     Raises:
         ValueError: a constant is something else.
     """
@@ -86,11 +77,8 @@ class Owners:
         self._beside = beside
         self._given = [constants] if isinstance(constants, (Tensor, torch.nn.Module)) else list(constants)
         self._hooks: list[Any] = []
-        self.constants = self._current_constants()
-        self._addresses = [(name, t, t.data_ptr()) for name, t in self.constants.items() if not is_opaque(t)]
-
-    def _current_constants(self) -> dict[str, Tensor]:
-        return dict(_named_tensors(self._given, "constants"))
+        constants = _named_tensors(self._given, "constants")
+        self._addresses = [(name, tensor, tensor.data_ptr()) for name, tensor in constants if not is_opaque(tensor)]
 
     def slots(self) -> MemoryMap:
         """Return where slots and adopted tensors are now."""
@@ -99,7 +87,7 @@ class Owners:
 
     def constants_now(self) -> MemoryMap:
         """Return where the constants are now, as the modules hold them."""
-        return MemoryMap(self._current_constants())
+        return MemoryMap(dict(_named_tensors(self._given, "constants")))
 
     def freeze(self) -> None:
         """Let the modules among the constants refuse, from now on, to load other weights."""

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 
 from graphdecode.errors import GraphdecodeError
-from graphdecode.graphs.step_graph import Argument, Node
+from graphdecode.graphs.step_graph import Node
 
 # of each node: where what it reads comes from, a node's index or the name of a slot or constant, and a label
 Edges = list[dict[tuple[int | str, str], None]]
@@ -62,7 +62,8 @@ def _edges_of(nodes: list[Node]) -> Edges:
             memory = argument.storage if argument.storage is not None else argument.address
             origin = last_writer.get(memory, argument.owner)
             if origin is not None and argument.name != "result":
-                edges[origin, argument.owner or _shape(argument)] = None
+                shape = "" if argument.tensor is None else str(list(argument.tensor.shape))
+                edges[origin, argument.owner or shape] = None
         if index and not knows_arguments:
             edges[index - 1, ""] = None
         found.append(edges)
@@ -70,10 +71,6 @@ def _edges_of(nodes: list[Node]) -> Edges:
             if argument.is_written and argument.storage is not None:
                 last_writer[argument.storage] = index
     return found
-
-
-def _shape(argument: Argument) -> str:
-    return "" if argument.tensor is None else str(list(argument.tensor.shape))
 
 
 def _quoted(text: str) -> str:
