@@ -1,6 +1,7 @@
 """The steps that the engine can run, and what they are told of their rows."""
 
 from graphdecode.engine.steps.decode import DecodeStep
+from graphdecode.engine.steps.kinds import register_step
 from graphdecode.engine.steps.row_inputs import (
     ENDED_BEFORE,
     NO_CHOICE,
@@ -26,4 +27,5 @@ __all__ = [
     "StepLogprobs",
     "StepSetting",
     "StepTokens",
+    "register_step",
 ]

@@ -17,7 +17,7 @@ from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
-from graphdecode.models.family import FAMILIES
+from graphdecode.models.family import known_families
 from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
 from graphdecode.models.transformers_backend.interface import NAME, answer, register
 from graphdecode.models.transformers_backend.linears import replace_linears
@@ -154,7 +154,7 @@ class AdoptedFolder:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
         if type(module).__name__ != name:
             raise UnsupportedModelError(
-                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), "
+                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(known_families())}), "
                 "and what transformers makes "
                 f"of this configuration is a {type(module).__name__}"
             )
