@@ -235,7 +235,8 @@ def captured_runner(
     try:
         runner.table.capture(progress)
     except CaptureError as error:
-        error.add_note("the model can be run without graphs all the same: backend='eager'")
+        instead = "the model can be run without graphs all the same: backend='eager' ([capture] in a file)"
+        error.args = (f"{error}; {instead}",)
         raise
     runner.buffers.freeze()
     return runner
