@@ -139,11 +139,6 @@ class AdoptedFolder:
             raise UnsupportedModelError(f"{name} has a quantization_config; transformers runs plain weights here alone")
         if settings.is_encoder_decoder:
             raise UnsupportedModelError(f"{name} is an encoder and a decoder; only causal decoders are run")
-        if getattr(settings, "is_decoder", True) is False:  # a field of encoders alone
-            raise UnsupportedModelError(
-                f"{name} is an encoder, whose tokens see those behind them: it generates no text, and only causal "
-                "decoders are run"
-            )
         register()
         try:
             with torch.device("meta"):
@@ -160,6 +155,12 @@ class AdoptedFolder:
 
     def _check_layers(self, module: Any, settings: Any, calls: _Calls) -> None:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
+        order = {part.is_causal for part in module.modules() if hasattr(part, "is_causal")}
+        if order == {False}:
+            raise UnsupportedModelError(
+                f"{name} is an encoder, whose tokens see those behind them: it generates no text, and only causal "
+                "decoders are run"
+            )
         if type(module).__name__ != name:
             asked, made = shown(name, plain=True), type(module).__name__
             why = _other_inputs(settings)
