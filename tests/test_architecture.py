@@ -27,7 +27,13 @@ FLOORS = (
     ("graphdecode.graphs",),
     ("graphdecode.attention",),
     ("graphdecode.cache",),
-    ("graphdecode.buffers", "graphdecode.buckets", "graphdecode.config", "graphdecode.errors"),
+    (
+        "graphdecode.buffers",
+        "graphdecode.buckets",
+        "graphdecode.config",
+        "graphdecode.errors",
+        "graphdecode.extensions",
+    ),
     ("graphdecode.kernels",),
 )
 RANKS = {package: rank for rank, floor in enumerate(FLOORS) for package in floor}

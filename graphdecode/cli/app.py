@@ -18,6 +18,7 @@ import typer
 from graphdecode.cli.batch import batch
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
+from graphdecode.cli.convert import convert
 from graphdecode.cli.generate import generate
 from graphdecode.cli.models import models
 from graphdecode.cli.options import print_error
@@ -48,6 +49,7 @@ app.command(epilog="Example: graphdecode serve --model demo --port 8000")(serve)
 app.command(epilog="Example: graphdecode batch --model demo requests.jsonl answers.jsonl")(batch)
 app.add_typer(models, name="models")
 app.command(epilog="Example: graphdecode quantize ./SmolLM2-135M ./SmolLM2-135M-int4 --to int4")(quantize)
+app.command(epilog="Example: graphdecode convert ./model-Q4_K_M.gguf ./model")(convert)
 app.add_typer(buckets, name="buckets")
 app.command(epilog="Example: graphdecode profile --model demo --contexts 32,128 --steps 50 --out profile")(profile)
 app.command(epilog="Example: graphdecode check mypackage.step:step")(check)

@@ -18,6 +18,7 @@ from graphdecode.cli.options import (
     DeviceOption,
     DtypeOption,
     KvCacheDtypeOption,
+    LoadModuleOption,
     ModelImplOption,
     QuantizeOption,
     SpeculateOption,
@@ -61,6 +62,7 @@ def chat(
     tensor_parallel: TensorParallelOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
+    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk with a model. Answers go to stdout as they come, all else to stderr.
@@ -86,6 +88,7 @@ def chat(
             tensor_parallel_size=tensor_parallel,
             model_impl=model_impl,
             trust_remote_code=trust_remote_code or None,
+            load_modules=load_module,
         ),
         max_sequence_length=max_sequence_length,
     )

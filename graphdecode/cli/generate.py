@@ -21,6 +21,7 @@ from graphdecode.cli.options import (
     DeviceOption,
     DtypeOption,
     KvCacheDtypeOption,
+    LoadModuleOption,
     MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
@@ -67,6 +68,7 @@ def generate(
     ] = False,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
+    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
@@ -95,6 +97,7 @@ def generate(
         batch_invariant=batch_invariant or None,
         model_impl=model_impl,
         trust_remote_code=trust_remote_code or None,
+        load_modules=load_module,
         prefix_cache=False if no_prefix_cache else None,
     )
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)

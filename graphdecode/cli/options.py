@@ -12,6 +12,7 @@ from rich.console import Console
 
 from graphdecode.config import EngineConfig
 from graphdecode.errors import ArgumentError, cause
+from graphdecode.extensions import load_modules
 
 STDERR = Console(stderr=True)
 ModelOption = Annotated[
@@ -50,6 +51,11 @@ TokenizerOption = Annotated[
     str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")
 ]
 
+LoadModuleOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="FILE", help="A file of Python that registers a family, form, source or step; repeatable."),
+]
+
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
 
 
@@ -61,16 +67,18 @@ def wide_console() -> Console:
 
 
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
-    """Return what a configuration file, or the defaults, and the options that were given mean.
+    """Return what a configuration file, or the defaults, and the options that were given mean; load what they name.
 
     Args:
         config: the file, or None.
         options: fields of `EngineConfig`; None means that the option was left out.
 
     Raises:
-        ConfigError: the file or an option cannot be used.
+        ArgumentError: the file or an option cannot be used.
     """
-    return EngineConfig.of(config, **{name: value for name, value in options.items() if value is not None})
+    settings = EngineConfig.of(config, **{name: value for name, value in options.items() if value is not None})
+    load_modules(settings.load_modules)
+    return settings
 
 
 def tokenizer_for(model: Path, other: str | None, settings: EngineConfig) -> Any:

@@ -11,7 +11,7 @@ from graphdecode.cli.options import STDERR
 
 
 def quantize(
-    model: Annotated[str, typer.Argument(help="A checkpoint folder or a repository id, of plain weights.")],
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
     out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
     to: Annotated[
         str, typer.Option(help="int4, int8 or fp8, written as safetensors; q8_0 or q4_k, written as GGUF.")

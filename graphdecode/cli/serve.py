@@ -15,6 +15,7 @@ from graphdecode.cli.options import (
     DeviceOption,
     DtypeOption,
     KvCacheDtypeOption,
+    LoadModuleOption,
     MaxSequenceLengthOption,
     ModelImplOption,
     ModelOption,
@@ -59,6 +60,7 @@ def serve(
     tensor_parallel: TensorParallelOption = None,
     model_impl: ModelImplOption = None,
     trust_remote_code: TrustRemoteCodeOption = False,
+    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
     cors_origin: Annotated[
         list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
@@ -85,6 +87,7 @@ def serve(
     settings = settings_of(
         config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
         tensor_parallel_size=tensor_parallel, model_impl=model_impl, trust_remote_code=trust_remote_code or None,
+        load_modules=load_module,
     )  # fmt: skip
     settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
     options = {

@@ -1,11 +1,11 @@
 """Configurations of a runtime, in Python and in TOML."""
 
+from graphdecode.config.keywords import EngineKeywords
 from graphdecode.config.replicas import ReplicaConfig
 from graphdecode.config.server import ServerConfig
 from graphdecode.config.settings import (
     BucketConfig,
     EngineConfig,
-    EngineKeywords,
     load_replica_config,
     load_server_config,
 )

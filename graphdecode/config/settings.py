@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Unpack
 
 from graphdecode.buckets import MOST_DRAFTS, BucketLadder
 from graphdecode.config.key import (
@@ -27,7 +27,9 @@ from graphdecode.config.key import (
     none_or,
     number,
     one_of,
+    texts,
 )
+from graphdecode.config.keywords import EngineKeywords
 from graphdecode.config.replicas import REPLICAS, ReplicaConfig
 from graphdecode.config.server import SERVER, ServerConfig
 from graphdecode.config.toml_file import ConfigDocument, written
@@ -137,49 +139,6 @@ class BucketConfig:
         return replace(self, **changes)
 
 
-class EngineKeywords(TypedDict, total=False):
-    """The fields of both configurations that a call can override; torch's own objects are fine."""
-
-    max_batch_size: int
-    max_sequence_length: int
-    page_size: int
-    total_num_pages: int | Literal["auto"]
-    memory_fraction: float
-    max_logprobs: int
-    max_stop_token_ids: int
-    max_logit_biases: int
-    max_bad_words: int
-    max_automata: int
-    max_automaton_states: int
-    batch_sizes: tuple[int, ...] | list[int] | Literal["auto"]
-    max_graphs: int
-    capture_when: Literal["startup", "first-use"]
-    backend: Literal["auto", "cuda", "recorded", "eager"]
-    warmup_steps: int
-    steps_per_launch: int
-    max_prefill_tokens: int | Literal["auto"]
-    target_itl_ms: float
-    device: Any  # a name or a torch.device
-    dtype: Any  # a name or a torch.dtype
-    seed: int
-    quantize: str | None
-    quantize_group_size: int | None
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "int8"]
-    batch_invariant: bool
-    prefix_cache: bool
-    tensor_parallel_size: int
-    collectives: Literal["auto", "shared", "gloo", "nccl"]
-    rank_limit_seconds: float
-    model_impl: Literal["auto", "native", "transformers"]
-    trust_remote_code: bool
-    skip_tokenizer_init: bool
-    speculation: Any  # a method's name, a dict of the section [speculation], or None
-    draft_model: str | None
-    num_tokens: int | Literal["auto"]
-    ngram_min: int
-    ngram_max: int
-
-
 @dataclass(frozen=True)
 class EngineConfig:
     """All settings of an engine: its buckets, and the sections [scheduling] and [model] of a file.
@@ -282,6 +241,19 @@ class EngineConfig:
         boolean(),
         "Run the Python code that comes with a checkpoint, where transformers needs it to run the model.",
     )
+    load_modules: tuple[str, ...] | list[str] = key(
+        "model",
+        (),
+        texts(),
+        "Files of Python that every process which loads the model imports first: what they register (families, weight "
+        "forms, sources, steps) can be used. They can do what their user can.",
+    )
+    step_kind: str | None = key(
+        "model",
+        None,
+        none_or(matching(r"\S+", "the name of a registered step"), '"count-up"'),
+        "The kind of step that is run, in place of decoding and speculation: one that was registered from outside.",
+    )
     skip_tokenizer_init: bool = key(
         "model", False, boolean(), "Read no tokenizer: prompts are token ids, and answers have no text."
     )
@@ -319,7 +291,11 @@ class EngineConfig:
                 object.__setattr__(self, "dtype", str(self.dtype).removeprefix("torch."))
             if isinstance(self.device, torch.device):
                 object.__setattr__(self, "device", str(self.device))
+        if isinstance(self.load_modules, (list, tuple)):  # other processes may have another current folder
+            object.__setattr__(self, "load_modules", tuple(map(_absolute, self.load_modules)))
         _check(self)
+        if self.step_kind is not None and self.speculation != "off":
+            raise ConfigError(f"method must be 'off' where step_kind is {self.step_kind!r}, got {self.speculation!r}")
         if self.speculation == "model" and self.draft_model is None:
             raise ConfigError("method is 'model', and [speculation] model names none")
         if self.ngram_min > self.ngram_max:
@@ -430,6 +406,12 @@ def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 def _keys() -> list[Key]:
     return [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
+
+
+def _absolute(file: Any) -> Any:
+    """Return a path from the root; what is no path is left for the check."""
+    is_path = isinstance(file, (str, Path)) and file != ""
+    return str(Path(file).expanduser().absolute()) if is_path else file
 
 
 def _check(config: BucketConfig | EngineConfig) -> None:

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-from graphdecode.config.settings import EngineKeywords
+from graphdecode.config.keywords import EngineKeywords
 from graphdecode.errors import ArgumentError
 
 _Class = TypeVar("_Class", bound=type)

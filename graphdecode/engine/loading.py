@@ -25,7 +25,9 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.shapes import pass_sizes, pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
+from graphdecode.engine.steps.kinds import step_named
 from graphdecode.errors import ArgumentError
+from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
@@ -84,6 +86,7 @@ def load_runner(
         ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
+    load_modules(settings.load_modules)
     if ranks is None and settings.tensor_parallel_size > 1:
         raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
@@ -162,6 +165,7 @@ def load_engine(
         ArgumentError: something cannot be used; the message says what and why.
         RankError: another rank failed.
     """
+    load_modules(config.load_modules)
     if config.tensor_parallel_size == 1:
         runner = captured_runner(model, config, progress=progress)
     else:
@@ -214,7 +218,8 @@ def captured_runner(
     try:
         runner.table.capture(progress)
     except CaptureError as error:
-        error.add_note("the model can be run without graphs all the same: backend='eager'")
+        instead = "the model can be run without graphs all the same: backend='eager' ([capture] in a file)"
+        error.args = (f"{error}; {instead}",)
         raise
     runner.buffers.freeze()
     return runner
@@ -222,6 +227,8 @@ def captured_runner(
 
 def step_of(settings: EngineConfig, draft: Model | None = None) -> Callable[[StepSetting], Step]:
     """Return what makes the kind of step that some settings ask for; `draft` is the model of the method "model"."""
+    if settings.step_kind is not None:
+        return step_named(settings.step_kind)
     if settings.speculation == "off":
         return DecodeStep
     most = MOST_DRAFTS if isinstance(settings.num_tokens, str) else settings.num_tokens

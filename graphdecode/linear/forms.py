@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.comparison import compared, compared_experts
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames
@@ -47,9 +48,28 @@ EXPERT_FORMS: tuple[type[ExpertForm], ...] = (
 )  # plain ones are for all others
 
 
-def register_form(form: type[WeightForm]) -> None:
-    """Let weights take another form, before those that are known."""
+def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
+    """Let weights take another form, before those that are known.
+
+    Args:
+        form: the class.
+        replace: even before one that reports or `quantize` call by the same name.
+
+    Raises:
+        ArgumentError: there is a form of that name.
+    """
+    names = {form.path, form.quantize or form.path}
+    taken = names & {name for each in FORMS for name in (each.path, each.quantize)}
+    refuse_taken("a form", min(taken, default=""), bool(taken), replace)
     FORMS.insert(0, form)
+
+
+_OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form))
+
+
+def _known_forms() -> list[type[WeightForm]]:
+    _OUTSIDE.find()
+    return FORMS
 
 
 def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[type[WeightForm]]:
@@ -62,7 +82,7 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
     Raises:
         ValueError: `quantize` is not known, or cannot be had here.
     """
-    asked = [form for form in FORMS if form.quantize == options.quantize]
+    asked = [form for form in _known_forms() if form.quantize == options.quantize]
     if not asked:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
@@ -75,7 +95,7 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
 
 def has_form(options: FormOptions) -> bool:
     """Whether a form is asked for by the name that `quantize` has, and can be taken."""
-    return any(form.quantize == options.quantize and not form.why_not(options) for form in FORMS)
+    return any(form.quantize == options.quantize and not form.why_not(options) for form in _known_forms())
 
 
 def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:

@@ -15,7 +15,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
-from graphdecode.models.family import config_of
+from graphdecode.models.family import config_of, family_of
 from graphdecode.models.quantised.methods import CONFIGURATIONS, method_of
 from graphdecode.models.quantised.packed_tensor import Method, PackedTensor
 from graphdecode.models.rope import UnsupportedRopeError
@@ -23,6 +23,8 @@ from graphdecode.models.source import refuse_pointer, require_file, resolve_mode
 from graphdecode.models.weight_map import CheckpointError
 
 _NAMES_SHOWN = 5
+_ADAPTER = "adapter_config.json"
+_BARE = "model."  # what names of a decoder begin with that its checkpoint, of the part without a head, leaves out
 
 
 class Checkpoint:
@@ -42,6 +44,7 @@ class Checkpoint:
         self.folder = resolve_model_path(model)
         self.name = str(self.folder)
         self._file_of: dict[str, Path] = {}
+        self._stored_as: dict[str, str] = {}  # where a file has another name for a tensor
         self._packed: dict[str, PackedTensor] = {}
 
     @classmethod
@@ -96,6 +99,10 @@ class Checkpoint:
                         self._file_of[name] = file
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {error}") from error
+        if self._is_bare(found):
+            self._stored_as = {name if name.startswith("lm_head.") else f"{_BARE}{name}": name for name in found}
+            self._file_of = {name: self._file_of[stored] for name, stored in self._stored_as.items()}
+            found = {name: found[stored] for name, stored in self._stored_as.items()}
         method = self._method
         if method is None:
             return found
@@ -114,7 +121,8 @@ class Checkpoint:
             self._packed[name].write(self._part, out, shard)
             return
         with safe_open(self._file_of[name], framework="pt", device=str(out.device)) as reader:
-            out.copy_(reader.get_tensor(name) if shard is None else reader.get_slice(name)[shard.slices(shape)])
+            stored = self._stored_as.get(name, name)
+            out.copy_(reader.get_tensor(stored) if shard is None else reader.get_slice(stored)[shard.slices(shape)])
 
     def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
@@ -128,7 +136,20 @@ class Checkpoint:
 
     def _part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         with safe_open(self._file_of[name], framework="pt") as reader:
-            return reader.get_slice(name)[part] if part else reader.get_tensor(name)
+            stored = self._stored_as.get(name, name)
+            return reader.get_slice(stored)[part] if part else reader.get_tensor(stored)
+
+    def _is_bare(self, found: Mapping[str, Stored]) -> bool:
+        """Whether the files are of a decoder without its head, as models of embeddings are saved."""
+        embedding = "embed_tokens.weight"
+        if embedding not in found or f"{_BARE}{embedding}" in found:
+            return False
+        try:
+            config = self.config()
+        except UnsupportedModelError:  # transformers runs it, or nobody
+            return False
+        (part, *_) = family_of(config.architecture).weights(config)["embedding"]
+        return part.name == f"{_BARE}{embedding}"
 
     @cached_property
     def _method(self) -> Method | None:
@@ -137,6 +158,13 @@ class Checkpoint:
 
     def _no_config(self) -> str:
         held = sorted(path.name for path in self.folder.iterdir())
+        if _ADAPTER in held:
+            base = read_json(self.folder / _ADAPTER).get("base_model_name_or_path")
+            model = f"of {shown(base, plain=True)} " if isinstance(base, str) and base else ""
+            return (
+                f"{self.folder} is an adapter (LoRA) {model}and no whole model: {_ADAPTER} says what to merge it into, "
+                "as peft's merge_and_unload does, and the merged folder is run"
+            )
         expected = "a checkpoint folder holds config.json, safetensors and a tokenizer"
         if not held:
             return f"{self.folder} is empty; {expected}"

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphdecode.errors import shown
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.linear.across_ranks import Gathered
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.blocks import Head, Layer, Stem
@@ -84,9 +85,29 @@ class Family(ABC):
 FAMILIES: dict[str, Family] = {}  # by architecture; filled while files are imported, and then read
 
 
-def register_family(family: Family) -> None:
-    """Let models of another architecture be loaded."""
+def register_family(family: Family, *, replace: bool = False) -> None:
+    """Let models of another architecture be loaded.
+
+    Args:
+        family: of theirs.
+        replace: take the place of the family that the architecture has.
+
+    Raises:
+        ArgumentError: it has one, or what is given is no family.
+    """
+    if not isinstance(family, Family):
+        raise ArgumentError(f"a family must be an object of a class that inherits from Family, got {shown(family)}")
+    refuse_taken("the family of", family.architecture, family.architecture in FAMILIES, replace)
     FAMILIES[family.architecture] = family
+
+
+_OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family(family()))
+
+
+def known_families() -> Mapping[str, Family]:
+    """Return the families by architecture, those of installed packages too."""
+    _OUTSIDE.find()
+    return FAMILIES
 
 
 def family_of(architecture: object) -> Family:
@@ -95,7 +116,7 @@ def family_of(architecture: object) -> Family:
     Raises:
         UnsupportedModelError: it is not known; the message lists those that are.
     """
-    family = FAMILIES.get(architecture) if isinstance(architecture, str) else None
+    family = known_families().get(architecture) if isinstance(architecture, str) else None
     if family is None:
         known = ", ".join(FAMILIES)
         asked = shown(architecture, plain=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from graphdecode.errors import ArgumentError
 from graphdecode.models.config import read_json
-from graphdecode.models.family import FAMILIES
+from graphdecode.models.family import known_families
 from graphdecode.models.sources import Source
 from graphdecode.models.transformers_backend import AdoptedFolder
 
@@ -41,5 +41,5 @@ def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool
 def _is_ours(architectures: object) -> bool:
     """Whether a family of ours has an architecture, or none is named at all, which is for ours to say."""
     return not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)) or (
-        architectures[0] in FAMILIES
+        architectures[0] in known_families()
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.linear.weight_form import TensorSource
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.config import ModelConfig
@@ -38,9 +39,21 @@ class Source(TensorSource, Protocol):
 SOURCES: list[type[Source]] = [RandomWeights, Gguf, Checkpoint]  # the first that opens a name has the model
 
 
-def register_source(source: type[Source]) -> None:
-    """Let models come from another kind of source, which is asked before those that are known."""
+def register_source(source: type[Source], *, replace: bool = False) -> None:
+    """Let models come from another kind of source, which is asked before those that are known.
+
+    Args:
+        source: the class.
+        replace: even before one of the same name.
+
+    Raises:
+        ArgumentError: there is a source of that name.
+    """
+    refuse_taken("a source", source.__name__, any(each.__name__ == source.__name__ for each in SOURCES), replace)
     SOURCES.insert(0, source)
+
+
+_OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source))
 
 
 def open_source(model: str | Path) -> Source:
@@ -49,4 +62,5 @@ def open_source(model: str | Path) -> Source:
     Raises:
         ValueError: there is no model of that name.
     """
+    _OUTSIDE.find()
     return next(source for source in SOURCES if source.opens(model))(model)

@@ -27,7 +27,7 @@ def describe_environment(device: torch.device | str) -> dict[str, str | int | fl
     facts: dict[str, str | int | float] = {
         "device": device.type,
         "device_name": torch.cuda.get_device_name(device) if on_gpu else _cpu_field("model name") or _processor(),
-        "cache_bytes": torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else _cpu_cache_bytes(),
+        "cache_bytes": cache_bytes(device),
         "cpu_mhz": _cpu_field("cpu MHz") or "unknown",
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else "unknown",
         "instructions": instructions().name,
@@ -64,8 +64,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _cpu_cache_bytes() -> int:
-    """Return the size of the largest cache that the first core sees."""
+def cache_bytes(device: torch.device) -> int:
+    """Return the size of a device's last cache, for a CPU the largest that the first core sees; 0: nothing tells it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
     sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     units = {"K": 2**10, "M": 2**20}
     return max((int(size[:-1]) * units[size[-1]] for size in sizes if size[-1:] in units), default=0)

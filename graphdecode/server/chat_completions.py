@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from graphdecode.errors import ArgumentError
 from graphdecode.server.completions import prompt_logprobs
 from graphdecode.server.cursor import Cursor, Delta
 from graphdecode.server.desk import Desk
@@ -14,6 +16,7 @@ from graphdecode.server.reply import Reply
 from graphdecode.server.sampling import sampling_params
 from graphdecode.server.service import Service, answers_of
 from graphdecode.server.structured import Form, form_of, form_of_calls
+from graphdecode.server.told_tools import BARE_JSON, told_messages
 from graphdecode.server.tool_calls import ToolCallReader, ToolFormat, format_of
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.intake import Order, Resolved
@@ -134,9 +137,8 @@ def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
     if body.top_logprobs is not None and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
-    tools = format_of(body.chat_template or desk.tokenizer.chat_template) if wants_tools else None
-    if wants_tools and tools is None:
-        raise HttpError(400, "this model's chat template knows of no tools", param="tools")
+    names = frozenset(tool_names(body))
+    tools = _tool_format(desk, body) if wants_tools else None
     form = _form(desk, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -146,7 +148,7 @@ def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
     rendered = rendered_chat(desk, body, with_tools=wants_tools)
     asked = desk.asked(rendered.ending(params), 1, priority=body.priority or 0, has_form=form is not None)
     prompt = desk.intake.resolved(rendered.text, rendered.token_ids, asked)
-    return PreparedChat(without_large_parts(body), prompt, form, tools, frozenset(tool_names(body)))
+    return PreparedChat(without_large_parts(body), prompt, form, tools, names)
 
 
 async def chat(service: Service, prepared: PreparedChat, caller: str) -> ChatReply:
@@ -194,15 +196,31 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
         )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    return render_chat(
-        desk.tokenizer,
-        body.messages or [],
-        chat_template=body.chat_template,
-        add_generation_prompt=begins,
-        continue_final_message=continues,
-        tools=body.tools if with_tools else None,
-        chat_template_kwargs=body.chat_template_kwargs,
-    )
+    messages, tools = body.messages or [], body.tools if with_tools else None
+
+    def rendered(messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> RenderedChat:
+        return render_chat(
+            desk.tokenizer,
+            messages,
+            chat_template=body.chat_template,
+            add_generation_prompt=begins,
+            continue_final_message=continues,
+            tools=tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+
+    if not tools or _tool_format(desk, body) is not BARE_JSON:
+        return rendered(messages, tools)
+    choice = getattr(body, "tool_choice", None)
+    try:
+        return rendered(told_messages(messages, tools, choice), None)
+    except ArgumentError:  # some templates take no message of a system
+        return rendered(told_messages(messages, tools, choice, to_user=True), None)
+
+
+def _tool_format(desk: Desk, body: ChatCompletion | Tokenize) -> ToolFormat:
+    """Return how the model writes calls; bare JSON where its template does not teach it."""
+    return format_of(body.chat_template or desk.tokenizer.chat_template) or BARE_JSON
 
 
 def tool_names(body: ChatCompletion) -> list[str]:

@@ -26,6 +26,7 @@ from graphdecode.engine.loading import load_engine
 from graphdecode.errors import AnswerError, ArgumentError, GraphdecodeError
 from graphdecode.models.load import return_free_memory
 from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.environment import cache_bytes
 from graphdecode.server.forked_work import STACK_BYTES
 from graphdecode.server.http_errors import REFUSED
 from graphdecode.server.wire import (
@@ -228,6 +229,14 @@ def _known(automaton: TokenAutomaton) -> Future[Any]:
     return known
 
 
+def _floor_seconds(engine: Engine) -> float | None:
+    """Return what reading the weights once takes; None where the last cache may hold them, which sets no floor."""
+    device, size = engine.model.device, engine.model.weight_bytes
+    if size <= cache_bytes(device):
+        return None
+    return size / read_bandwidth(device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
+
+
 def _beat(wire: Wire) -> None:
     """Tell the other side now and then that this process runs, be its step as long as it may."""
     with suppress(OSError):
@@ -263,9 +272,7 @@ def main() -> None:
         except GraphdecodeError as error:  # such requests are refused, and others served
             log.warning("%s", error)
     load_seconds = time.perf_counter() - began
-    bandwidth = read_bandwidth(engine.model.device, size_bytes=_BANDWIDTH_BYTES, repeats=3)
-    floor = engine.model.weight_bytes / bandwidth
-    wire.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, floor))
+    wire.send(EngineReady(engine.rules, engine.seed, engine.graphs.buckets, load_seconds, _floor_seconds(engine)))
     gc.collect()
     gc.freeze()  # what was loaded stays; the collector need not look at it between two steps
     EngineProcess(engine, wire, grammars).serve()

@@ -89,14 +89,14 @@ class EngineReady:
         seed: of the requests that bring none.
         buckets: that were captured.
         load_seconds: to load the model and to capture its graphs.
-        floor_seconds: what reading the weights once takes at the bandwidth that was measured.
+        floor_seconds: what reading the weights once takes at the bandwidth that was measured; None: a cache holds them.
     """
 
     rules: RequestRules
     seed: int
     buckets: tuple[int, ...]
     load_seconds: float
-    floor_seconds: float
+    floor_seconds: float | None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
+from graphdecode.extensions import load_modules
 from graphdecode.graphs import GraphManager
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.models.generation_defaults import GENERATION_FILE
@@ -77,6 +78,7 @@ class LLM:
     ) -> None:
         began = time.perf_counter()
         settings = EngineConfig.of(config, **cast(EngineKeywords, as_settings(keywords)))
+        load_modules(settings.load_modules)
         trusted = settings.trust_remote_code
         if isinstance(tokenizer, (str, Path)):
             tokenizer = load_tokenizer(resolve_model_path(tokenizer), trust_remote_code=trusted)

@@ -24,8 +24,9 @@ from graphdecode.models.load import check_model
 from graphdecode.models.quantised.compressed_files import quantization_config, write_weights
 from graphdecode.models.quantised.methods import CONFIGURATIONS
 from graphdecode.models.quantised.on_load import FORMS_OF, QuantisedBlocks, QuantisedGroups, quantised_on_load
-from graphdecode.models.sources import open_source
+from graphdecode.models.sources import Source, open_source
 from graphdecode.models.weight_map import parts
+from graphdecode.text.gguf_folder import PlainGguf
 from graphdecode.text.gguf_vocabulary import vocabulary_fields
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -47,7 +48,8 @@ def quantised_copy(
     """Write a model with rounded weights; nothing is left of it where that fails or is interrupted.
 
     Args:
-        model: a checkpoint folder or a repository id, of plain weights; see `resolve_model_path`.
+        model: a checkpoint folder or a repository id, of plain weights, or a GGUF file, whose blocks are expanded and
+            rounded anew; see `resolve_model_path`.
         out: the folder to make, or the `.gguf` file.
         quantize: `"int4"`, `"int8"` or `"fp8"`, for compressed-tensors' form of safetensors; `"q8_0"` or `"q4_k"`, for
             GGUF.
@@ -63,26 +65,35 @@ def quantised_copy(
         ArgumentError: the model, the path or an option cannot be used; nothing was written.
     """
     fitting = _format_of(quantize, file_format)
-    source = open_source(model)
-    if not isinstance(source, Checkpoint):
-        kind = "a GGUF file, whose blocks quantize='gguf' keeps" if isinstance(source, Gguf) else "no checkpoint folder"
-        raise ArgumentError(f"model {str(model)!r} is {kind}; only a checkpoint folder of safetensors can be copied")
-    _check_out(out, source.folder, fitting, overwrite)
-    check_model(source.folder, model_impl="native")
+    source: Source | PlainGguf = open_source(model)
+    if isinstance(source, Gguf):
+        source = PlainGguf(model)
+        path = source.path
+    elif isinstance(source, Checkpoint):
+        path = source.folder
+    else:
+        raise ArgumentError(
+            f"model {str(model)!r} is neither a checkpoint folder of safetensors nor a GGUF file, and is not copied"
+        )
+    check_out(out, path, fitting, overwrite)
+    check_model(path, model_impl="native")
     config = source.config()
     rounded = quantised_on_load(source, config, quantize, group_size)
     names = [part.name for part in parts(rounded.weight_map)]
-    _check_room(out.absolute().parent, sum(_bytes(rounded.tensors[name]) for name in names))
+    check_room(out.absolute().parent, sum(bytes_of(rounded.tensors[name]) for name in names))
     if isinstance(rounded, QuantisedBlocks):
         file = GgufModel(rounded, config)
-        vocabulary = vocabulary_fields(load_tokenizer(source.folder), config.vocab_size)
-        with _at_once(out) as partial:
+        vocabulary = vocabulary_fields(load_tokenizer(path), config.vocab_size)
+        with at_once(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
     else:
-        with _at_once(out) as partial:
+        with at_once(out) as partial:
             partial.mkdir()
             write_weights(rounded, partial, counted(names, progress))
-            _write_rest(source, rounded, partial)
+            if isinstance(source, PlainGguf):
+                source.write_rest(partial, {"quantization_config": quantization_config(rounded)})
+            else:
+                _write_rest(source, rounded, partial)
     return out
 
 
@@ -109,7 +120,12 @@ def _format_of(quantize: str, file_format: str | None) -> str:
     return fitting
 
 
-def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
+def check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None:
+    """Refuse a place where a copy cannot be made.
+
+    Raises:
+        ArgumentError: it is taken, or there is no folder for it; the message says what to do.
+    """
     if (out.suffix == ".gguf") != (file_format == "gguf"):
         kind = "a name that ends in .gguf" if file_format == "gguf" else "a folder, and no .gguf file"
         raise ArgumentError(f"{out}: what is written in the format {file_format} needs {kind}")
@@ -127,20 +143,21 @@ def _check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> Non
         raise ArgumentError(f"{out} is no checkpoint folder, and is not replaced")
 
 
-def _check_room(folder: Path, size: int) -> None:
+def check_room(folder: Path, size: int) -> None:
+    """Refuse a copy for which a folder's disk has no room."""
     free = shutil.disk_usage(folder).free
     if free < size:
         raise ArgumentError(f"{folder} has {free / 2**20:.0f} MiB left, and the copy needs {size / 2**20:.0f}")
 
 
-def _bytes(stored: Stored) -> int:
+def bytes_of(stored: Stored) -> int:
     """Return about how many bytes a tensor takes."""
     wide = {"F64": 8.0, "F32": 4.0, "INT8": 1.0, "FP8": 1.0, "Q8_0": 34 / 32, "INT4": 0.5, "Q4_K": 144 / 256}
     return int(math.prod(stored.shape) * wide.get(stored.dtype, 2.0))
 
 
 @contextmanager
-def _at_once(out: Path) -> Iterator[Path]:
+def at_once(out: Path) -> Iterator[Path]:
     """Give a path beside `out` that takes its place in the end, and is removed if there is no such end."""
     scratch = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.absolute().parent))
     try:
@@ -155,6 +172,6 @@ def _at_once(out: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def counted(names: list[str], progress: bool) -> Iterator[str]:
+def counted(names: list[str], progress: bool, doing: str = "quantising") -> Iterator[str]:
     """Go through names, with a bar on standard error if one is wanted."""
-    return iter(tqdm(names, desc="quantising", unit="tensor", disable=None, leave=False) if progress else names)
+    return iter(tqdm(names, desc=doing, unit="tensor", disable=None, leave=False) if progress else names)

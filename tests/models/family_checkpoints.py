@@ -16,6 +16,8 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -70,6 +72,16 @@ TWO_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 GEMMA3_LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+GRANITE_4 = {
+    "layer_types": ["full_attention"] * 3,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 96,
+    "embedding_multiplier": 6.0,
+    "attention_multiplier": 0.1,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+    "mamba_n_heads": 4,
+}
 OLMO3_ROPES = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 500000.0}}
 
 
@@ -156,6 +168,8 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "granite-4": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4 | {"position_embedding_type": "rope"}),
+    "granite-4-nope": (GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, GRANITE_4),
 }
 
 

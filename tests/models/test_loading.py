@@ -41,6 +41,28 @@ def test_experts_may_be_stored_one_by_one_or_all_in_one_tensor(
     assert all(map(torch.equal, given, expected))
 
 
+def test_names_may_lack_what_those_of_a_decoder_with_a_head_begin_with(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """As a model of embeddings has them, such as Qwen3-Embedding."""
+    save_checkpoint("qwen3-tied", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items()}
+    assert "embed_tokens.weight" in tensors
+    save_file(tensors, file)
+    assert answer(tmp_path) == answer(checkpoint("qwen3-tied"))
+
+
+def test_a_hybrid_with_mamba_or_experts_is_refused_with_what_is_run(tmp_path: Path) -> None:
+    save_checkpoint("granite-4", tmp_path)
+    edit_config(tmp_path, lambda settings: settings.update(num_local_experts=4))
+    with pytest.raises(UnsupportedModelError, match="num_local_experts is 4, and Granite 4 is run without experts"):
+        describe_model(tmp_path)
+    edit_config(tmp_path, lambda settings: settings.update(layer_types=["mamba", "attention", "mamba"]))
+    with pytest.raises(UnsupportedModelError, match="2 layers are of the kind mamba, which keeps another state than"):
+        describe_model(tmp_path)
+
+
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_checkpoint("qwen3", tmp_path, max_shard_size="60KB")
     shard = sorted(tmp_path.glob("*.safetensors"))[1]

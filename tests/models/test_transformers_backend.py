@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,14 +16,20 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
+    BertConfig,
     BloomConfig,
     DeepseekV3Config,
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
+    MllamaConfig,
     OlmoeConfig,
+    Qwen2AudioConfig,
+    Qwen2Config,
+    Qwen2VLConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
 )
 
 from adopted_models import ADOPTED, TINY, save_random
@@ -158,8 +165,10 @@ def test_8_bit_weights_serve_a_module_too(adopted: Callable[[str], Path]) -> Non
 def test_what_reads_on_the_host_is_refused_with_file_and_line_and_runs_eagerly(tmp_path: Path) -> None:
     folder = save_random(LlamaConfig(**TINY.grouped(), rope_parameters=DYNAMIC), tmp_path)
     settings: dict[str, Any] = {"dtype": "float32", "max_batch_size": 2, "model_impl": "transformers"}
-    with pytest.raises(CaptureError, match=r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*backend='eager'"):
+    with pytest.raises(CaptureError) as caught:
         LLM(folder, **settings)
+    said = r"(?s)modeling_rope_utils\.py:\d+: Tensor\.__bool__.*can be run without graphs .*backend='eager'"
+    assert re.search(said, str(caught.value)), caught.value
     with LLM(folder, backend="eager", **settings) as llm:
         assert tokens_of(llm) == answers_of_transformers(folder)
 
@@ -196,6 +205,32 @@ def test_what_needs_another_cache_is_refused_before_its_weights_are_read(tmp_pat
     config.architectures = [architecture]
     config.save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"{architecture} .*{why}"):
+        describe_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "why"),
+    [
+        (
+            Qwen2VLConfig(),
+            "Qwen2VLForConditionalGeneration",
+            "has no causal decoder for {}: it reads images, and models",
+        ),
+        (MllamaConfig(), "MllamaForConditionalGeneration", "{} is not supported: it reads images, and models of text"),
+        (BertConfig(), "BertForMaskedLM", "{} is an encoder, whose tokens see those behind them: it generates no text"),
+        (BertConfig(), "BertLMHeadModel", "{} is an encoder, whose tokens see those behind them: it generates no text"),
+        (Qwen2AudioConfig(), "Qwen2AudioForConditionalGeneration", "for {}: it reads sound, and models of text alone"),
+        (ViTConfig(), "ViTForImageClassification", "has no causal decoder for {}: only causal decoders are run"),
+        (Qwen2Config(), "Qwen2Model", "{} is not supported: of its kind Qwen2ForCausalLM is what generates text"),
+    ],
+    ids=lambda given: given if isinstance(given, str) and "{" not in given else "",
+)
+def test_what_is_no_causal_decoder_of_text_is_told_so_in_whole_words(
+    tmp_path: Path, config: Any, architecture: str, why: str
+) -> None:
+    config.architectures = [architecture]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=re.escape(why.format(architecture))):
         describe_model(tmp_path)
 
 

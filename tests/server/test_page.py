@@ -1,5 +1,6 @@
 """The page at `/`, in a real browser."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -109,6 +110,71 @@ def _without_end(body: str) -> str:
     return body[:-1] + ',"ignore_eos":true}'
 
 
+def test_a_request_has_what_the_user_has_set_and_nothing_else(page: Any) -> None:
+    sent: list[dict[str, Any]] = []
+
+    def look(route: Any) -> None:
+        sent.append(json.loads(route.request.post_data))
+        route.continue_()
+
+    page.route("**/v1/**", look)
+    page.evaluate("() => document.getElementById('settings').open = true")
+    page.fill("#key", KEY)
+    assert page.get_attribute("#temperature", "placeholder") == "0 (the model's)"
+    page.fill("#text", "417+385=")
+    page.press("#text", "Enter")
+    assert answer_of(page) == "802", "the demo's own temperature is 0"
+    page.fill("#top_k", "3")
+    page.fill("#text", "417+385=")
+    page.press("#text", "Enter")
+    answer_of(page)
+    fields = {"model", "prompt", "stream", "stream_options", "logprobs", "max_tokens"}
+    assert [set(body) for body in sent] == [fields, fields | {"top_k"}]
+
+
+MARKDOWN = """# Title
+Some **bold** and `code`, <img src=x onerror=alert(1)>.
+
+```python
+print("<b>hi</b>")
+```
+
+- one
+  - two
+1. [a link](https://example.com/) and [none](javascript:alert(1))
+
+| a | b |
+|---|---|
+| 1 | 2 |
+"""
+
+
+def test_an_answer_is_shown_as_markdown_whose_tokens_tell_their_odds(page: Any) -> None:
+    page.evaluate(
+        """(text) => {
+          state.hasTemplate = true;
+          const tokens = text.match(/[^]{1,3}/g).map((each) => ({ text: each, odds: [[each, -0.5]] }));
+          conversation().turns.push({ role: "user", content: text }, { role: "assistant", content: text, tokens });
+          show();
+        }""",
+        MARKDOWN,
+    )
+    answer = ".turn.assistant > div"
+    assert page.inner_text(".turn.user p") == MARKDOWN
+    assert page.inner_text(f"{answer} h1") == "Title"
+    assert page.inner_text(f"{answer} strong") == "bold"
+    assert page.inner_text(f"{answer} pre code") == 'print("<b>hi</b>")\n'
+    assert page.get_attribute(f"{answer} pre", "data-language") == "python"
+    assert page.inner_text(f"{answer} li li") == "two"
+    assert page.eval_on_selector_all(f"{answer} a", "all => all.map(each => each.href)") == ["https://example.com/"]
+    assert page.eval_on_selector_all(f"{answer} :is(td, th)", "all => all.map(e => e.textContent)") == list("ab12")
+    assert page.locator(f"{answer} img, {answer} b").count() == 0
+    page.hover(f"{answer} pre .token >> nth=0")
+    assert "60.7 %" in page.inner_text("#odds")
+    picture(page, "markdown")
+    assert page.complaints == []
+
+
 def test_a_wrong_key_is_said_and_nothing_is_lost(page: Any) -> None:
     ask(page, "1+1=", key="wrong")
     page.wait_for_selector("#error:not([hidden])")
@@ -122,7 +188,7 @@ def test_the_machine_is_shown_as_it_runs(page: Any) -> None:
     page.wait_for_selector("#buckets .bar")
     figures = page.inner_text("#figures")
     assert "pages used" in figures
-    assert "floor" in figures
+    assert "floor" not in figures, "the demo's weights fit into a cache"
     picture(page, "machine")
 
 

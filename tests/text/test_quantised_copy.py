@@ -26,6 +26,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.models import UnsupportedModelError
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer, quantised_copy
+from graphdecode.text.converted_copy import converted_copy
 from graphdecode.text.quantised_copy import quantised_copy as copy
 
 ROOT = Path(__file__).parents[2]
@@ -225,10 +226,19 @@ def test_a_copy_is_replaced_where_that_is_asked_for(model: Path, tmp_path: Path)
         copy(model, tmp_path / "holiday", "int4", overwrite=True)
 
 
-def test_a_gguf_file_is_not_copied_but_kept(model: Path, tmp_path: Path) -> None:
-    made = copy(model, tmp_path / "copy.gguf", "q8_0")
-    with pytest.raises(ArgumentError, match=r"is a GGUF file, whose blocks quantize='gguf' keeps"):
-        copy(made, tmp_path / "again", "int4")
+def test_a_gguf_file_is_expanded_and_rounded_anew(tmp_path: Path) -> None:
+    file = copy(checkpoint(tmp_path / "model"), tmp_path / "copy.gguf", "q8_0")
+    expanded = converted_copy(file, tmp_path / "expanded")
+    for made, quantize, own in (("again", "int4", None), ("again.gguf", "q4_k", "gguf")):
+        found = answers(copy(file, tmp_path / made, quantize), quantize=own)
+        assert found == answers(expanded, quantize=quantize)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert theirs.config.quantization_config.quantization_config.config_groups["group_0"].weights.num_bits == 4
+    with pytest.raises(ArgumentError, match="holds the model itself"):
+        copy(file, file, "q4_k", overwrite=True)
+
+
+def test_blocks_are_kept_of_a_gguf_file_alone(model: Path) -> None:
     with pytest.raises(ArgumentError, match=r"quantize='gguf' keeps the blocks of a GGUF file, and .* is none"):
         LLM(model, quantize="gguf")
 

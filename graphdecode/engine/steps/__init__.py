@@ -1,6 +1,7 @@
 """The steps that the engine can run, and what they are told of their rows."""
 
 from graphdecode.engine.steps.decode import DecodeStep
+from graphdecode.engine.steps.kinds import register_step
 from graphdecode.engine.steps.speculative import SpeculativeStep
 from graphdecode.engine.steps.step import (
     ENDED_BEFORE,
@@ -28,4 +29,5 @@ __all__ = [
     "StepLogprobs",
     "StepSetting",
     "StepTokens",
+    "register_step",
 ]

@@ -4,6 +4,7 @@ from graphdecode.models.families.gemma2 import Gemma2
 from graphdecode.models.families.gemma3 import Gemma3
 from graphdecode.models.families.gpt_oss import GptOss
 from graphdecode.models.families.granite import Granite
+from graphdecode.models.families.granite_hybrid import GraniteHybrid
 from graphdecode.models.families.llama import Llama
 from graphdecode.models.families.mistral import Mistral
 from graphdecode.models.families.mixtral import Mixtral
@@ -22,6 +23,7 @@ __all__ = [
     "Gemma3",
     "GptOss",
     "Granite",
+    "GraniteHybrid",
     "Llama",
     "Mistral",
     "Mixtral",
@@ -50,3 +52,4 @@ register_family(Olmo2())
 register_family(Olmo3())
 register_family(SmolLM3())
 register_family(Granite())
+register_family(GraniteHybrid())

@@ -1,4 +1,4 @@
-"""A checkpoint in compressed-tensors' form, written from weights in groups: safetensors, and what config.json says."""
+"""A checkpoint's weights as safetensors, those in groups in compressed-tensors' form, and what config.json says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from graphdecode.linear.groups import Groups
+from graphdecode.linear.weight_form import TensorSource
 from graphdecode.models.quantised.on_load import QuantisedGroups, plain_weight
 
 _SHARD_BYTES = 1 << 30  # of a file, and what is held in memory while one is made
@@ -42,7 +43,7 @@ def quantization_config(source: QuantisedGroups) -> dict[str, Any]:
     }
 
 
-def write_weights(source: QuantisedGroups, folder: Path, names: Iterable[str]) -> None:
+def write_weights(source: TensorSource, folder: Path, names: Iterable[str]) -> None:
     """Write a source's tensors into a folder, in several files and with an index where they are large.
 
     Args:
@@ -84,9 +85,9 @@ def _name_files(folder: Path, count: int, written: dict[str, int], total: int) -
     (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _stored(source: QuantisedGroups, name: str) -> Iterator[tuple[str, Tensor]]:
+def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file that stand for one tensor of the model."""
-    groups = source.read_groups(name)
+    groups = source.read_groups(name) if isinstance(source, QuantisedGroups) else None
     if groups is None:
         yield name, plain_weight(source, name)
         return

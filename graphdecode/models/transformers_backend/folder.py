@@ -17,7 +17,7 @@ from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
 from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
-from graphdecode.models.family import FAMILIES
+from graphdecode.models.family import known_families
 from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
 from graphdecode.models.transformers_backend.interface import NAME, answer, register
 from graphdecode.models.transformers_backend.linears import replace_linears
@@ -148,16 +148,26 @@ class AdoptedFolder:
         except KeyError as error:
             raise UnsupportedModelError(_no_interface(name) if error.args == (NAME,) else _line(error)) from error
         except Exception as error:  # see `load`
+            if str(error).startswith("Unrecognized configuration class"):  # and a list of all that there are
+                why = _other_inputs(settings) or "only causal decoders are run"
+                raise UnsupportedModelError(f"transformers has no causal decoder for {name}: {why}") from error
             raise UnsupportedModelError(f"transformers has no causal decoder {name}: {_line(error)}") from error
 
     def _check_layers(self, module: Any, settings: Any, calls: _Calls) -> None:
         text, name = settings.get_text_config(decoder=True), _architecture(settings)
-        if type(module).__name__ != name:
+        order = {part.is_causal for part in module.modules() if hasattr(part, "is_causal")}
+        if order == {False}:
             raise UnsupportedModelError(
-                f"{shown(name, plain=True)} is not supported: it has no family here ({', '.join(FAMILIES)}), "
-                "and what transformers makes "
-                f"of this configuration is a {type(module).__name__}"
+                f"{name} is an encoder, whose tokens see those behind them: it generates no text, and only causal "
+                "decoders are run"
             )
+        if type(module).__name__ != name:
+            asked, made = shown(name, plain=True), type(module).__name__
+            why = _other_inputs(settings)
+            if not why:
+                why = f"of its kind {made} is what generates text, and architectures must name that where it is meant"
+            families = ", ".join(known_families())
+            raise UnsupportedModelError(f"{asked} is not supported: {why}. Families are there for {families}")
         other = sorted(set(getattr(text, "layer_types", None) or ()) - _PLAIN_LAYERS)
         if module._is_stateful or other:
             kinds = f": layers of {', '.join(other)}" if other else ""
@@ -216,6 +226,13 @@ def _config_of(module: nn.Module, text: Any, calls: _Calls) -> AdoptedConfig:
 def _architecture(settings: Any) -> str:
     names = getattr(settings, "architectures", None)
     return names[0] if names else type(settings).__name__
+
+
+def _other_inputs(settings: Any) -> str:
+    """Return what a model reads beside text, in words; "" where that is nothing that is known."""
+    kinds = {"vision_config": "images", "audio_config": "sound"}
+    read = [kinds[part] for part in kinds if part in type(settings).sub_configs]
+    return f"it reads {' and '.join(read)}, and models of text alone are run" if read else ""
 
 
 def _no_interface(name: str) -> str:

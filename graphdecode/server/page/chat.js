@@ -87,11 +87,37 @@ function shownTurn(turn) {
   section.className = `turn ${turn.role}`;
   const who = document.createElement("h4");
   who.textContent = turn.role === "user" ? "You" : state.model || "Model";
-  const text = document.createElement("p");
-  if (turn.tokens) turn.tokens.forEach((token) => text.append(shownToken(token)));
-  else text.textContent = turn.content;
+  const text = document.createElement(turn.role === "user" ? "p" : "div");
+  if (turn.role === "user") text.textContent = turn.content;
+  else text.replaceChildren(...answered(turn));
   section.append(who, text);
   return { section, text };
+}
+
+// An answer as elements. Texts in it are of its tokens, so that each of these can tell its odds.
+function answered(turn) {
+  const tokens = turn.tokens || [{ text: turn.content }];
+  let index = 0, begin = 0; // the token at hand, and where it begins
+  const leaf = (from, to) => {
+    const spans = [];
+    while (index < tokens.length && begin < to) {
+      const { text, odds } = tokens[index], end = begin + text.length;
+      if (end > from) spans.push(shownToken({ text: turn.content.slice(Math.max(from, begin), Math.min(to, end)), odds }));
+      if (end > to) break;
+      begin = end;
+      index++;
+    }
+    return spans;
+  };
+  const built = ([tag, attributes, children]) => {
+    if (typeof tag === "number") return leaf(tag, attributes);
+    const element = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    element.append(...children.flatMap(built));
+    return [element];
+  };
+  const whole = [["p", {}, [[0, turn.content.length]]]]; // what is no chat is no Markdown
+  return (state.hasTemplate ? markdown(turn.content) : whole).flatMap(built);
 }
 
 function shownToken({ text, odds }) {
@@ -131,16 +157,13 @@ function request() {
 // One choice of either endpoint as tokens with their likeliest alternatives.
 function tokensOf(choice) {
   const text = choice.delta ? choice.delta.content || "" : choice.text || "";
-  const chat = choice.logprobs && choice.logprobs.content;
-  if (chat && chat.map((t) => t.token).join("") === text) {
-    return chat.map((t) => ({ text: t.token, odds: t.top_logprobs.map((o) => [o.token, o.logprob]) }));
+  const { content, tokens, top_logprobs: top } = choice.logprobs || {};
+  const chat = (content || []).map((t) => ({ text: t.token, odds: t.top_logprobs.map((o) => [o.token, o.logprob]) }));
+  const plain = (tokens || []).map((token, i) => ({ text: token, odds: Object.entries(top[i] || {}) }));
+  for (const all of [chat, chat.slice(0, -1), plain, plain.slice(0, -1)]) { // the last may end the answer, and is no text
+    if (all.length && all.map((token) => token.text).join("") === text) return all;
   }
-  const plain = choice.logprobs && choice.logprobs.tokens;
-  if (plain && plain.join("") === text) {
-    return plain.map((token, i) => ({ text: token, odds: Object.entries(choice.logprobs.top_logprobs[i] || {}) }));
-  }
-  const odds = chat && chat.length ? chat[0].top_logprobs.map((o) => [o.token, o.logprob]) : null;
-  return text ? [{ text, odds }] : [];
+  return text ? [{ text, odds: chat.length ? chat[0].odds : null }] : [];
 }
 
 async function* events(response) {
@@ -169,6 +192,13 @@ async function ask(text) {
   const turn = { role: "assistant", content: "", tokens: [] };
   const shown = shownTurn(turn);
   byId("turns").append(shown.section);
+  shown.section.setAttribute("aria-busy", "true");
+  let frame = 0;
+  const draw = () => {
+    frame = 0;
+    shown.text.replaceChildren(...answered(turn));
+    scrollDown(false);
+  };
   state.running = new AbortController();
   byId("send").disabled = true;
   byId("stop").disabled = false;
@@ -184,15 +214,17 @@ async function ask(text) {
         first = first || performance.now();
         turn.tokens.push(token);
         turn.content += token.text;
-        shown.text.append(shownToken(token));
       }
+      frame = frame || requestAnimationFrame(draw);
       if (event.usage) tellSpeed(event.usage.completion_tokens, first - began, performance.now() - first);
-      scrollDown(false);
     }
   } catch (error) {
     if (error.name !== "AbortError") complain(error.message);
   } finally {
     state.running = null;
+    cancelAnimationFrame(frame);
+    draw();
+    shown.section.removeAttribute("aria-busy");
     byId("send").disabled = false;
     byId("stop").disabled = true;
     if (turn.content) current.turns.push(turn);
@@ -272,6 +304,7 @@ async function begin() {
     const live = await (await fetch("live")).json();
     state.model = live.model;
     state.hasTemplate = live.has_chat_template;
+    for (const [name, value] of Object.entries(live.sampling)) byId(name).placeholder = `${value} (the model's)`;
     byId("model").textContent = live.model + (live.has_chat_template ? "" : " (no chat template: each message is a prompt)");
   } catch {
     complain("The server does not answer.");

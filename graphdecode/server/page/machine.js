@@ -80,17 +80,18 @@
         keep("live", steps ? rows / steps : 0);
         keep("padded", steps ? computed / steps : 0);
         keep("step", live.step_seconds || 0);
-        keep("floor", live.floor_seconds);
+        keep("floor", live.floor_seconds || 0);
         showBuckets(replays);
         draw("rows", [{ values: history.padded, name: "--quiet", dashed: true }, { values: history.live, name: "--accent" }]);
-        draw("steps", [{ values: history.floor, name: "--quiet", dashed: true }, { values: history.step, name: "--accent" }]);
+        const floor = live.floor_seconds === null ? [] : [{ values: history.floor, name: "--quiet", dashed: true }];
+        draw("steps", [...floor, { values: history.step, name: "--accent" }]);
       }
       show({
         "running / waiting": `${live.running} / ${live.waiting}`,
         "tokens/s": seconds ? Math.round(tokens / seconds) : "–",
         "first token (median)": ms(live.first_token_seconds),
         "step (median)": ms(live.step_seconds),
-        "floor: reading the weights": ms(live.floor_seconds),
+        ...(live.floor_seconds === null ? {} : { "floor: reading the weights": ms(live.floor_seconds) }),
         "rows, live of computed": steps ? `${(rows / steps).toFixed(1)} of ${(computed / steps).toFixed(1)}` : "–",
         "pages used": `${live.used_pages} of ${live.total_pages}`,
         "preemptions": live.preemptions,

@@ -1,0 +1,103 @@
+"""What comes in from outside: entry points of installed packages, and single files, which register what they bring.
+
+Nothing of it is imported before somebody looks into a registry: a command that loads no model pays nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from graphdecode.errors import ArgumentError, GraphdecodeError, shown
+
+_TAKING = threading.RLock()  # what is imported may look into the registries itself
+_LOADED: dict[Path, ModuleType] = {}  # files of this process, each of them once
+
+
+class EntryPoints:
+    """The entry points of a registry.
+
+    Each leads to a module, which registers what it brings when it is imported, or to an object, which is handed on.
+
+    Args:
+        group: of the entry points.
+        register: takes the name of an entry point, and its object.
+    """
+
+    def __init__(self, group: str, register: Callable[[str, Any], None]) -> None:
+        self._group = group
+        self._register = register
+        self._found = False
+
+    def find(self) -> None:
+        """Take them, the first time; one that cannot be taken is a warning, and the others serve."""
+        if self._found:
+            return
+        with _TAKING:
+            if self._found:
+                return
+            self._found = True
+            for entry in entry_points(group=self._group):
+                try:
+                    given = entry.load()
+                    if not isinstance(given, ModuleType):
+                        self._register(entry.name, given)
+                except Exception as error:  # of a stranger's module, which must not stop all models
+                    warnings.warn(f"{_named(entry)} is left out: {_told(error)}", RuntimeWarning, stacklevel=3)
+
+
+def load_modules(files: Sequence[str | Path]) -> None:
+    """Import files that register what they bring, each once in a process.
+
+    Raises:
+        ArgumentError: there is no such file, or it raises while it is imported.
+    """
+    for file in files:
+        path = Path(file).expanduser().resolve()
+        with _TAKING:
+            if path not in _LOADED:
+                _LOADED[path] = _imported(path)
+
+
+def refuse_taken(what: str, name: str, taken: bool, replace: bool) -> None:
+    """Refuse to register something under a name that is taken.
+
+    Raises:
+        ArgumentError: it is, and is not to be replaced.
+    """
+    if taken and not replace:
+        raise ArgumentError(f"{what} {shown(name, plain=True)} is registered already; replace=True takes its place")
+
+
+def _imported(path: Path) -> ModuleType:
+    name = f"graphdecode_module_{len(_LOADED)}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path) if path.suffix == ".py" and path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ArgumentError(f"load_modules must name files of Python that exist, got {shown(str(path))}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a stranger's file raises
+        del sys.modules[name]
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{path}:{lines[-1]}" if lines else str(path)
+        raise ArgumentError(f"load_modules: {place}: {_told(error)}") from error
+    return module
+
+
+def _named(entry: EntryPoint) -> str:
+    package = "" if entry.dist is None else f" of {entry.dist.name}"
+    return f"entry point {entry.name} = {entry.value}{package} in {entry.group}"
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"

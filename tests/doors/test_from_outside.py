@@ -1,0 +1,169 @@
+"""What comes through the doors from outside: entry points of packages, and single files, in every process."""
+
+import json
+import os
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+from command_line import ROOT, spawn_command
+from served import serving
+
+from graphdecode import LLM
+from graphdecode.engine.steps import register_step
+from graphdecode.engine.steps.kinds import STEPS
+from graphdecode.errors import ArgumentError
+from graphdecode.extensions import EntryPoints, load_modules
+from graphdecode.linear import register_form
+from graphdecode.linear.forms import FORMS
+from graphdecode.linear.int8 import Int8
+from graphdecode.linear.plain import Plain
+from graphdecode.models import register_family, register_source, resolve_model_path
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.families.llama import Llama
+from graphdecode.models.family import FAMILIES
+from graphdecode.models.sources import SOURCES
+
+FAMILY = """
+from graphdecode.models.families.llama import Llama
+
+class Plain(Llama):
+    architecture = "PlainForCausalLM"
+"""
+STEP = """
+from graphdecode.engine.steps import DecodeStep
+
+class Loud(DecodeStep):
+    def __init__(self, setting):
+        print("a loud step")
+        super().__init__(setting)
+"""
+
+
+def packaged(folder: Path, files: dict[str, str], entry_points: dict[str, str]) -> Path:
+    """Write what an installed package looks like: its modules, and its metadata."""
+    told = folder / "outside-1.0.dist-info"
+    told.mkdir(parents=True)
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    lines = [f"[graphdecode.{group}]\n{line}\n" for group, line in entry_points.items()]
+    (told / "entry_points.txt").write_text("\n".join(lines))
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def with_path(folder: Path) -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model_path("demo"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["PlainForCausalLM"]}))
+    return str(folder)
+
+
+def answer_of(address: str) -> str:
+    body = json.dumps({"prompt": "417+385=", "max_tokens": 8, "temperature": 0}).encode()
+    request = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(json.load(response)["choices"][0]["text"]).strip()
+
+
+def test_a_server_and_its_ranks_find_the_family_of_a_package(checkpoint: str, tmp_path: Path) -> None:
+    site = packaged(tmp_path / "site", {"outside.py": FAMILY}, {"families": "plain = outside:Plain"})
+    with serving("--tensor-parallel", "2", model=checkpoint, environment=with_path(site)) as served:
+        assert answer_of(served.address) == "802"
+
+
+def test_a_server_and_its_ranks_load_a_single_file(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "family.py").write_text(FAMILY + "\nfrom graphdecode.models import register_family\n")
+    with (tmp_path / "family.py").open("a") as file:
+        file.write("register_family(Plain())\n")
+    options = ("--load-module", str(tmp_path / "family.py"), "--tensor-parallel", "2")
+    with serving(*options, model=checkpoint) as served:
+        assert answer_of(served.address) == "802"
+
+
+def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    site = packaged(tmp_path / "site", {"outside.py": STEP}, {"steps": "loud = outside:Loud"})
+    (tmp_path / "settings.toml").write_text('[model]\nstep_kind = "loud"\n')
+    ran = spawn_command(
+        "generate", "--prompt", "417+385=", "--config", "settings.toml", folder=tmp_path, **with_path(site)
+    )
+    assert "a loud step" in ran.stdout
+    assert "802" in ran.stdout
+    with pytest.raises(ArgumentError, match="step_kind quiet is not registered; registered are none: they come with"):
+        LLM("demo", step_kind="quiet")
+
+
+def test_a_package_that_fails_is_a_warning_and_none_is_imported_before_a_model_is_loaded(tmp_path: Path) -> None:
+    broken = "print('imported')\nraise RuntimeError('no luck')"
+    entries = dict.fromkeys(("families", "forms", "sources", "steps"), "broken = outside")
+    site = packaged(tmp_path / "site", {"outside.py": broken}, entries)
+    assert "imported" not in spawn_command("--version", **with_path(site)).stdout
+    ran = spawn_command("generate", "--prompt", "417+385=", **with_path(site))
+    assert "imported" in ran.stdout
+    assert "802" in ran.stdout
+    said = "entry point broken = outside of outside in graphdecode.families is left out: RuntimeError: no luck"
+    assert said in ran.stderr
+
+
+def test_a_module_that_is_an_entry_point_registers_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = packaged(tmp_path, {"outside_alone.py": "done = True"}, {"somewhere": "alone = outside_alone"})
+    monkeypatch.syspath_prepend(site)
+    given: list[str] = []
+    EntryPoints("graphdecode.somewhere", lambda name, _: given.append(name)).find()
+    assert given == []
+    assert sys.modules.pop("outside_alone").done
+
+
+def test_a_file_is_loaded_once_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "counted.py"
+    file.write_text("import sys\nsys.counted = getattr(sys, 'counted', 0) + 1\n")
+    load_modules([file, str(file)])
+    load_modules([file])
+    assert sys.counted == 1  # type: ignore[attr-defined]
+    with pytest.raises(ArgumentError, match="load_modules must name files of Python that exist, got '.*none.py'"):
+        load_modules([tmp_path / "none.py"])
+    (tmp_path / "wrong.py").write_text("a = 1\nb = a.c\n")
+    with pytest.raises(ArgumentError, match=r"wrong.py:2: AttributeError: 'int' object has no attribute 'c'"):
+        LLM("demo", load_modules=[tmp_path / "wrong.py"])
+
+
+def test_a_name_that_is_taken_is_refused_unless_it_is_to_be_replaced() -> None:
+    known, forms, sources = dict(FAMILIES), list(FORMS), list(SOURCES)
+
+    class Int8Again(Int8):
+        path = "mine"
+
+    taken = "is registered already; replace=True takes its place"
+    try:
+        with pytest.raises(ArgumentError, match=f"the family of LlamaForCausalLM {taken}"):
+            register_family(Llama())
+        with pytest.raises(ArgumentError, match=f"a form int8 {taken}"):
+            register_form(Int8Again)
+        with pytest.raises(ArgumentError, match=f"a form plain {taken}"):
+            register_form(Plain)
+        with pytest.raises(ArgumentError, match=f"a source Checkpoint {taken}"):
+            register_source(Checkpoint)
+        register_step("mine", lambda _: pytest.fail("it is made"))
+        with pytest.raises(ArgumentError, match=f"a step mine {taken}"):
+            register_step("mine", STEPS["mine"])
+        with pytest.raises(ArgumentError, match="a family must be an object of a class that inherits from Family"):
+            register_family(Llama)  # type: ignore[arg-type]
+        assert (known, forms, sources) == (FAMILIES, FORMS, SOURCES)
+        family = Llama()
+        register_family(family, replace=True)
+        register_form(Int8Again, replace=True)
+        register_source(Checkpoint, replace=True)
+        assert FAMILIES["LlamaForCausalLM"] is family
+        assert (FORMS[0], SOURCES[0]) == (Int8Again, Checkpoint)
+    finally:
+        FAMILIES.update(known)
+        FORMS[:], SOURCES[:] = forms, sources
+        STEPS.clear()

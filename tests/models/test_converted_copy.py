@@ -1,0 +1,110 @@
+"""A GGUF file is written as a checkpoint folder that transformers, and we, read as the same model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+from command_line import run_command
+from gguf_checkpoints import ARCHITECTURES, quantised_file, random_model, write
+from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from graphdecode import LLM, SamplingParams
+from graphdecode.errors import ArgumentError
+from graphdecode.text.converted_copy import converted_copy
+from graphdecode.text.tokenizer import load_tokenizer
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+PROMPT = {"prompt_token_ids": [5, 6, 7, 8]}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def with_vocabulary(writer: gguf.GGUFWriter) -> None:
+    """Add a tokenizer whose tokens are bytes, and a template."""
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<|a|>", "<|b|>", "<|end|>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 256 + [gguf.TokenType.CONTROL] * 3)
+    writer.add_eos_token_id(258)
+    writer.add_chat_template(TEMPLATE)
+
+
+def answer(model: Path, **options: Any) -> tuple[int, ...]:
+    with LLM(model, max_batch_size=1, max_sequence_length=64, **options) as llm:
+        return tuple(llm.generate(PROMPT, GREEDY)[0].outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - {"gpt-oss"}))
+def test_transformers_reads_the_folder_as_the_same_model(tmp_path: Path, name: str) -> None:
+    model = random_model(name)
+    file = write(model, name, tmp_path / "model.gguf", with_vocabulary)
+    folder = converted_copy(file, tmp_path / "folder")
+    found, told = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert type(found) is type(model)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    tokens = torch.randint(0, 259, (2, 40), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+    assert answer(folder, dtype="float32") == answer(file, dtype="float32")
+
+
+def test_tokenizer_template_and_ends_come_along(tmp_path: Path) -> None:
+    file = write(random_model("llama"), "llama", tmp_path / "model.gguf", with_vocabulary)
+    folder = converted_copy(file, tmp_path / "folder")
+    theirs, ours = AutoTokenizer.from_pretrained(folder), load_tokenizer(file)
+    text = "Hello, 12 + 345!\n\tnaïve<|end|>"
+    assert theirs.encode(text) == ours.encode(text)
+    assert theirs.chat_template == TEMPLATE
+    assert theirs.eos_token == "<|end|>"
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 258
+    assert not (folder / "generation_config.json").exists(), "the file says nothing of sampling"
+
+
+def test_blocks_are_expanded_into_the_type_that_is_asked_for(tmp_path: Path) -> None:
+    types = {"attn_q.weight": "Q8_0", "ffn_down.weight": "Q4_0", "token_embd.weight": "Q8_0"}
+    plain = quantised_file(tmp_path / "model.gguf", "llama", types)
+    reader = gguf.GGUFReader(plain)
+    writer = gguf.GGUFWriter(tmp_path / "whole.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            writer.add_key_value(field.name, field.contents(), field.types[0])
+    with_vocabulary(writer)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    for asked, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        folder = converted_copy(tmp_path / "whole.gguf", tmp_path / asked, dtype=asked)
+        assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {dtype}
+    expanded = answer(tmp_path / "whole.gguf", quantize="none", dtype="float32")
+    assert answer(tmp_path / "float32", dtype="float32") == expanded
+
+
+def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    file = write(random_model("gpt-oss"), "gpt-oss", tmp_path / "model.gguf", with_vocabulary)
+    with pytest.raises(ArgumentError, match="the experts of Gpt"):
+        converted_copy(file, tmp_path / "folder")
+    with pytest.raises(ArgumentError, match="model 'demo' is no GGUF file"):
+        converted_copy("demo", tmp_path / "folder")
+    file = write(random_model("llama"), "llama", tmp_path / "other.gguf", with_vocabulary)
+    with pytest.raises(ArgumentError, match="dtype must be auto, float32, bfloat16, float16, got 'int8'"):
+        converted_copy(file, tmp_path / "folder", dtype="int8")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.gguf", "other.gguf"]
+    converted_copy(file, tmp_path / "folder")
+    with pytest.raises(ArgumentError, match="is there already; --overwrite"):
+        converted_copy(file, tmp_path / "folder")
+
+
+def test_the_command_says_where_it_is(tmp_path: Path) -> None:
+    write(random_model("llama"), "llama", tmp_path / "model.gguf", with_vocabulary)
+    ran = run_command("convert", "model.gguf", "folder", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.strip() == "folder"
+    assert "MiB" in ran.stderr

@@ -1,0 +1,90 @@
+"""The page's Markdown, in Node: what becomes of a text, and that no text takes long."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NODE = shutil.which("node")
+SCRIPT = Path(__file__).parents[2] / "graphdecode" / "server" / "page" / "markdown.js"
+RUN = """
+const [script, texts] = JSON.parse(require("fs").readFileSync(0, "utf8"));
+const markdown = new Function(`${script}; return markdown`)();
+const timed = (text) => {
+  const began = performance.now();
+  const tree = markdown(text);
+  return [tree, performance.now() - began];
+};
+console.log(JSON.stringify(texts.map(timed)));
+"""
+pytestmark = pytest.mark.skipif(NODE is None, reason="no node")
+
+
+def trees_of(*texts: str) -> list[tuple[list[Any], float]]:
+    assert NODE is not None
+    given = json.dumps([SCRIPT.read_text(), texts])
+    ran = subprocess.run([NODE, "-e", RUN], input=given, capture_output=True, text=True, check=True)
+    return [(tree, ms) for tree, ms in json.loads(ran.stdout)]
+
+
+def shown(text: str, node: list[Any]) -> str:
+    """One node in short: its tag with what is in it, texts as they are."""
+    if isinstance(node[0], int):
+        return text[node[0] : node[1]]
+    tag, attributes, children = node
+    told = "".join(f" {name}={value}" for name, value in attributes.items() if name in ("href", "start") or value)
+    return f"<{tag}{told}>{''.join(shown(text, child) for child in children)}</>"
+
+
+CASES = {
+    "plain": "<p>plain</>",
+    "one\ntwo\n\nthree": "<p>one<br></>two</><p>three</>",
+    "**a *b* c** and *d*, _e_, ***f***, ~~g~~": (
+        "<p><strong>a <em>b</> c</> and <em>d</>, <em>e</>, <strong><em>f</></>, <del>g</></>"
+    ),
+    "snake_case_name and 2 * 3 * 4 and **open": "<p>snake_case_name and 2 * 3 * 4 and **open</>",
+    "`**a**` \\*b\\*": "<p><code>**a**</> *b*</>",
+    "### Three": "<h3>Three</>",
+    "#hash": "<p>#hash</>",
+    "```py\na = 1\n\n  b\n```\nafter": "<pre data-language=py><code>a = 1\n\n  b\n</></><p>after</>",
+    "~~~\n```\n~~~": "<pre><code>```\n</></>",
+    "```\nstill <b>": "<pre><code>still <b></></>",
+    "- a\n  - b\n- c": "<ul><li><p>a</><ul><li><p>b</></></></><li><p>c</></></>",
+    "3. a\n\n   ```\n   x\n     y\n   ```\n4. b": (
+        "<ol start=3><li><p>a</><pre><code>x\n  y\n</></></><li><p>b</></></>"
+    ),
+    "> a\n> > b": "<blockquote><p>a</><blockquote><p>b</></></>",
+    "a\n\n---\nb": "<p>a</><hr></><p>b</>",
+    "| a | b |\n|:-:|---|\n| | `c` |": "<table><tr><th>a</><th>b</></><tr><td></><td><code>c</></></></>",
+    "[x](https://a.b/c_d)": "<p><a href=https://a.b/c_d target=_blank rel=noopener noreferrer>x</></>",
+    "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) [y](data:text/html,z)</>",
+    "![i](https://a.b/c.png)": "<p>!<a href=https://a.b/c.png target=_blank rel=noopener noreferrer>i</></>",
+    "<script>alert(1)</script>": "<p><script>alert(1)</script></>",
+    "": "",
+}
+
+
+def test_usual_markdown_becomes_few_kinds_of_elements_and_all_else_stays_text() -> None:
+    found = [
+        "".join(shown(text, node) for node in tree) for text, (tree, _) in zip(CASES, trees_of(*CASES), strict=True)
+    ]
+    assert dict(zip(CASES, found, strict=True)) == CASES
+
+
+def leaves(nodes: list[Any]) -> list[tuple[int, int]]:
+    return [leaf for node in nodes for leaf in ([(node[0], node[1])] if isinstance(node[0], int) else leaves(node[2]))]
+
+
+def test_texts_come_in_their_order_which_is_what_the_odds_of_tokens_need() -> None:
+    for tree, _ in trees_of(*CASES):
+        places = [place for leaf in leaves(tree) for place in leaf]
+        assert places == sorted(places)
+
+
+def test_no_answer_takes_long_or_nests_without_end() -> None:
+    signs = ("*a ", "[", "`", "> ", "- ", "- a\n", "_a", "**a *b ", "|", "~~a", "* * ", "[a](", "\\", "|-\n", "```\n")
+    for sign, (_, ms) in zip(signs, trees_of(*(sign * (60_000 // len(sign)) for sign in signs)), strict=True):
+        assert ms < 5000, f"{sign!r} took {ms:.0f} ms"  # what grows with the square of it takes minutes
