@@ -173,118 +173,15 @@ def end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length
     tl.store(step_index, step + 1)
 
 
-# One program advances all rows, one after another: a step does it elsewhere, see `sample_and_advance`.
-@triton.jit
-def _advance_kernel(
-    sampled,
-    rows,
-    step_index,
-    running,
-    live_rows,
-    sampling_flags,
-    stop_ids,
-    min_position,
-    last_position,
-    num_logprobs,
-    tokens,
-    pre_step_seqlens,
-    finished,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    RING_ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_PADDED: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
-):
-    going_on = 0
-    live = tl.load(live_rows)
-    for row in range(rows):
-        position, was_finished, step, stops, first_stop, last, wanted = row_before(
-            row,
-            pre_step_seqlens,
-            finished,
-            step_index,
-            stop_ids,
-            min_position,
-            last_position,
-            num_logprobs,
-            STOPS,
-            STOPS_PADDED,
-        )
-        goes_on = advance_row(
-            row,
-            tl.load(sampled + row),
-            live > row,
-            tl.load(sampling_flags + row),
-            position,
-            was_finished,
-            step,
-            stops,
-            first_stop,
-            last,
-            wanted,
-            tokens,
-            pre_step_seqlens,
-            finished,
-            ring_tokens,
-            token_counts,
-            ring_logprob,
-            ring_rank,
-            ring_top_logprobs,
-            ring_top_ids,
-            recent_tokens,
-            sampled_logprob,
-            sampled_rank,
-            top_logprobs,
-            top_ids,
-            ring_length,
-            ring_rows,
-            counts_stride,
-            PENALTIES,
-            PENALTIES_FLAG,
-            LOGPROBS,
-            LOGPROBS_FLAG,
-            TOPS,
-            TOPS_PADDED,
-            BAD_WORDS,
-            BAD_WORDS_FLAG,
-            RECENT,
-        )
-        going_on += goes_on.to(tl.int32)
-    end_step(tl.load(step_index), going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
-
-
 def advance_options(
-    state: AdvanceState | None, live_rows: Tensor, slots: SamplingSlots, logprobs: LogprobOutputs | None
+    state: AdvanceState, live_rows: Tensor, slots: SamplingSlots, logprobs: LogprobOutputs
 ) -> dict[str, Any]:
-    """Return the arguments of `advance_row` and `end_step` by name; without a state those that tell of tokens alone."""
-    present = state or AdvanceState(*(None,) * len(AdvanceState._fields))  # type: ignore[arg-type]
-    tops = 1 if logprobs is None else logprobs.top_ids.shape[1]
-    ring_length, ring_rows = (1, 1) if state is None else state.ring_tokens.shape
+    """Return the arguments of `advance_row` and `end_step` by name."""
+    tops = logprobs.top_ids.shape[1]
+    ring_length, ring_rows = state.ring_tokens.shape
     return {
-        **present._asdict(),
-        **dict.fromkeys(LogprobOutputs._fields),
-        **({} if logprobs is None else logprobs._asdict()),
+        **state._asdict(),
+        **logprobs._asdict(),
         "live_rows": live_rows,
         "sampling_flags": slots.sampling_flags,
         "stop_ids": slots.stop_ids,
@@ -293,36 +190,23 @@ def advance_options(
         "num_logprobs": slots.num_logprobs,
         "ring_length": ring_length,
         "ring_rows": ring_rows,
-        "counts_stride": 0 if present.token_counts is None else present.token_counts.stride(0),
-        "PENALTIES": present.token_counts is not None,
+        "counts_stride": 0 if state.token_counts is None else state.token_counts.stride(0),
+        "PENALTIES": state.token_counts is not None,
         "PENALTIES_FLAG": FLAG_PENALTIES,
-        "LOGPROBS": present.ring_logprob is not None and logprobs is not None,
+        "LOGPROBS": state.ring_logprob is not None,
         "LOGPROBS_FLAG": FLAG_LOGPROBS,
         "RING_ROWS": triton.next_power_of_2(ring_rows),
         "STOPS": slots.stop_ids.shape[1],
         "STOPS_PADDED": triton.next_power_of_2(slots.stop_ids.shape[1]),
         "TOPS": tops,
         "TOPS_PADDED": triton.next_power_of_2(tops),
-        "BAD_WORDS": present.recent_tokens is not None,
+        "BAD_WORDS": state.recent_tokens is not None,
         "BAD_WORDS_FLAG": FLAG_BAD_WORDS,
         "RECENT": BAD_WORD_LENGTH,
     }
 
 
-def advance_triton(
-    state: AdvanceState,
-    sampled: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    logprobs: LogprobOutputs | None,
-) -> None:
-    """Launch the kernel; see `advance`."""
-    options = advance_options(state, live_rows, slots, logprobs)
-    _advance_kernel[(1,)](sampled=sampled, rows=sampled.shape[0], **options, num_warps=4)
-
-
 @operator(
-    triton_version=advance_triton,
     is_compiled=True,
     constants={
         "FLAG_PENALTIES": FLAG_PENALTIES,

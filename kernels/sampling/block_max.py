@@ -57,7 +57,6 @@ def _block_max_kernel(
     logits_stride,
     counts_stride,
     scaled_stride,
-    LOGPROBS: tl.constexpr,
     LOGPROBS_FLAG: tl.constexpr,
     PENALTIES: tl.constexpr,
     SAMPLE_FLAG: tl.constexpr,
@@ -98,9 +97,8 @@ def _block_max_kernel(
         wide_row = row.to(tl.int64)
         place = row * tl.num_programs(1) + block
         values = tl.load(logits + wide_row * logits_stride + columns, mask=inside, other=float("-inf")).to(tl.float32)
-        if LOGPROBS:  # noqa: SIM102 - decided at compile time
-            if (flags & LOGPROBS_FLAG) != 0:
-                store_block_sums(own_max, own_sum, place, values)
+        if (flags & LOGPROBS_FLAG) != 0:
+            store_block_sums(own_max, own_sum, place, values)
         values = processed_logits(
             values,
             columns,
@@ -156,8 +154,6 @@ def launch_block_max(
     slots: SamplingSlots,
     token_counts: Tensor | None,
     recent_tokens: Tensor | None,
-    *,
-    logprobs: bool,
 ) -> None:
     """Launch the kernel; see `sample` for what rows ask.
 
@@ -169,7 +165,6 @@ def launch_block_max(
         slots: of the rows.
         token_counts: int32 [b, vocab] or None.
         recent_tokens: int32 [b, BAD_WORD_LENGTH] or None.
-        logprobs: whether rows may have log-probabilities.
     """
     _block_max_kernel[(logits.shape[0], memory.blocks)](
         memory.block_max,
@@ -200,7 +195,6 @@ def launch_block_max(
         logits.stride(0),
         0 if token_counts is None else token_counts.stride(0),
         memory.scaled.stride(0),
-        LOGPROBS=logprobs,
         LOGPROBS_FLAG=FLAG_LOGPROBS,
         PENALTIES=token_counts is not None,
         SAMPLE_FLAG=FLAG_SAMPLE,

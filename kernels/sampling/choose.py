@@ -93,9 +93,7 @@ def _choose_kernel(
     ring_length,
     ring_rows,
     counts_stride,
-    ADVANCE: tl.constexpr,
     FOLLOW: tl.constexpr,
-    WITH_LOGPROBS: tl.constexpr,
     SAMPLE_FLAG: tl.constexpr,
     LOGPROBS_FLAG: tl.constexpr,
     DEAD: tl.constexpr,
@@ -243,103 +241,100 @@ def _choose_kernel(
             token = tl.minimum(token, vocab - 1)
     if is_last:
         tl.store(sampled + row, token.to(tl.int64))
-        if WITH_LOGPROBS:  # noqa: SIM102 - decided at compile time
-            if (flags & LOGPROBS_FLAG) != 0:
-                row_logprobs(
-                    sampled_logprob,
-                    sampled_rank,
-                    top_logprobs,
-                    top_ids,
-                    own_max,
-                    own_sum,
-                    logits + wide_row * logits_stride,
-                    row,
-                    token,
-                    wanted,
-                    vocab,
-                    TOPS,
-                    BLOCK,
-                    BLOCKS,
-                    BLOCKS_PADDED,
-                )
-                tl.debug_barrier()  # all of it is there before it is copied
-        if ADVANCE:
-            goes_on = advance_row(
-                row,
-                token.to(tl.int64),
-                is_live,
-                flags,
-                position,
-                was_finished,
-                step,
-                stops,
-                first_stop,
-                last,
-                wanted,
-                tokens,
-                pre_step_seqlens,
-                finished,
-                ring_tokens,
-                token_counts,
-                ring_logprob,
-                ring_rank,
-                ring_top_logprobs,
-                ring_top_ids,
-                recent_tokens,
+        if (flags & LOGPROBS_FLAG) != 0:
+            row_logprobs(
                 sampled_logprob,
                 sampled_rank,
                 top_logprobs,
                 top_ids,
-                ring_length,
-                ring_rows,
-                counts_stride,
-                PENALTIES,
-                PENALTIES_FLAG,
-                LOGPROBS,
-                LOGPROBS_FLAG,
+                own_max,
+                own_sum,
+                logits + wide_row * logits_stride,
+                row,
+                token,
+                wanted,
+                vocab,
                 TOPS,
-                TOPS_PADDED,
-                BAD_WORDS,
-                BAD_WORDS_FLAG,
-                RECENT,
+                BLOCK,
+                BLOCKS,
+                BLOCKS_PADDED,
             )
-            if FOLLOW:  # noqa: SIM102 - decided at compile time
-                if goes_on & (state >= 0):
-                    goes_on = follow_row(
-                        row,
-                        token,
-                        state,
-                        which,
-                        stops,
-                        automaton_state,
-                        next_mask,
-                        finished,
-                        automaton_classes,
-                        automaton_next,
-                        automaton_masks,
-                        automaton_ends,
-                        vocab,
-                        MASK_WORDS,
-                        CLASSES,
-                        ACCEPTS_BIT,
-                        COMPLETES_BIT,
-                        BITS,
-                        MASK_BLOCK,
-                    )
-            done, going_on = count_row(counters + 2 * rows, goes_on)
-            if done == rows:
-                end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
+            tl.debug_barrier()  # all of it is there before it is copied
+        goes_on = advance_row(
+            row,
+            token.to(tl.int64),
+            is_live,
+            flags,
+            position,
+            was_finished,
+            step,
+            stops,
+            first_stop,
+            last,
+            wanted,
+            tokens,
+            pre_step_seqlens,
+            finished,
+            ring_tokens,
+            token_counts,
+            ring_logprob,
+            ring_rank,
+            ring_top_logprobs,
+            ring_top_ids,
+            recent_tokens,
+            sampled_logprob,
+            sampled_rank,
+            top_logprobs,
+            top_ids,
+            ring_length,
+            ring_rows,
+            counts_stride,
+            PENALTIES,
+            PENALTIES_FLAG,
+            LOGPROBS,
+            LOGPROBS_FLAG,
+            TOPS,
+            TOPS_PADDED,
+            BAD_WORDS,
+            BAD_WORDS_FLAG,
+            RECENT,
+        )
+        if FOLLOW:  # noqa: SIM102 - decided at compile time
+            if goes_on & (state >= 0):
+                goes_on = follow_row(
+                    row,
+                    token,
+                    state,
+                    which,
+                    stops,
+                    automaton_state,
+                    next_mask,
+                    finished,
+                    automaton_classes,
+                    automaton_next,
+                    automaton_masks,
+                    automaton_ends,
+                    vocab,
+                    MASK_WORDS,
+                    CLASSES,
+                    ACCEPTS_BIT,
+                    COMPLETES_BIT,
+                    BITS,
+                    MASK_BLOCK,
+                )
+        done, going_on = count_row(counters + 2 * rows, goes_on)
+        if done == rows:
+            end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
 
 
 def launch_choose(
     memory: SamplerMemory,
     sampled: Tensor,
     logits: Tensor,
-    positions: Tensor,
     live_rows: Tensor,
     slots: SamplingSlots,
-    logprobs: LogprobOutputs | None,
-    state: AdvanceState | None,
+    logprobs: LogprobOutputs,
+    state: AdvanceState,
     guides: Guides | None = None,
 ) -> None:
     """Launch the kernel; see `sample_and_advance`.
@@ -348,18 +343,15 @@ def launch_choose(
         memory: what `launch_block_max` wrote.
         sampled: int64 [b].
         logits: [b, vocab].
-        positions: int32 [b].
         live_rows: int32 [1].
         slots: of the rows.
-        logprobs: written for rows that want them; None: for no row.
-        state: advanced; None: nothing is.
-        guides: followed where a state is advanced; None: no row has one.
+        logprobs: written for rows that want them.
+        state: advanced.
+        guides: followed; None: no row has one.
     """
     rows, vocab = logits.shape
     blocks = memory.blocks
     options = advance_options(state, live_rows, slots, logprobs) | guide_options(guides)
-    # what nobody advances is not written: any tensor of the type will do
-    options |= {} if state else {"pre_step_seqlens": positions, "finished": positions, "step_index": slots.seed}
     _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), blocks))](
         memory.block_max,
         memory.block_id,
@@ -381,8 +373,6 @@ def launch_choose(
         logits.stride(0),
         memory.scaled.stride(0),
         sampled,
-        ADVANCE=state is not None,
-        WITH_LOGPROBS=logprobs is not None,
         SAMPLE_FLAG=FLAG_SAMPLE,
         DEAD=DEAD_TOKEN,
         NUMBERS_MISS=WITHOUT_NUMBERS,

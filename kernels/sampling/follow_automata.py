@@ -8,8 +8,6 @@ line of these.
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
@@ -131,69 +129,17 @@ def follow_row(
     return goes_on
 
 
-# One program follows one row.
-@triton.jit
-def _follow_automata_kernel(
-    automaton_state,
-    token_mask,
-    finished,
-    running,
-    sampled,
-    live_rows,
-    automaton,
-    stop_ids,
-    automaton_classes,
-    automaton_next,
-    automaton_masks,
-    automaton_ends,
-    vocab,
-    MASK_WORDS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-    ACCEPTS_BIT: tl.constexpr,
-    COMPLETES_BIT: tl.constexpr,
-    BITS: tl.constexpr,
-    MASK_BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row < tl.load(live_rows):
-        state = tl.load(automaton_state + row)
-        token = tl.load(sampled + row)
-        if (state >= 0) & (tl.load(finished + row) == 0) & (token >= 0) & (token < vocab):
-            places = tl.arange(0, STOPS_PADDED)
-            stops = tl.load(stop_ids + row.to(tl.int64) * STOPS + places, mask=places < STOPS, other=-1)
-            goes_on = follow_row(
-                row,
-                token,
-                state,
-                tl.load(automaton + row),
-                stops,
-                automaton_state,
-                token_mask,
-                finished,
-                automaton_classes,
-                automaton_next,
-                automaton_masks,
-                automaton_ends,
-                vocab,
-                MASK_WORDS,
-                CLASSES,
-                ACCEPTS_BIT,
-                COMPLETES_BIT,
-                BITS,
-                MASK_BLOCK,
-            )
-            if goes_on == 0:
-                tl.atomic_add(running, -1)
-
-
-def follow_options(tables: AutomatonTables) -> dict[str, int]:
-    """Return the sizes and bits that `follow_row` is given."""
-    words = tables.automaton_masks.shape[1]
+def guide_options(guides: Guides | None) -> dict[str, Any]:
+    """Return what a kernel that may follow automata is given; without any it has no use for the rest."""
+    if guides is None:
+        nothing = dict.fromkeys(("MASK_WORDS", "CLASSES", "ACCEPTS_BIT", "COMPLETES_BIT", "BITS", "MASK_BLOCK"), 0)
+        return {"FOLLOW": False, **dict.fromkeys(Guides._fields), **nothing}
+    words = guides.automaton_masks.shape[1]
     return {
+        "FOLLOW": True,
+        **guides._asdict(),
         "MASK_WORDS": words,
-        "CLASSES": tables.automaton_next.shape[1],
+        "CLASSES": guides.automaton_next.shape[1],
         "ACCEPTS_BIT": ACCEPTS,
         "COMPLETES_BIT": COMPLETES,
         "BITS": MASK_BITS,
@@ -201,40 +147,7 @@ def follow_options(tables: AutomatonTables) -> dict[str, int]:
     }
 
 
-def guide_options(guides: Guides | None) -> dict[str, Any]:
-    """Return what a kernel that may follow automata is given; without any it has no use for the rest."""
-    if guides is None:
-        nothing = dict.fromkeys(("MASK_WORDS", "CLASSES", "ACCEPTS_BIT", "COMPLETES_BIT", "BITS", "MASK_BLOCK"), 0)
-        return {"FOLLOW": False, **dict.fromkeys(Guides._fields), **nothing}
-    return {"FOLLOW": True, **guides._asdict(), **follow_options(guides.tables)}
-
-
-def follow_automata_triton(
-    rows: AutomatonRows,
-    sampled: Tensor,
-    live_rows: Tensor,
-    automaton: Tensor,
-    stop_ids: Tensor,
-    tables: AutomatonTables,
-) -> None:
-    """Launch the kernel; see `follow_automata`."""
-    _follow_automata_kernel[(sampled.shape[0],)](
-        *rows,
-        sampled,
-        live_rows,
-        automaton,
-        stop_ids,
-        *tables,
-        tables.automaton_classes.shape[1],
-        STOPS=stop_ids.shape[1],
-        STOPS_PADDED=triton.next_power_of_2(stop_ids.shape[1]),
-        num_warps=16,
-        **follow_options(tables),
-    )
-
-
 @operator(
-    triton_version=follow_automata_triton,
     is_compiled=True,
     constants={"ACCEPTS": ACCEPTS, "COMPLETES": COMPLETES, "MASK_BITS": MASK_BITS},
 )

@@ -20,8 +20,6 @@ from torch import Tensor
 
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .block_max import launch_block_max
-from .choose import launch_choose
 from .logit_processing import (
     COUNT_MASK,
     add_bias,
@@ -32,7 +30,6 @@ from .logit_processing import (
 )
 from .logprobs import token_logprobs
 from .philox import uniform_bits
-from .sampler_memory import SamplerMemory
 from .sampling_slots import (
     BAD_WORD_LENGTH,
     DEAD_TOKEN,
@@ -52,8 +49,6 @@ from .sampling_slots import (
 )
 from .token_filters import sample_row
 
-BLOCK = 4096  # ids of the vocabulary that a program takes at once
-CAPACITY = 16384  # candidates of a row that are listed
 _CONSTANTS = {
     "DEAD_TOKEN": DEAD_TOKEN,
     "COUNT_MASK": COUNT_MASK,
@@ -70,24 +65,6 @@ _CONSTANTS = {
     "WITHOUT_FINITE": WITHOUT_FINITE,
     "TOO_COLD": TOO_COLD,
 }
-
-
-def sample_triton(
-    sampled: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    token_counts: Tensor | None,
-    recent_tokens: Tensor | None,
-    block: int = BLOCK,
-    capacity: int = CAPACITY,
-) -> None:
-    """Launch the kernels, `block` ids of the vocabulary per program, `capacity` candidates a row; see `sample`."""
-    memory = SamplerMemory.allocate(logits, block, capacity)
-    books = (token_counts, recent_tokens)
-    launch_block_max(memory, logits, positions, live_rows, slots, *books, logprobs=False)
-    launch_choose(memory, sampled, logits, positions, live_rows, slots, None, None)
 
 
 def most_likely(logits: np.ndarray) -> int:
@@ -109,7 +86,7 @@ def _is_served(
     return logits.stride(1) == 1
 
 
-@operator(triton_version=sample_triton, is_compiled=_is_served, constants=_CONSTANTS)
+@operator(is_compiled=_is_served, constants=_CONSTANTS)
 def _sample(
     sampled: Written[Int64],
     logits: Tensor,
