@@ -21,7 +21,6 @@ from torch import Tensor
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
 from .logit_processing import (
-    COUNT_MASK,
     add_bias,
     apply_penalties,
     mask_bad_words,
@@ -31,7 +30,7 @@ from .logit_processing import (
 from .logprobs import token_logprobs
 from .philox import uniform_bits
 from .sampling_slots import (
-    BAD_WORD_LENGTH,
+    CONSTANTS,
     DEAD_TOKEN,
     FLAG_BAD_WORDS,
     FLAG_BIAS,
@@ -40,31 +39,12 @@ from .sampling_slots import (
     FLAG_SAMPLE,
     FLAG_STOP_MASK,
     FLAG_TOKEN_MASK,
-    MASK_BITS,
-    TOO_COLD,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     LogprobOutputs,
     SamplingSlots,
 )
 from .token_filters import sample_row
-
-_CONSTANTS = {
-    "DEAD_TOKEN": DEAD_TOKEN,
-    "COUNT_MASK": COUNT_MASK,
-    "FLAG_SAMPLE": FLAG_SAMPLE,
-    "FLAG_LOGPROBS": FLAG_LOGPROBS,
-    "FLAG_PENALTIES": FLAG_PENALTIES,
-    "FLAG_BIAS": FLAG_BIAS,
-    "FLAG_STOP_MASK": FLAG_STOP_MASK,
-    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
-    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
-    "MASK_BITS": MASK_BITS,
-    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
-    "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
-    "WITHOUT_FINITE": WITHOUT_FINITE,
-    "TOO_COLD": TOO_COLD,
-}
 
 
 def most_likely(logits: np.ndarray) -> int:
@@ -86,7 +66,7 @@ def _is_served(
     return logits.stride(1) == 1
 
 
-@operator(is_compiled=_is_served, constants=_CONSTANTS)
+@operator(is_compiled=_is_served, constants=CONSTANTS._asdict())
 def _sample(
     sampled: Written[Int64],
     logits: Tensor,
