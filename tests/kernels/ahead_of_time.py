@@ -38,7 +38,14 @@ from few_bit_cases import (
     tiled_expert_cases,
 )
 
-from graphdecode.kernels.attention import attention_plan, attention_tile, extend_attention, split_append, split_decode
+from graphdecode.kernels.attention import (
+    attention_plan,
+    attention_records,
+    attention_tile,
+    extend_attention,
+    split_append,
+    split_decode,
+)
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.linear import small_linear
@@ -122,11 +129,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(early_start, "has_early_start", early),
     ):
         if arch >= 89:
-            with (
-                mock.patch.object(split_decode, "cache_bytes", native),
-                mock.patch.object(extend_attention, "cache_bytes", native),
-                mock.patch.object(split_append, "cache_bytes", native),
-            ):
+            with mock.patch.object(attention_records, "cache_bytes", native):
                 launch()
         else:
             launch()
