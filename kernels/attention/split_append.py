@@ -111,11 +111,11 @@ def _heads_of_row(
     k_from = source + (count + item.kv_head) * HEAD_DIM
     mine = dims < tl.where(is_last, HEAD_DIM, 0)
     there = held[:, None] & angles.valid[None, :]
-    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
-    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=there, other=0.0)
     new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
     new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
     new_v = tl.load(k_from + heads.kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=there, other=0.0)
     x = x.to(tl.float32)
     y = y.to(tl.float32)
     q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
