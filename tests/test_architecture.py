@@ -42,6 +42,20 @@ FORBIDDEN = {"graphdecode.engine": {"graphdecode.surfaces"}, "graphdecode.text":
 GRAPHS_MAY_IMPORT = {"graphs", "buffers", "buckets", "config", "errors", "kernels"}
 ENGINES_OWN = {"_runner", "_loop", "_scheduler", "_engine", "_caches"}
 MAX_LINES = 450
+MAX_KERNEL_PARAMETERS, MAX_KERNEL_LINES = 16, 100
+# kernels whose arguments do not travel in records yet; none may be added
+WITHOUT_RECORDS = {
+    "_attention_plan_kernel",
+    "_cache_append_kernel",
+    "_expert_linear_kernel",
+    "_paged_append_kernel",
+    "_slot_scatter_kernel",
+    "_slot_shift_kernel",
+    "_spread_queries_kernel",
+    "_tiled_embedding_kernel",
+    "dot_linear_kernel",
+    "gemv_linear_kernel",
+}
 
 
 @cache
@@ -116,6 +130,25 @@ def test_the_package_imports_no_other_engine() -> None:
             names = [name.name for name in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not {name.partition(".")[0] for name in names} & {"peers", "tools", "tests"}, module
+
+
+def kernels() -> Iterator[ast.FunctionDef]:
+    """Yield the Triton functions that are launched."""
+    for path in python_files("kernels"):
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel"):
+                assert any("triton.jit" in ast.unparse(each) for each in node.decorator_list), node.name
+                yield node
+
+
+def test_what_a_kernel_is_given_travels_in_records() -> None:
+    many = {kernel.name for kernel in kernels() if len(kernel.args.args) > MAX_KERNEL_PARAMETERS}
+    assert many == WITHOUT_RECORDS
+
+
+def test_long_kernels_fall_into_parts() -> None:
+    lines = {kernel.name: (kernel.end_lineno or 0) - kernel.lineno + 1 for kernel in kernels()}
+    assert not {name: count for name, count in lines.items() if count > MAX_KERNEL_LINES}
 
 
 def private(name: object) -> bool:

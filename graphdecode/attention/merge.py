@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.attention import merge_states as kernel
+from graphdecode.kernels.surfaces import merge_states as kernel
 
 
 def _check(v: Tensor, s: Tensor, name: str, dims: int) -> None:

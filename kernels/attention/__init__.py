@@ -1,1 +1,1 @@
-"""Decode and prompt attention over paged keys and values, and the merging of partial results."""
+"""Decode and prompt attention over paged keys and values."""

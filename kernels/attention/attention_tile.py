@@ -4,8 +4,7 @@ Online softmax over key tiles (Dao et al., FlashAttention-2, 2023), base 2 throu
 the page size; page numbers are loaded one tile ahead of the keys that they lead to.
 """
 
-import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +121,30 @@ def capped(scores, soft_cap):
     return reach * (1.0 - 2.0 / (tl.exp2(scores * (2.8853900817779268 / reach)) + 1.0))
 
 
+class HeadPages(NamedTuple):
+    """The cache of one row and one kv head, as pointers."""
+
+    k_at: Any
+    v_at: Any
+    k_scales: Any
+    v_scales: Any
+    pages: Any
+
+
+@triton.jit
+def head_pages(cache, pages, kv_head, FORM: tl.constexpr):
+    """Return what `attend_span` reads of a kv head of the row whose pages are listed at `pages`."""
+    wide_head = kv_head.to(tl.int64)
+    keys = cache.k_cache + wide_head * cache.k_head_stride
+    values = cache.v_cache + wide_head * cache.v_head_stride
+    k_scales = keys
+    v_scales = values
+    if FORM.KV_BITS == "int8":
+        k_scales = cache.k_scales + wide_head * cache.scales_head_stride
+        v_scales = cache.v_scales + wide_head * cache.scales_head_stride
+    return HeadPages(keys, values, k_scales, v_scales, pages)
+
+
 # One call reads (HEAD_DIM + VALUE_DIM) * itemsize bytes for each key of the span, once for all BLOCK_M queries.
 @triton.jit
 def attend_span(
@@ -133,54 +156,33 @@ def attend_span(
     q_high,
     q_at,
     slopes,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    pages,
+    head,
     begin,
     end,
     last,
-    k_page_stride,
-    k_token_stride,
-    k_dim_stride,
-    v_page_stride,
-    v_token_stride,
-    v_dim_stride,
-    scales_stride,
-    scale,
-    window_left,
-    soft_cap,
-    rope_step,
-    rope_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    KV_BITS: tl.constexpr,
+    cache,
+    logits,
+    FORM: tl.constexpr,
     IS_RAGGED: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    MODE: tl.constexpr,
 ):
     """Add the keys [begin, end) to (acc [BLOCK_M, BLOCK_V], total [BLOCK_M], top [BLOCK_M]), unnormalised, base 2.
 
     Returns the three, and the pages of the keys behind `end`, as `page` [BLOCK_N] holds those from `begin` on. `q`
     [BLOCK_M, BLOCK_D] is all of the queries, or with rope their low halves, with the high ones in `q_high`; both
-    rotated. `q_at` are their positions. `k_cache` and `v_cache` point at the head, and with int8 `k_scales` and
-    `v_scales`, too; `pages` at the row's page table, which is read up to the key `last`. `scale` holds log2(e). A
-    PAGE_SIZE of 0 says that the row is all in one page.
+    rotated. `q_at` are their positions. `head` is of `head_pages`; the row's page table is read up to the key `last`.
     Without IS_RAGGED the span is of whole tiles, and seen by every query.
     """
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    COMPUTE: tl.constexpr = FORM.COMPUTE
+    KV_BITS: tl.constexpr = FORM.KV_BITS
     HALF: tl.constexpr = HEAD_DIM // 2
     PRECISION: tl.constexpr = "tf32x3"  # of fp32 products: three tensor-core products that keep fp32's accuracy
-    dims = tl.arange(0, BLOCK_D)
-    values = tl.arange(0, BLOCK_V)
+    dims = tl.arange(0, FORM.BLOCK_D)
+    values = tl.arange(0, FORM.BLOCK_V)
     keys = tl.arange(0, BLOCK_N)
     # of int8, sums are in units of the largest scale so far: weights stay within what the compute type has, however
     # small the values are
@@ -194,61 +196,61 @@ def attend_span(
         next_page = page
         if PAGE_SIZE > 0:
             place = at % PAGE_SIZE
-            next_page = pages_of(pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
-        k_at = k_cache + page * k_page_stride + place.to(tl.int64) * k_token_stride
-        v_at = v_cache + page * v_page_stride + place.to(tl.int64) * v_token_stride
-        if MODE == "ROPE_LLAMA":
+            next_page = pages_of(head.pages, start + BLOCK_N, last, PAGE_SIZE, BLOCK_N)
+        k_at = head.k_at + page * cache.k_page_stride + place.to(tl.int64) * cache.k_token_stride
+        v_at = head.v_at + page * cache.v_page_stride + place.to(tl.int64) * cache.v_token_stride
+        if FORM.MODE == "ROPE_LLAMA":
             half = inside[None, :] & (dims < HALF)[:, None]
-            k_low = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=half, other=0.0)
-            k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * k_dim_stride, mask=half, other=0.0)
+            k_low = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=half, other=0.0)
+            k_high = tl.load(k_at[None, :] + (dims + HALF)[:, None] * cache.k_dim_stride, mask=half, other=0.0)
             k_low, k_high = rotate(
                 dequantise(k_low, KV_BITS, tl.float32),
                 dequantise(k_high, KV_BITS, tl.float32),
                 at[None, :],
                 dims[:, None],
-                rope_step,
-                rope_scale,
+                logits.rope_step,
+                logits.rope_scale,
             )
             scores = tl.dot(q, k_low.to(COMPUTE), input_precision=PRECISION)
             scores = tl.dot(q_high, k_high.to(COMPUTE), scores, input_precision=PRECISION)
         else:
-            if BLOCK_D == HEAD_DIM and not IS_RAGGED:
-                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride)
-            elif BLOCK_D == HEAD_DIM:
-                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=inside[None, :], other=0.0)
+            if FORM.BLOCK_D == HEAD_DIM and not IS_RAGGED:
+                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride)
+            elif FORM.BLOCK_D == HEAD_DIM:
+                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=inside[None, :], other=0.0)
             else:
                 held = inside[None, :] & (dims < HEAD_DIM)[:, None]
-                k = tl.load(k_at[None, :] + dims[:, None] * k_dim_stride, mask=held, other=0.0)
+                k = tl.load(k_at[None, :] + dims[:, None] * cache.k_dim_stride, mask=held, other=0.0)
             scores = tl.dot(q, dequantise(k, KV_BITS, COMPUTE), input_precision=PRECISION)
-        scores = scores * scale
+        scores = scores * logits.scale
         if KV_BITS == "int8":
-            scales_at = page * scales_stride + place
-            k_unit = tl.load(k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
-            v_unit = tl.load(v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
+            scales_at = page * cache.scales_page_stride + place
+            k_unit = tl.load(head.k_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
+            v_unit = tl.load(head.v_scales + scales_at, mask=inside, other=0.0).to(tl.float32)
             scores = scores * k_unit[None, :]
-        if HAS_CAP:
-            scores = capped(scores, soft_cap)
-        if MODE == "ALIBI":
+        if FORM.HAS_CAP:
+            scores = capped(scores, logits.soft_cap)
+        if FORM.MODE == "ALIBI":
             scores += slopes[:, None] * (at[None, :] - q_at[:, None]).to(tl.float32) * 1.4426950408889634
         if IS_RAGGED:
             seen = inside[None, :]
             if CAUSAL:
                 seen = seen & (at[None, :] <= q_at[:, None])
             if HAS_WINDOW:
-                seen = seen & (at[None, :] >= q_at[:, None] - window_left)
+                seen = seen & (at[None, :] >= q_at[:, None] - logits.window_left)
             scores = tl.where(seen, scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weights, axis=1)
-        if BLOCK_V == VALUE_DIM and not IS_RAGGED:
-            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride)
-        elif BLOCK_V == VALUE_DIM:
-            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=inside[:, None], other=0.0)
+        if FORM.BLOCK_V == FORM.VALUE_DIM and not IS_RAGGED:
+            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride)
+        elif FORM.BLOCK_V == FORM.VALUE_DIM:
+            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride, mask=inside[:, None], other=0.0)
         else:
-            held = inside[:, None] & (values < VALUE_DIM)[None, :]
-            v = tl.load(v_at[:, None] + values[None, :] * v_dim_stride, mask=held, other=0.0)
+            held = inside[:, None] & (values < FORM.VALUE_DIM)[None, :]
+            v = tl.load(v_at[:, None] + values[None, :] * cache.v_dim_stride, mask=held, other=0.0)
         v = dequantise(v, KV_BITS, COMPUTE)
         if KV_BITS == "int8":
             larger = tl.maximum(unit, tl.max(v_unit))
@@ -361,24 +363,3 @@ def programs_per_processor(device: torch.device, tile: dict[str, int], kv_itemsi
     by_memory = held.shared_memory_per_multiprocessor // (in_flight + _OTHER_BYTES)
     by_registers = _PROCESSOR_REGISTERS // (_PROGRAM_REGISTERS * 32 * tile["num_warps"])
     return max(min(by_memory, by_registers), 1)
-
-
-def logit_arguments(
-    head_dim: int,
-    query_heads: int,
-    sm_scale: float,
-    soft_cap: float,
-    position_mode: str,
-    rope_scale: float,
-    rope_theta: float,
-) -> dict[str, Any]:
-    """Return the kernel arguments that the logits' options come down to."""
-    return {
-        "scale": sm_scale * LOG2_E,
-        "soft_cap": soft_cap,
-        "rope_step": -2.0 / head_dim * math.log2(rope_theta),
-        "rope_scale": rope_scale,
-        "HAS_CAP": soft_cap > 0.0,
-        "MODE": position_mode,
-        "ALIBI_POWER": 1 << (query_heads.bit_length() - 1),
-    }

@@ -4,6 +4,8 @@ Row i has `cu_seqlens_q[i + 1] - cu_seqlens_q[i]` queries, which are the newest 
 `cu_seqlens_kv[i + 1] - cu_seqlens_kv[i]` tokens. It serves prefill, chunks of prefill and speculation.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,12 +15,13 @@ from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Written
+from .attention_records import Pages, form_of, launch_options, logits_of
 from .attention_tile import (
     LOG2_E,
     all_registers,
     attend_span,
-    cache_bytes,
     compute_dtype,
+    head_pages,
     pages_of,
     tile_sizes,
     to_compute,
@@ -29,81 +32,62 @@ from .attention_torch import LogitOptions, attend_row, row_entries
 _LEAST_BLOCK_ROWS = 256  # rows among which a program looks for its own; one code up to as many
 
 
+class Rows(NamedTuple):
+    """Queries and where their results go: of rows one behind another, or each in its own place; strides in elements."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    q_row: int
+    q_token: int
+    q_head: int
+    q_dim: int
+    out_row: int
+    out_token: int
+    out_head: int
+    out_dim: int
+    lse_row: int
+    lse_token: int
+    lse_head: int
+
+
 # One program takes BLOCK_M of one row's queries times the heads of one group: it reads the keys and values that they
 # see once, (HEAD_DIM + VALUE_DIM) * itemsize bytes each, and writes the outputs. Which row and which queries is found
 # in the cumulative lengths, so the grid needs nothing but the number of tokens; surplus programs exit. A row's last
 # queries see the most keys and come first, so that no long program is left over at the end.
-@triton.jit(do_not_specialize=["rows"])  # one code for any number of prompts: nothing is compiled while they wait
+@triton.jit(do_not_specialize=["count"])  # one code for any number of prompts: nothing is compiled while they wait
 def _extend_attention_kernel(
-    out,
-    lse,
-    sinks,
-    q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    table,
-    cu_seqlens_q,
-    cu_seqlens_kv,
     rows,
+    count,
     group,
     kv_heads,
-    table_stride,
-    q_row_stride,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
-    out_row_stride,
-    out_token_stride,
-    out_head_stride,
-    out_dim_stride,
-    lse_row_stride,
-    lse_token_stride,
-    lse_head_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    v_dim_stride,
-    scales_page_stride,
-    scales_head_stride,
-    scale,
-    v_scale,
-    window_left,
-    soft_cap,
+    cache,
+    logits,
+    FORM: tl.constexpr,
     PACKED: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    KV_BITS: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    HAS_WINDOW: tl.constexpr = FORM.HAS_WINDOW
+    COMPUTE: tl.constexpr = FORM.COMPUTE
     index = tl.arange(0, BLOCK_ROWS)
-    starts = tl.load(cu_seqlens_q + index, mask=index < rows, other=0)
-    stops = tl.load(cu_seqlens_q + index + 1, mask=index < rows, other=0)
+    starts = tl.load(rows.cu_seqlens_q + index, mask=index < count, other=0)
+    stops = tl.load(rows.cu_seqlens_q + index + 1, mask=index < count, other=0)
     tiles = tl.cdiv((stops - starts) * group, BLOCK_M)
     program = tl.program_id(0) // kv_heads
     kv_head = tl.program_id(0) % kv_heads
     row = tl.sum((tl.cumsum(tiles, axis=0) <= program).to(tl.int32))
-    if row >= rows:
+    if row >= count:
         return
     tile = tl.sum(tl.where(index <= row, tiles, 0)) - 1 - program
-    q_first = tl.load(cu_seqlens_q + row)
-    q_len = tl.load(cu_seqlens_q + row + 1) - q_first
-    kv_len = tl.load(cu_seqlens_kv + row + 1) - tl.load(cu_seqlens_kv + row)
+    q_first = tl.load(rows.cu_seqlens_q + row)
+    q_len = tl.load(rows.cu_seqlens_q + row + 1) - q_first
+    kv_len = tl.load(rows.cu_seqlens_kv + row + 1) - tl.load(rows.cu_seqlens_kv + row)
 
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     query = m // group
@@ -115,125 +99,43 @@ def _extend_attention_kernel(
     if PACKED:
         token += q_first
         row_of = row_of * 0
-    dims = tl.arange(0, BLOCK_D)
-    q_from = q + row_of * q_row_stride + token * q_token_stride + head * q_head_stride
-    there = held[:, None] & (dims < HEAD_DIM)[None, :]
-    queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0)
+    dims = tl.arange(0, FORM.BLOCK_D)
+    q_from = rows.q + row_of * rows.q_row + token * rows.q_token + head * rows.q_head
+    there = held[:, None] & (dims < FORM.HEAD_DIM)[None, :]
+    queries = tl.load(q_from[:, None] + dims[None, :] * rows.q_dim, mask=there, other=0.0)
     queries = to_compute(queries, COMPUTE)
     end = kv_len - q_len + tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // group, q_len - 1) + 1
     first = kv_len - q_len + (tile * BLOCK_M) // group
     begin = 0
     if HAS_WINDOW:
-        begin = tl.maximum(first - window_left, 0)
-    pages = table + row.to(tl.int64) * table_stride
-    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
-    if KV_BITS == "int8":
-        k_scales += kv_head.to(tl.int64) * scales_head_stride
-        v_scales += kv_head.to(tl.int64) * scales_head_stride
+        begin = tl.maximum(first - logits.window_left, 0)
+    pages = cache.table + row.to(tl.int64) * cache.table_stride
+    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, BLOCK_N)
+    own = head_pages(cache, pages, kv_head, FORM)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     if not HAS_WINDOW and BLOCK_M == 128:  # whole tiles that all queries see need no mask
         ragged = tl.maximum((first + 1) // BLOCK_N, 0) * BLOCK_N
         acc, total, top, page = attend_span(
-            acc,
-            total,
-            top,
-            page,
-            queries,
-            queries,
-            q_at,
-            q_at,
-            k_cache + kv_head.to(tl.int64) * k_head_stride,
-            v_cache + kv_head.to(tl.int64) * v_head_stride,
-            k_scales,
-            v_scales,
-            pages,
-            begin,
-            ragged,
-            end,
-            k_page_stride,
-            k_token_stride,
-            k_dim_stride,
-            v_page_stride,
-            v_token_stride,
-            v_dim_stride,
-            scales_page_stride,
-            scale,
-            window_left,
-            soft_cap,
-            0.0,
-            1.0,
-            HEAD_DIM,
-            VALUE_DIM,
-            PAGE_SIZE,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_V,
-            COMPUTE,
-            KV_BITS,
-            False,
-            True,
-            HAS_WINDOW,
-            HAS_CAP,
-            "NONE",
-        )
+            acc, total, top, page, queries, queries, q_at, q_at, own, begin, ragged, end, cache, logits, FORM,
+            False, True, HAS_WINDOW,
+        )  # fmt: skip
         begin = ragged
     acc, total, top, page = attend_span(
-        acc,
-        total,
-        top,
-        page,
-        queries,
-        queries,
-        q_at,
-        q_at,
-        k_cache + kv_head.to(tl.int64) * k_head_stride,
-        v_cache + kv_head.to(tl.int64) * v_head_stride,
-        k_scales,
-        v_scales,
-        pages,
-        begin,
-        end,
-        end,
-        k_page_stride,
-        k_token_stride,
-        k_dim_stride,
-        v_page_stride,
-        v_token_stride,
-        v_dim_stride,
-        scales_page_stride,
-        scale,
-        window_left,
-        soft_cap,
-        0.0,
-        1.0,
-        HEAD_DIM,
-        VALUE_DIM,
-        PAGE_SIZE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_V,
-        COMPUTE,
-        KV_BITS,
-        True,
-        True,
-        HAS_WINDOW,
-        HAS_CAP,
-        "NONE",
-    )
-    if HAS_SINKS:
-        acc, total, top = with_sinks(acc, total, top, sinks, head, held)
+        acc, total, top, page, queries, queries, q_at, q_at, own, begin, end, end, cache, logits, FORM,
+        True, True, HAS_WINDOW,
+    )  # fmt: skip
+    if FORM.HAS_SINKS:
+        acc, total, top = with_sinks(acc, total, top, rows.sinks, head, held)
     norm = tl.where(total == 0.0, 1.0, total)
     values = tl.arange(0, BLOCK_V)
-    result = (acc / norm[:, None] * v_scale).to(out.dtype.element_ty)
-    place = out + row_of * out_row_stride + token * out_token_stride + head * out_head_stride
-    kept = held[:, None] & (values < VALUE_DIM)[None, :]
-    tl.store(place[:, None] + values[None, :] * out_dim_stride, result, mask=kept)
-    if HAS_LSE:
-        place = lse + row_of * lse_row_stride + token * lse_token_stride + head * lse_head_stride
+    result = (acc / norm[:, None] * cache.v_unit).to(rows.out.dtype.element_ty)
+    place = rows.out + row_of * rows.out_row + token * rows.out_token + head * rows.out_head
+    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+    tl.store(place[:, None] + values[None, :] * rows.out_dim, result, mask=kept)
+    if FORM.HAS_LSE:
+        place = rows.lse + row_of * rows.lse_row + token * rows.lse_token + head * rows.lse_head
         tl.store(place, top + tl.log2(norm), mask=held)
 
 
@@ -260,64 +162,51 @@ def extend_attention_triton(
     scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `extend_attention`. It has run in Triton's interpreter and been compiled ahead of time."""
-    rows = cu_seqlens_q.shape[0] - 1
+    count = cu_seqlens_q.shape[0] - 1
     packed = q.dim() == 3
-    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    kv_heads, head_dim = k_cache.shape[2:]
     group = q.shape[-2] // kv_heads
-    keys, kv_bits = cache_bytes(k_cache)
-    values, _ = cache_bytes(v_cache)
-    compute = compute_dtype(q.dtype, k_cache.dtype)
     tile = tile_sizes(
         queries_at_once(q.device),
         head_dim,
         v_cache.shape[-1],
         k_cache.dtype.itemsize,
-        compute.primitive_bitwidth // 8,
+        compute_dtype(q.dtype, k_cache.dtype).primitive_bitwidth // 8,
         has_scales=scales is not None,
     )
-    table = page_table if page_table is not None else torch.arange(rows, dtype=torch.int32, device=q.device)
+    table = page_table if page_table is not None else torch.arange(count, dtype=torch.int32, device=q.device)
+    form = form_of(
+        q, k_cache, v_cache, tile, window_left=window_left, soft_cap=soft_cap, sinks=sinks, HAS_LSE=lse is not None,
+        PAGE_SIZE=0 if page_table is None else k_cache.shape[1], CAUSAL=True,
+    )  # fmt: skip
+    no_row = (0,) if packed else ()
+    of_lse = (0, 0, 0)[: out.dim() - 1] if lse is None else lse.stride()
     most = q.shape[0] * group if packed else q.shape[1] * group
-    tiles = triton.cdiv(most, tile["BLOCK_M"]) + rows if packed else triton.cdiv(most, tile["BLOCK_M"]) * rows
-    _extend_attention_kernel[(tiles * kv_heads,)](
-        out,
-        lse,
-        sinks,
-        q,
-        keys,
-        values,
-        *(scales or (None, None)),
-        table,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        rows,
+    tiles = triton.cdiv(most, form.BLOCK_M)
+    _extend_attention_kernel[((tiles + count if packed else tiles * count) * kv_heads,)](
+        Rows(
+            q,
+            out,
+            lse,
+            sinks,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            *no_row,
+            *q.stride(),
+            *no_row,
+            *out.stride(),
+            *no_row,
+            *of_lse,
+        ),
+        count,
         group,
         kv_heads,
-        table.stride(0),
-        *((0,) if packed else ()),
-        *q.stride(),
-        *((0,) if packed else ()),
-        *out.stride(),
-        *((0,) if packed else ()),
-        *((0, 0, 0)[: out.dim() - 1] if lse is None else lse.stride()),
-        *keys.stride(),
-        *values.stride(),
-        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
-        scale=sm_scale * LOG2_E,
-        v_scale=v_scale,
-        window_left=window_left,
-        soft_cap=soft_cap,
+        Pages.of(k_cache, v_cache, scales, table, v_unit=v_scale),
+        logits_of(head_dim, sm_scale, window_left, soft_cap),
+        FORM=form,
         PACKED=packed,
-        HEAD_DIM=head_dim,
-        VALUE_DIM=v_cache.shape[-1],
-        PAGE_SIZE=0 if page_table is None else page_size,
-        BLOCK_ROWS=max(triton.next_power_of_2(rows), _LEAST_BLOCK_ROWS),
-        COMPUTE=compute,
-        KV_BITS=kv_bits,
-        HAS_LSE=lse is not None,
-        HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window_left >= 0,
-        HAS_CAP=soft_cap > 0.0,
-        **tile,
+        BLOCK_ROWS=max(triton.next_power_of_2(count), _LEAST_BLOCK_ROWS),
+        **launch_options(tile),
         **(all_registers() if head_dim == 128 else {}),  # one program fits at a time
     )
 

@@ -4,21 +4,21 @@ The program that owns a row's last key of a kv head norms, rotates and appends i
 others read older keys alone, so none waits for another.
 """
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
 from ..cache.page_scales import PageScales
 from ..cache.rope_append import heads_scale
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
+from .attention_records import Pages, Turn, TurnForm, form_of, launch_options, logits_of
 from .attention_tile import (
-    LOG2_E,
-    PLAN_TILE,
     attend_span,
-    cache_bytes,
     capped,
-    compute_dtype,
     decode_tile,
     dequantise,
+    head_pages,
     int8_codes,
     int8_scale,
     pages_of,
@@ -26,10 +26,19 @@ from .attention_tile import (
     to_compute,
     with_sinks,
 )
-from .work_item import PLAN_HEADER, clear_row, deliver, merge_sizes, span_of
+from .work_item import PLAN_HEADER, Heads, Results, clear_row, deliver, item_of, merge_sizes, span_of
 
-_HEADS_AT_ONCE = 4  # of those that are normed together
 _LINE = 128  # bytes that come from memory at a time
+
+
+class Angles(NamedTuple):
+    """Of a position: channels, those that they are rotated with, which of them are there, cosines and sines."""
+
+    dims: Any
+    other: Any
+    valid: Any
+    cos: Any
+    sin: Any
 
 
 @triton.jit
@@ -53,183 +62,178 @@ def _prefetch(cache, page, at, page_stride, token_stride, LINES: tl.constexpr, V
     )
 
 
+@triton.jit
+def _angles(turn, position, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Return the angles of a position."""
+    HALF: tl.constexpr = TURN.HALF
+    dims = tl.arange(0, FORM.BLOCK_D)
+    other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
+    at = turn.cos_sin + position.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
+    cos = tl.load(at, mask=dims < 2 * HALF, other=1.0)
+    sin = tl.load(at + HALF, mask=dims < 2 * HALF, other=0.0)
+    return Angles(dims, other, dims < FORM.HEAD_DIM, cos, tl.where(dims < HALF, -sin, sin))
+
+
+@triton.jit
+def _gains(turn, head, held, kv_head, angles, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Return the norms' weights of query heads and of the kv head, each with those of the other channels."""
+    BLOCK_D: tl.constexpr = FORM.BLOCK_D
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    dims, other, valid = angles.dims, angles.other, angles.valid
+    q_gain = tl.full([1, BLOCK_D], 1.0, tl.float32)
+    q_other = q_gain
+    k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
+    k_other = k_gain
+    if TURN.NORMS_ALL:
+        of_heads = turn.q_norm + head[:, None] * HEAD_DIM
+        q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
+        q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
+        k_gain = tl.load(turn.k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
+        k_other = tl.load(turn.k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
+    elif TURN.HAS_NORM:
+        q_gain = tl.load(turn.q_norm + dims, mask=valid, other=0.0)[None, :]
+        q_other = tl.load(turn.q_norm + other, mask=valid, other=0.0)[None, :]
+        k_gain = tl.load(turn.k_norm + dims, mask=valid, other=0.0)
+        k_other = tl.load(turn.k_norm + other, mask=valid, other=0.0)
+    return q_gain, q_other, k_gain, k_other
+
+
+@triton.jit
+def _heads_of_row(
+    source, head, held, is_last, item, heads, turn, angles, gains, ELEMENT, FORM: tl.constexpr, TURN: tl.constexpr
+):
+    """Return the queries, turned, and the row's new key, turned, and value: 0 in all but the last split."""
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    HEAD_DIM: tl.constexpr = FORM.HEAD_DIM
+    q_gain, q_other, k_gain, k_other = gains
+    dims, other = angles.dims, angles.other
+    count = heads.kv_heads * heads.group
+    k_from = source + (count + item.kv_head) * HEAD_DIM
+    mine = dims < tl.where(is_last, HEAD_DIM, 0)
+    there = held[:, None] & angles.valid[None, :]
+    new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
+    new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
+    new_v = tl.load(k_from + heads.kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
+    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=there, other=0.0)
+    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=there, other=0.0)
+    x = x.to(tl.float32)
+    y = y.to(tl.float32)
+    q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
+    k_scale = 1.0
+    if TURN.NORMS_ALL:
+        of_queries = heads_scale(source, count, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
+        q_scale = of_queries + tl.zeros([BLOCK_M, 1], tl.float32)
+        of_keys = source + count * HEAD_DIM
+        k_scale = heads_scale(of_keys, heads.kv_heads, turn.eps, HEAD_DIM, TURN.HEADS, FORM.BLOCK_D)
+    elif TURN.HAS_NORM:
+        q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, turn.eps)[:, None]
+        k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, turn.eps)
+    cos, sin = angles.cos, angles.sin
+    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(ELEMENT)
+    return queries, _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin), new_v.to(tl.float32)
+
+
+@triton.jit
+def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.constexpr, TURN: tl.constexpr):
+    """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
+    KV_BITS: tl.constexpr = FORM.KV_BITS
+    wide_head = kv_head.to(tl.int64)
+    k_unit = cache.k_unit
+    v_unit = cache.v_unit
+    if KV_BITS == "int8":
+        k_unit = int8_scale(key, 0)
+        v_unit = int8_scale(value, 0)
+        scales_at = page * cache.scales_page_stride + place + wide_head * cache.scales_head_stride
+        tl.store(cache.k_scales + scales_at, k_unit, mask=appends)
+        tl.store(cache.v_scales + scales_at, v_unit, mask=appends)
+        k_unit = k_unit.to(tl.float32)
+        v_unit = v_unit.to(tl.float32)
+        key = int8_codes(key, k_unit)
+        value = int8_codes(value, v_unit)
+    else:
+        if TURN.IS_FP8:
+            key = key / k_unit
+            value = value / v_unit
+        key = quantise(key, KV_BITS, cache.k_cache.dtype.element_ty)
+        value = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
+    appended = dims < tl.where(appends, FORM.HEAD_DIM, 0)
+    k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
+    v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
+    tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
+    tl.store(v_at + place * cache.v_token_stride + dims, value, mask=appended)
+    key = dequantise(key, KV_BITS, tl.float32)
+    value = dequantise(value, KV_BITS, tl.float32)
+    if KV_BITS == "int8":
+        key = key * k_unit
+        value = value * v_unit
+    return key, value
+
+
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M heads of its group, as in
 # `decode_attention`. Beside the split's keys and values it reads its heads of the product, (group + 2) * HEAD_DIM *
 # itemsize bytes, and the angles of one position; the row's last split appends a key and a value. What was written two
 # or more launches before is read before the wait: the plan, the pages, the older keys.
 @triton.jit(do_not_specialize=["rows"])
 def _append_attention_kernel(
-    out,
-    k_cache,
-    v_cache,
+    results,
     qkv,
-    page_table,
+    qkv_stride,
+    cache,
+    turn,
+    sinks,
     kv_lens,
     plan,
-    partial,
-    partial_lse,
-    counters,
-    cos_sin,
-    q_norm,
-    k_norm,
-    sinks,
-    k_scales,
-    v_scales,
     rows,
-    group,
-    kv_heads,
-    eps,
-    k_unit,
-    v_unit,
-    qkv_stride,
-    table_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    scales_page_stride,
-    scales_head_stride,
-    scale,
-    window_left,
-    soft_cap,
-    HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    heads,
+    logits,
+    FORM: tl.constexpr,
+    TURN: tl.constexpr,
     HEADER: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    MERGE_S: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    KV_BITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
-    LINES: tl.constexpr,
-    VALUES_OF_LINE: tl.constexpr,
-    HEADS: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    NORMS_ALL: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    item = tl.program_id(0) // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
-    found = plan + HEADER + item * 4
-    items = tl.load(plan)
-    row = tl.load(found)
-    split = tl.load(found + 1)
-    splits = tl.load(found + 2)
-    kv_len = tl.load(found + 3)
-    own_len = tl.load(kv_lens + item, mask=item < rows, other=1)
-    is_planned = (item < items) & (row < rows)
-    row = tl.where(is_planned, row, 0)  # a plan of before may have stood there
-    kv_len = tl.where(is_planned, kv_len, 0)
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    PAGE_SIZE: tl.constexpr = FORM.PAGE_SIZE
+    COMPUTE: tl.constexpr = FORM.COMPUTE
+    item = item_of(plan, heads.kv_heads, HEADER)
+    own_len = tl.load(kv_lens + item.item, mask=item.item < rows, other=1)
+    is_planned = (item.item < item.items) & (item.row < rows)
+    row = tl.where(is_planned, item.row, 0)  # a plan of before may have stood there
+    kv_len = tl.where(is_planned, item.kv_len, 0)
     newest = tl.maximum(kv_len - 1, 0)
-    begin, end = span_of(kv_len, split, splits, 1, window_left, TILE, HAS_WINDOW)
+    begin, end = span_of(kv_len, item.split, item.splits, 1, logits.window_left, FORM.TILE, FORM.HAS_WINDOW)
     is_last = (begin < kv_len) & (end == kv_len)
     end = tl.minimum(end, newest)
-    pages = page_table + row.to(tl.int64) * table_stride
-    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
+    pages = cache.table + row.to(tl.int64) * cache.table_stride
+    page = pages_of(pages, begin, end, PAGE_SIZE, FORM.BLOCK_N)
     new_page = tl.load(pages + newest // PAGE_SIZE, mask=is_planned & is_last, other=0).to(tl.int64)
-    k_head = k_cache + kv_head.to(tl.int64) * k_head_stride
-    v_head = v_cache + kv_head.to(tl.int64) * v_head_stride
-
+    own = head_pages(cache, pages, item.kv_head, FORM)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    head = kv_head * group + m
-    held = m < group
-    dims = tl.arange(0, BLOCK_D)
-    valid = dims < HEAD_DIM
-    other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
-    angles = cos_sin + newest.to(tl.int64) * (2 * HALF) + tl.where(dims < HALF, dims, dims - HALF)
-    cos = tl.load(angles, mask=dims < 2 * HALF, other=1.0)
-    sin = tl.load(angles + HALF, mask=dims < 2 * HALF, other=0.0)
-    sin = tl.where(dims < HALF, -sin, sin)
-    q_gain = tl.full([1, BLOCK_D], 1.0, tl.float32)
-    q_other = q_gain
-    k_gain = tl.full([BLOCK_D], 1.0, tl.float32)
-    k_other = k_gain
-    if NORMS_ALL:
-        of_heads = q_norm + head[:, None] * HEAD_DIM
-        q_gain = tl.load(of_heads + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        q_other = tl.load(of_heads + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-        k_gain = tl.load(k_norm + kv_head * HEAD_DIM + dims, mask=valid, other=0.0)
-        k_other = tl.load(k_norm + kv_head * HEAD_DIM + other, mask=valid, other=0.0)
-    elif HAS_NORM:
-        q_gain = tl.load(q_norm + dims, mask=valid, other=0.0)[None, :]
-        q_other = tl.load(q_norm + other, mask=valid, other=0.0)[None, :]
-        k_gain = tl.load(k_norm + dims, mask=valid, other=0.0)
-        k_other = tl.load(k_norm + other, mask=valid, other=0.0)
+    head = item.kv_head * heads.group + m
+    held = m < heads.group
+    angles = _angles(turn, newest, FORM, TURN)
+    gains = _gains(turn, head, held, item.kv_head, angles, FORM, TURN)
     if PDL:
-        place = (begin + tl.arange(0, BLOCK_N)) % PAGE_SIZE
-        _prefetch(k_head, page, place, k_page_stride, k_token_stride, LINES, VALUES_OF_LINE)
-        _prefetch(v_head, page, place, v_page_stride, v_token_stride, LINES, VALUES_OF_LINE)
+        place = (begin + tl.arange(0, FORM.BLOCK_N)) % PAGE_SIZE
+        _prefetch(own.k_at, page, place, cache.k_page_stride, cache.k_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
+        _prefetch(own.v_at, page, place, cache.v_page_stride, cache.v_token_stride, TURN.LINES, TURN.VALUES_OF_LINE)
         wait_and_trigger()
     if own_len <= 0:
-        clear_row(out, None, item, kv_head, kv_heads, 1, group, HEAD_DIM, BLOCK_M, BLOCK_V, False)
+        clear_row(results, item.item, item.kv_head, heads, FORM)
     if not is_planned:
         return
 
-    heads = kv_heads * group
     source = qkv + row.to(tl.int64) * qkv_stride
-    k_from = source + (heads + kv_head) * HEAD_DIM
-    mine = dims < tl.where(is_last, HEAD_DIM, 0)
-    x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-    y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=held[:, None] & valid[None, :], other=0.0)
-    new_k = tl.load(k_from + dims, mask=mine, other=0.0).to(tl.float32)
-    new_y = tl.load(k_from + other, mask=mine, other=0.0).to(tl.float32)
-    new_v = tl.load(k_from + kv_heads * HEAD_DIM + dims, mask=mine, other=0.0)
-    x = x.to(tl.float32)
-    y = y.to(tl.float32)
-    q_scale = tl.full([BLOCK_M, 1], 1.0, tl.float32)
-    k_scale = 1.0
-    if NORMS_ALL:
-        q_scale = heads_scale(source, heads, eps, HEAD_DIM, HEADS, BLOCK_D) + tl.zeros([BLOCK_M, 1], tl.float32)
-        k_scale = heads_scale(source + heads * HEAD_DIM, kv_heads, eps, HEAD_DIM, HEADS, BLOCK_D)
-    elif HAS_NORM:
-        q_scale = _inverse_root(tl.sum(x * x, axis=1), HEAD_DIM, eps)[:, None]
-        k_scale = _inverse_root(tl.sum(new_k * new_k), HEAD_DIM, eps)
-    queries = _turned(x, y, q_gain, q_other, q_scale, cos[None, :], sin[None, :]).to(out.dtype.element_ty)
+    element = results.out.dtype.element_ty
+    queries, new_k, new_v = _heads_of_row(
+        source, head, held, is_last, item, heads, turn, angles, gains, element, FORM, TURN
+    )
     queries = to_compute(queries, COMPUTE)
-    new_k = _turned(new_k, new_y, k_gain, k_other, k_scale, cos, sin)
-    new_v = new_v.to(tl.float32)
     appends = is_last & (tl.program_id(1) == 0)
-    appended = dims < tl.where(appends, HEAD_DIM, 0)
     place = (newest % PAGE_SIZE).to(tl.int64)
-    if KV_BITS == "int8":
-        k_scales += kv_head.to(tl.int64) * scales_head_stride
-        v_scales += kv_head.to(tl.int64) * scales_head_stride
-        k_unit = int8_scale(new_k, 0)
-        v_unit = int8_scale(new_v, 0)
-        scales_at = new_page * scales_page_stride + place
-        tl.store(k_scales + scales_at, k_unit, mask=appends)
-        tl.store(v_scales + scales_at, v_unit, mask=appends)
-        k_unit = k_unit.to(tl.float32)
-        v_unit = v_unit.to(tl.float32)
-        new_k = int8_codes(new_k, k_unit)
-        new_v = int8_codes(new_v, v_unit)
-    else:
-        if IS_FP8:
-            new_k = new_k / k_unit
-            new_v = new_v / v_unit
-        new_k = quantise(new_k, KV_BITS, k_cache.dtype.element_ty)
-        new_v = quantise(new_v, KV_BITS, v_cache.dtype.element_ty)
-    tl.store(k_head + new_page * k_page_stride + place * k_token_stride + dims, new_k, mask=appended)
-    tl.store(v_head + new_page * v_page_stride + place * v_token_stride + dims, new_v, mask=appended)
-
-    new_k = dequantise(new_k, KV_BITS, tl.float32)
-    new_v = dequantise(new_v, KV_BITS, tl.float32)
-    if KV_BITS == "int8":
-        new_k = new_k * k_unit
-        new_v = new_v * v_unit
-    score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * scale
-    if HAS_CAP:
-        score = capped(score, soft_cap)
+    new_k, new_v = _append(new_k, new_v, cache, new_page, place, item.kv_head, angles.dims, appends, FORM, TURN)
+    score = tl.sum(queries.to(tl.float32) * new_k[None, :], axis=1) * logits.scale
+    if FORM.HAS_CAP:
+        score = capped(score, logits.soft_cap)
     none = tl.zeros([BLOCK_M], tl.float32)
     taken = none + tl.where(is_last, 1.0, 0.0)
     acc, total, top, _ = attend_span(
@@ -241,69 +245,21 @@ def _append_attention_kernel(
         queries,
         m,
         m,
-        k_head,
-        v_head,
-        k_scales,
-        v_scales,
-        pages,
+        own,
         begin,
         end,
         end,
-        k_page_stride,
-        k_token_stride,
-        1,
-        v_page_stride,
-        v_token_stride,
-        1,
-        scales_page_stride,
-        scale,
-        window_left,
-        soft_cap,
-        0.0,
-        1.0,
-        HEAD_DIM,
-        HEAD_DIM,
-        PAGE_SIZE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_V,
-        COMPUTE,
-        KV_BITS,
+        cache,
+        logits,
+        FORM,
         True,
         False,
         False,  # a split begins where the window does
-        HAS_CAP,
-        "NONE",
     )
-    if HAS_SINKS:
-        is_first = split + tl.zeros([BLOCK_M], tl.int32) == 0
+    if FORM.HAS_SINKS:
+        is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
-    deliver(
-        out,
-        None,
-        partial,
-        partial_lse,
-        counters,
-        acc,
-        total,
-        top,
-        item,
-        row,
-        split,
-        splits,
-        kv_head,
-        kv_heads,
-        1,
-        group,
-        v_unit if IS_FP8 else 1.0,
-        HEAD_DIM,
-        BLOCK_M,
-        MERGE_M,
-        MERGE_S,
-        BLOCK_V,
-        False,
-    )
+    deliver(results, acc, total, top, item, row, heads, cache.v_unit if TURN.IS_FP8 else 1.0, FORM)
 
 
 def append_attention_triton(
@@ -331,60 +287,28 @@ def append_attention_triton(
     scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `append_attention`. It has run in Triton's interpreter and been compiled ahead of time."""
-    rows, heads, head_dim = out.shape
-    page_size, kv_heads = k_cache.shape[1:3]
-    group = heads // kv_heads
-    keys, kv_bits = cache_bytes(k_cache)
-    values, _ = cache_bytes(v_cache)
-    tile = decode_tile(group, head_dim, head_dim, out.dtype, k_cache.dtype)
-    tile |= merge_sizes(group, tile)
+    rows, query_heads, head_dim = out.shape
+    heads = Heads(1, query_heads // k_cache.shape[2], k_cache.shape[2])
+    tile = decode_tile(heads.group, head_dim, head_dim, out.dtype, k_cache.dtype)
+    tile |= merge_sizes(heads.group, tile)
     values_of_line = _LINE // k_cache.itemsize
-    _append_attention_kernel[(max_items * kv_heads, triton.cdiv(group, tile["BLOCK_M"]))](
-        out,
-        keys,
-        values,
+    _append_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(heads.group, tile["BLOCK_M"]))](
+        Results(out, None, partial, partial_lse, counters),
         qkv,
-        page_table,
+        qkv.stride(0),
+        Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
+        Turn(cos_sin, q_norm, k_norm, eps),
+        sinks,
         kv_lens,
         plan,
-        partial,
-        partial_lse,
-        counters,
-        cos_sin,
-        q_norm,
-        k_norm,
-        sinks,
-        *(scales or (None, None)),
         rows,
-        group,
-        kv_heads,
-        eps,
-        k_scale,
-        v_scale,
-        qkv.stride(0),
-        page_table.stride(0),
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
-        scale=sm_scale * k_scale * LOG2_E,
-        window_left=window_left,
-        soft_cap=soft_cap,
-        HEAD_DIM=head_dim,
-        HALF=cos_sin.shape[-1],
-        PAGE_SIZE=page_size,
+        heads,
+        logits_of(head_dim, sm_scale * k_scale, window_left, soft_cap),
+        FORM=form_of(out, k_cache, v_cache, tile, window_left=window_left, soft_cap=soft_cap, sinks=sinks),
+        TURN=TurnForm.of(
+            cos_sin, q_norm, k_cache, LINES=max(tile["BLOCK_D"] // values_of_line, 1), VALUES_OF_LINE=values_of_line
+        ),
         HEADER=PLAN_HEADER,
-        TILE=PLAN_TILE,
-        COMPUTE=compute_dtype(out.dtype, k_cache.dtype),
-        KV_BITS=kv_bits,
-        IS_FP8=k_cache.dtype.is_floating_point and k_cache.itemsize == 1,
-        LINES=max(tile["BLOCK_D"] // values_of_line, 1),
-        VALUES_OF_LINE=values_of_line,
-        HEADS=_HEADS_AT_ONCE,
-        HAS_NORM=q_norm is not None,
-        NORMS_ALL=q_norm is not None and q_norm.shape[0] > head_dim,
-        HAS_SINKS=sinks is not None,
-        HAS_WINDOW=window_left >= 0,
-        HAS_CAP=soft_cap > 0.0,
-        **tile,
+        **launch_options(tile),
         **early_start_options(out.device),
     )

@@ -4,24 +4,54 @@ See `decode_attention` for what it computes. The kernels have been run in Triton
 time by the tests.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..cache.page_scales import PageScales
 from ..native.optional_triton import tl, triton
+from .attention_records import Pages, form_of, launch_options, logits_of
 from .attention_tile import (
-    PLAN_TILE,
     alibi_slope,
     attend_span,
-    cache_bytes,
-    compute_dtype,
     decode_tile,
-    logit_arguments,
+    head_pages,
     pages_of,
     rotate,
     to_compute,
     with_sinks,
 )
-from .work_item import PLAN_HEADER, clear_row, deliver, merge_sizes, span_of
+from .work_item import PLAN_HEADER, Heads, Results, clear_row, deliver, item_of, merge_sizes, span_of
+
+
+class _Strides(NamedTuple):
+    """Of queries, in elements."""
+
+    token: int
+    head: int
+    dim: int
+
+
+@triton.jit
+def _queries(q, strides, token, head, held, q_at, logits, FORM: tl.constexpr):
+    """Return the queries of a program in the compute type; with rope their low and high halves, rotated."""
+    COMPUTE: tl.constexpr = FORM.COMPUTE
+    q_from = q + token * strides.token + head * strides.head
+    dims = tl.arange(0, FORM.BLOCK_D)
+    if FORM.MODE == "ROPE_LLAMA":
+        HALF: tl.constexpr = FORM.HEAD_DIM // 2
+        there = held[:, None] & (dims < HALF)[None, :]
+        low = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
+        high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * strides.dim, mask=there, other=0.0).to(tl.float32)
+        low, high = rotate(low, high, q_at[:, None], dims[None, :], logits.rope_step, logits.rope_scale)
+        queries = to_compute(low, COMPUTE)
+        queries_high = to_compute(high, COMPUTE)
+    else:
+        there = held[:, None] & (dims < FORM.HEAD_DIM)[None, :]
+        queries = tl.load(q_from[:, None] + dims[None, :] * strides.dim, mask=there, other=0.0)
+        queries = to_compute(queries, COMPUTE)
+        queries_high = queries
+    return queries, queries_high
 
 
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M of its queries times group heads. It
@@ -30,109 +60,42 @@ from .work_item import PLAN_HEADER, clear_row, deliver, merge_sizes, span_of
 # the last item, and others, clear the row of their number if it has no keys.
 @triton.jit(do_not_specialize=["rows"])
 def _decode_attention_kernel(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    counters,
-    sinks,
+    results,
     q,
-    k_cache,
-    v_cache,
-    k_scales,
-    v_scales,
-    table,
+    q_strides,
+    cache,
     indptr,
+    sinks,
     kv_lens,
     plan,
     rows,
-    q_len,
-    group,
-    kv_heads,
-    table_stride,
-    q_token_stride,
-    q_head_stride,
-    q_dim_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    k_dim_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    v_dim_stride,
-    scales_page_stride,
-    scales_head_stride,
-    scale,
-    v_scale,
-    window_left,
-    soft_cap,
-    rope_step,
-    rope_scale,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
+    heads,
+    logits,
+    FORM: tl.constexpr,
     HEADER: tl.constexpr,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    MERGE_S: tl.constexpr,
-    COMPUTE: tl.constexpr,
-    KV_BITS: tl.constexpr,
-    HAS_INDPTR: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr,
-    MODE: tl.constexpr,
-    ALIBI_POWER: tl.constexpr,
 ):
-    item = tl.program_id(0) // kv_heads
-    kv_head = tl.program_id(0) % kv_heads
-    found = plan + HEADER + item * 4
-    items = tl.load(plan)
-    row = tl.load(found)
-    split = tl.load(found + 1)
-    splits = tl.load(found + 2)
-    kv_len = tl.load(found + 3)
-    if tl.load(kv_lens + item, mask=item < rows, other=1) <= 0:
-        clear_row(out, lse, item, kv_head, kv_heads, q_len, group, VALUE_DIM, BLOCK_M, BLOCK_V, HAS_LSE)
-    if item >= items or row >= rows:  # planned for more rows than there are queries
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    item = item_of(plan, heads.kv_heads, HEADER)
+    row = item.row
+    kv_len = item.kv_len
+    if tl.load(kv_lens + item.item, mask=item.item < rows, other=1) <= 0:
+        clear_row(results, item.item, item.kv_head, heads, FORM)
+    if item.item >= item.items or row >= rows:  # planned for more rows than there are queries
         return
-    begin, end = span_of(kv_len, split, splits, q_len, window_left, TILE, HAS_WINDOW)
-    pages = table + row.to(tl.int64) * table_stride
-    if HAS_INDPTR:
-        pages = table + tl.load(indptr + row)
-    page = pages_of(pages, begin, end, PAGE_SIZE, BLOCK_N)
+    begin, end = span_of(kv_len, item.split, item.splits, heads.q_len, logits.window_left, FORM.TILE, FORM.HAS_WINDOW)
+    pages = cache.table + row.to(tl.int64) * cache.table_stride
+    if FORM.HAS_INDPTR:
+        pages = cache.table + tl.load(indptr + row)
+    page = pages_of(pages, begin, end, FORM.PAGE_SIZE, FORM.BLOCK_N)
 
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    query = m // group
-    head = kv_head * group + m % group
-    held = query < q_len
-    q_at = kv_len - q_len + query
-    token = (row * q_len + query).to(tl.int64)
-    q_from = q + token * q_token_stride + head * q_head_stride
-    dims = tl.arange(0, BLOCK_D)
-    if MODE == "ROPE_LLAMA":
-        HALF: tl.constexpr = HEAD_DIM // 2
-        there = held[:, None] & (dims < HALF)[None, :]
-        low = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0).to(tl.float32)
-        high = tl.load(q_from[:, None] + (dims + HALF)[None, :] * q_dim_stride, mask=there, other=0.0).to(tl.float32)
-        low, high = rotate(low, high, q_at[:, None], dims[None, :], rope_step, rope_scale)
-        queries = to_compute(low, COMPUTE)
-        queries_high = to_compute(high, COMPUTE)
-    else:
-        there = held[:, None] & (dims < HEAD_DIM)[None, :]
-        queries = tl.load(q_from[:, None] + dims[None, :] * q_dim_stride, mask=there, other=0.0)
-        queries = to_compute(queries, COMPUTE)
-        queries_high = queries
-    if KV_BITS == "int8":
-        k_scales += kv_head.to(tl.int64) * scales_head_stride
-        v_scales += kv_head.to(tl.int64) * scales_head_stride
+    query = m // heads.group
+    head = item.kv_head * heads.group + m % heads.group
+    held = query < heads.q_len
+    q_at = kv_len - heads.q_len + query
+    token = (row * heads.q_len + query).to(tl.int64)
+    queries, queries_high = _queries(q, q_strides, token, head, held, q_at, logits, FORM)
     acc, total, top, _ = attend_span(
         tl.zeros([BLOCK_M, BLOCK_V], tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -141,70 +104,22 @@ def _decode_attention_kernel(
         queries,
         queries_high,
         q_at,
-        alibi_slope(head, ALIBI_POWER),
-        k_cache + kv_head.to(tl.int64) * k_head_stride,
-        v_cache + kv_head.to(tl.int64) * v_head_stride,
-        k_scales,
-        v_scales,
-        pages,
+        alibi_slope(head, FORM.ALIBI_POWER),
+        head_pages(cache, pages, item.kv_head, FORM),
         begin,
         end,
         end,
-        k_page_stride,
-        k_token_stride,
-        k_dim_stride,
-        v_page_stride,
-        v_token_stride,
-        v_dim_stride,
-        scales_page_stride,
-        scale,
-        window_left,
-        soft_cap,
-        rope_step,
-        rope_scale,
-        HEAD_DIM,
-        VALUE_DIM,
-        PAGE_SIZE,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_D,
-        BLOCK_V,
-        COMPUTE,
-        KV_BITS,
+        cache,
+        logits,
+        FORM,
         True,
-        CAUSAL,
-        HAS_WINDOW,
-        HAS_CAP,
-        MODE,
+        FORM.CAUSAL,
+        FORM.HAS_WINDOW,
     )
-    if HAS_SINKS:
-        is_first = split + tl.zeros([BLOCK_M], tl.int32) == 0
+    if FORM.HAS_SINKS:
+        is_first = item.split + tl.zeros([BLOCK_M], tl.int32) == 0
         acc, total, top = with_sinks(acc, total, top, sinks, head, held & is_first)
-    deliver(
-        out,
-        lse,
-        partial,
-        partial_lse,
-        counters,
-        acc,
-        total,
-        top,
-        item,
-        row,
-        split,
-        splits,
-        kv_head,
-        kv_heads,
-        q_len,
-        group,
-        v_scale,
-        VALUE_DIM,
-        BLOCK_M,
-        MERGE_M,
-        MERGE_S,
-        BLOCK_V,
-        HAS_LSE,
-    )
+    deliver(results, acc, total, top, item, row, heads, cache.v_unit, FORM)
 
 
 def decode_attention_triton(
@@ -233,55 +148,32 @@ def decode_attention_triton(
     scales: PageScales | None = None,
 ) -> None:
     """Launch the kernel; see `decode_attention` for the arguments."""
-    rows = q.shape[0] // q_len
-    _, page_size, kv_heads, head_dim = k_cache.shape
-    value_dim = v_cache.shape[-1]
-    heads = q.shape[1]
-    group = heads // kv_heads
-    keys, kv_bits = cache_bytes(k_cache)
-    values, _ = cache_bytes(v_cache)
-    tile = decode_tile(group * q_len, head_dim, value_dim, q.dtype, k_cache.dtype)
-    tile |= merge_sizes(group * q_len, tile)
-    if position_mode == "ROPE_LLAMA":
+    heads = Heads(q_len, q.shape[1] // k_cache.shape[2], k_cache.shape[2])
+    queries = heads.group * q_len
+    head_dim, has_rope = k_cache.shape[-1], position_mode == "ROPE_LLAMA"
+    tile = decode_tile(queries, head_dim, v_cache.shape[-1], q.dtype, k_cache.dtype)
+    tile |= merge_sizes(queries, tile)
+    if has_rope:
         tile["BLOCK_D"] = max(tile["BLOCK_D"] // 2, 16)
-    _decode_attention_kernel[(max_items * kv_heads, triton.cdiv(group * q_len, tile["BLOCK_M"]))](
-        out,
-        lse,
-        partial,
-        partial_lse,
-        counters,
-        sinks,
+    form = form_of(
+        q, k_cache, v_cache, tile, window_left=window_left, soft_cap=soft_cap, sinks=sinks,
+        PAGE_SIZE=0 if table.shape[-1] == 1 and indptr is None else k_cache.shape[1], HAS_INDPTR=indptr is not None,
+        HAS_LSE=lse is not None, CAUSAL=q_len > 1, MODE=position_mode,
+        ALIBI_POWER=1 << (q.shape[1].bit_length() - 1),
+    )  # fmt: skip
+    _decode_attention_kernel[(max_items * heads.kv_heads, triton.cdiv(queries, form.BLOCK_M))](
+        Results(out, lse, partial, partial_lse, counters),
         q,
-        keys,
-        values,
-        *(scales or (None, None)),
-        table,
+        _Strides(*q.stride()),
+        Pages.of(k_cache, v_cache, scales, table, table_stride=None if indptr is None else 0, v_unit=v_scale),
         indptr,
+        sinks,
         kv_lens,
         plan,
-        rows,
-        q_len,
-        group,
-        kv_heads,
-        0 if indptr is not None else table.stride(0),
-        *q.stride(),
-        *keys.stride(),
-        *values.stride(),
-        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
-        v_scale=v_scale,
-        window_left=window_left,
-        **logit_arguments(head_dim, heads, sm_scale, soft_cap, position_mode, rope_scale, rope_theta),
-        HEAD_DIM=head_dim,
-        VALUE_DIM=value_dim,
-        PAGE_SIZE=0 if table.shape[-1] == 1 and indptr is None else page_size,
+        q.shape[0] // q_len,
+        heads,
+        logits_of(head_dim, sm_scale, window_left, soft_cap, rope_scale, rope_theta),
+        FORM=form,
         HEADER=PLAN_HEADER,
-        TILE=PLAN_TILE,
-        COMPUTE=compute_dtype(q.dtype, k_cache.dtype),
-        KV_BITS=kv_bits,
-        HAS_INDPTR=indptr is not None,
-        HAS_LSE=lse is not None,
-        HAS_SINKS=sinks is not None,
-        CAUSAL=q_len > 1,
-        HAS_WINDOW=window_left >= 0,
-        **tile,
+        **launch_options(tile),
     )

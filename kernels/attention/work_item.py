@@ -5,6 +5,10 @@ there are, and the row's length. All of it is loaded at once. A row's partial re
 arrives last, in the order of the splits: nothing depends on who that is.
 """
 
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
 from ..native.optional_triton import tl, triton
 
 PLAN_HEADER = 4  # int32: the number of items, and what aligns them to 16 bytes
@@ -23,70 +27,90 @@ def span_of(kv_len, split, splits, q_len, window_left, TILE: tl.constexpr, HAS_W
     return begin, tl.minimum(begin + chunk, kv_len)
 
 
+class Results(NamedTuple):
+    """Where a decode kernel's results go, those of splits among them."""
+
+    out: Tensor
+    lse: Tensor | None
+    partial: Tensor
+    partial_lse: Tensor
+    counters: Tensor
+
+
+class Heads(NamedTuple):
+    """How many queries a row has, query heads a kv head, and kv heads."""
+
+    q_len: int
+    group: int
+    kv_heads: int
+
+
+class Item(NamedTuple):
+    """A work item of one kv head, as its program finds it."""
+
+    item: Any
+    kv_head: Any
+    items: Any
+    row: Any
+    split: Any
+    splits: Any
+    kv_len: Any
+
+
 @triton.jit
-def clear_row(
-    out,
-    lse,
-    row,
-    kv_head,
-    kv_heads,
-    q_len,
-    group,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
+def item_of(plan, kv_heads, HEADER: tl.constexpr):
+    """Return the work item of a program; the items' heads are neighbours in the grid."""
+    item = tl.program_id(0) // kv_heads
+    found = plan + HEADER + item * 4
+    items = tl.load(plan)
+    row = tl.load(found)
+    split = tl.load(found + 1)
+    splits = tl.load(found + 2)
+    return Item(item, tl.program_id(0) % kv_heads, items, row, split, splits, tl.load(found + 3))
+
+
+@triton.jit
+def clear_row(results, row, kv_head, heads, FORM: tl.constexpr):
     """Write the result of a row without keys: 0, and a log-sum-exp of -inf."""
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    values = tl.arange(0, BLOCK_V)
-    held = m < q_len * group
-    place = (row * q_len + m // group).to(tl.int64) * (kv_heads * group) + kv_head * group + m % group
-    nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32).to(out.dtype.element_ty)
-    kept = held[:, None] & (values < VALUE_DIM)[None, :]
-    tl.store(out + place[:, None] * VALUE_DIM + values[None, :], nothing, mask=kept)
-    if HAS_LSE:
-        tl.store(lse + place, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=held)
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, FORM.BLOCK_M)
+    values = tl.arange(0, FORM.BLOCK_V)
+    held = m < heads.q_len * heads.group
+    place = (
+        (row * heads.q_len + m // heads.group).to(tl.int64) * (heads.kv_heads * heads.group)
+        + kv_head * heads.group
+        + m % heads.group
+    )
+    nothing = tl.zeros([BLOCK_M, BLOCK_V], tl.float32).to(results.out.dtype.element_ty)
+    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+    tl.store(results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], nothing, mask=kept)
+    if FORM.HAS_LSE:
+        tl.store(results.lse + place, tl.full([BLOCK_M], -float("inf"), tl.float32), mask=held)
 
 
 @triton.jit
-def _merge(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    row,
-    first,
-    splits,
-    kv_head,
-    kv_heads,
-    q_len,
-    group,
-    v_scale,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    MERGE_S: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
+def _merge(results, row, first, splits, kv_head, heads, v_unit, FORM: tl.constexpr):
     """Write a row's result from those of its splits, MERGE_S at a time: (VALUE_DIM + 1) * 4 bytes of each query."""
-    heads = kv_heads * group
+    MERGE_M: tl.constexpr = FORM.MERGE_M
+    MERGE_S: tl.constexpr = FORM.MERGE_S
+    BLOCK_V: tl.constexpr = FORM.BLOCK_V
+    of_row = heads.kv_heads * heads.group
     values = tl.arange(0, BLOCK_V)
-    kept = values < VALUE_DIM
+    kept = values < FORM.VALUE_DIM
     flat = tl.arange(0, MERGE_S * MERGE_M)
-    m = tl.program_id(1) * BLOCK_M + flat % MERGE_M
-    held = m < q_len * group
-    within = (m // group).to(tl.int64) * heads + kv_head * group + m % group
+    m = tl.program_id(1) * FORM.BLOCK_M + flat % MERGE_M
+    held = m < heads.q_len * heads.group
+    within = (m // heads.group).to(tl.int64) * of_row + kv_head * heads.group + m % heads.group
     acc = tl.zeros([MERGE_M, BLOCK_V], tl.float32)
     total = tl.zeros([MERGE_M], tl.float32)
     top = tl.full([MERGE_M], -float("inf"), tl.float32)
     for begin in range(0, splits, MERGE_S):
         split = begin + flat // MERGE_M
         there = held & (split < splits)
-        place = (first + split).to(tl.int64) * q_len * heads + within
-        sums = tl.load(partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
-        at = partial + place[:, None] * VALUE_DIM + values[None, :]
+        place = (first + split).to(tl.int64) * heads.q_len * of_row + within
+        sums = tl.load(results.partial_lse + place, mask=there, other=-float("inf"), cache_modifier=".cg")
+        at = results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :]
         parts = tl.load(at, mask=there[:, None] & kept[None, :], other=0.0, cache_modifier=".cg")
         sums = tl.reshape(sums, [MERGE_S, MERGE_M])
         parts = tl.reshape(parts, [MERGE_S, MERGE_M, BLOCK_V])
@@ -98,84 +122,45 @@ def _merge(
         total = total * shrink + tl.sum(weights, axis=0)
         top = new_top
     norm = tl.where(total == 0.0, 1.0, total)
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, MERGE_M)
-    held = m < q_len * group
-    place = (row * q_len + m // group).to(tl.int64) * heads + kv_head * group + m % group
-    result = (acc / norm[:, None] * v_scale).to(out.dtype.element_ty)
-    tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=held[:, None] & kept[None, :])
-    if HAS_LSE:
-        tl.store(lse + place, top + tl.log2(norm), mask=held)
+    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, MERGE_M)
+    held = m < heads.q_len * heads.group
+    place = (row * heads.q_len + m // heads.group).to(tl.int64) * of_row + kv_head * heads.group + m % heads.group
+    result = (acc / norm[:, None] * v_unit).to(results.out.dtype.element_ty)
+    tl.store(
+        results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], result, mask=held[:, None] & kept[None, :]
+    )
+    if FORM.HAS_LSE:
+        tl.store(results.lse + place, top + tl.log2(norm), mask=held)
 
 
 @triton.jit
-def deliver(
-    out,
-    lse,
-    partial,
-    partial_lse,
-    counters,
-    acc,
-    total,
-    top,
-    item,
-    row,
-    split,
-    splits,
-    kv_head,
-    kv_heads,
-    q_len,
-    group,
-    v_scale,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    MERGE_M: tl.constexpr,
-    MERGE_S: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_LSE: tl.constexpr,
-):
+def deliver(results, acc, total, top, item, row, heads, v_unit, FORM: tl.constexpr):
     """Write an item's result: straight out where its row was not split; else the last to arrive merges the row's."""
-    heads = kv_heads * group
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    values = tl.arange(0, BLOCK_V)
-    held = m < q_len * group
-    kept = held[:, None] & (values < VALUE_DIM)[None, :]
-    within = (m // group).to(tl.int64) * heads + kv_head * group + m % group
+    of_row = heads.kv_heads * heads.group
+    m = tl.program_id(1) * FORM.BLOCK_M + tl.arange(0, FORM.BLOCK_M)
+    values = tl.arange(0, FORM.BLOCK_V)
+    held = m < heads.q_len * heads.group
+    kept = held[:, None] & (values < FORM.VALUE_DIM)[None, :]
+    within = (m // heads.group).to(tl.int64) * of_row + item.kv_head * heads.group + m % heads.group
     norm = tl.where(total == 0.0, 1.0, total)
     acc = acc / norm[:, None]
     log_sum = top + tl.log2(norm)
-    if splits == 1:
-        place = row.to(tl.int64) * q_len * heads + within
-        result = (acc * v_scale).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * VALUE_DIM + values[None, :], result, mask=kept)
-        if HAS_LSE:
-            tl.store(lse + place, log_sum, mask=held)
+    if item.splits == 1:
+        place = row.to(tl.int64) * heads.q_len * of_row + within
+        result = (acc * v_unit).to(results.out.dtype.element_ty)
+        tl.store(results.out + place[:, None] * FORM.VALUE_DIM + values[None, :], result, mask=kept)
+        if FORM.HAS_LSE:
+            tl.store(results.lse + place, log_sum, mask=held)
     else:
-        place = item.to(tl.int64) * q_len * heads + within
-        tl.store(partial + place[:, None] * VALUE_DIM + values[None, :], acc, mask=kept, cache_modifier=".cg")
-        tl.store(partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
+        place = item.item.to(tl.int64) * heads.q_len * of_row + within
+        tl.store(
+            results.partial + place[:, None] * FORM.VALUE_DIM + values[None, :], acc, mask=kept, cache_modifier=".cg"
+        )
+        tl.store(results.partial_lse + place, log_sum, mask=held, cache_modifier=".cg")
         tl.debug_barrier()  # all threads have stored before one of them says so
-        counter = counters + (row * kv_heads + kv_head) * tl.num_programs(1) + tl.program_id(1)
-        if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-            _merge(
-                out,
-                lse,
-                partial,
-                partial_lse,
-                row,
-                item - split,
-                splits,
-                kv_head,
-                kv_heads,
-                q_len,
-                group,
-                v_scale,
-                VALUE_DIM,
-                BLOCK_M,
-                MERGE_M,
-                MERGE_S,
-                BLOCK_V,
-                HAS_LSE,
-            )
+        counter = results.counters + (row * heads.kv_heads + item.kv_head) * tl.num_programs(1) + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") == item.splits - 1:
+            _merge(results, row, item.item - item.split, item.splits, item.kv_head, heads, v_unit, FORM)
             tl.store(counter, 0)  # ready for the next layer
 
 

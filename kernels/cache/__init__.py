@@ -1,1 +1,1 @@
-"""Writing, moving and gathering keys and values."""
+"""Writing keys and values."""

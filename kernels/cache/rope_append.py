@@ -8,14 +8,13 @@ Queries and keys may be RMS-normed before, each head by itself or all heads toge
 import torch
 from torch import Tensor
 
-from ..attention.attention_tile import cache_bytes, int8_codes, int8_scale, quantise
+from ..attention.attention_records import Pages, Turn, TurnForm, kv_bits
+from ..attention.attention_tile import int8_codes, int8_scale, quantise
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
 from .page_scales import PageScales, encoded
-
-_HEADS_AT_ONCE = 4  # of one program on a GPU
 
 
 @triton.jit
@@ -37,43 +36,23 @@ def heads_scale(x, heads, eps, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOC
 @triton.jit
 def _rope_append_kernel(
     q_out,
-    k_cache,
-    v_cache,
+    cache,
+    turn,
     qkv,
     rows,
     positions,
     live,
-    page_table,
-    cos_sin,
-    q_norm,
-    k_norm,
-    k_scales,
-    v_scales,
     qo_heads,
     kv_heads,
-    eps,
-    k_unit,
-    v_unit,
     qkv_stride,
-    table_stride,
-    k_page_stride,
-    k_token_stride,
-    k_head_stride,
-    v_page_stride,
-    v_token_stride,
-    v_head_stride,
-    scales_page_stride,
-    scales_head_stride,
     HEAD_DIM: tl.constexpr,
-    HALF: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    NORMS_ALL: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     KV_BITS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    TURN: tl.constexpr,
 ):
+    HALF: tl.constexpr = TURN.HALF
+    HEADS: tl.constexpr = TURN.HEADS
     token = tl.program_id(0)
     if token >= tl.load(live):
         return
@@ -82,7 +61,7 @@ def _rope_append_kernel(
     source = qkv + token.to(tl.int64) * qkv_stride
     position = tl.load(positions + token)
     row = tl.load(rows + token).to(tl.int64)
-    page = tl.load(page_table + row * table_stride + position // PAGE_SIZE).to(tl.int64)
+    page = tl.load(cache.table + row * cache.table_stride + position // PAGE_SIZE).to(tl.int64)
     place = position % PAGE_SIZE
 
     is_query = head < qo_heads
@@ -91,12 +70,12 @@ def _rope_append_kernel(
     other = tl.where(dims < HALF, dims + HALF, tl.where(dims < 2 * HALF, dims - HALF, dims))
     x = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=turned, other=0.0).to(tl.float32)
     y = tl.load(source + head[:, None] * HEAD_DIM + other[None, :], mask=turned, other=0.0).to(tl.float32)
-    if NORMS_ALL:
-        q_scale = heads_scale(source, qo_heads, eps, HEAD_DIM, HEADS, BLOCK_D)
-        k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, eps, HEAD_DIM, HEADS, BLOCK_D)
+    if TURN.NORMS_ALL:
+        q_scale = heads_scale(source, qo_heads, turn.eps, HEAD_DIM, HEADS, BLOCK_D)
+        k_scale = heads_scale(source + qo_heads * HEAD_DIM, kv_heads, turn.eps, HEAD_DIM, HEADS, BLOCK_D)
         scale = tl.where(is_query, q_scale, k_scale)[:, None]
-        q_at = q_norm + head[:, None] * HEAD_DIM
-        k_at = k_norm + (head - qo_heads)[:, None] * HEAD_DIM
+        q_at = turn.q_norm + head[:, None] * HEAD_DIM
+        k_at = turn.k_norm + (head - qo_heads)[:, None] * HEAD_DIM
         for_q = is_query[:, None] & turned
         for_k = is_key[:, None] & turned
         gain = tl.load(q_at + dims[None, :], mask=for_q, other=0.0) + tl.load(
@@ -107,18 +86,18 @@ def _rope_append_kernel(
             k_at + other[None, :], mask=for_k, other=0.0
         )
         y = y * scale * gain
-    elif HAS_NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+    elif TURN.HAS_NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + turn.eps)
         valid = dims < HEAD_DIM
-        q_gain = tl.load(q_norm + dims, mask=valid, other=0.0).to(tl.float32)
-        k_gain = tl.load(k_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        q_gain = tl.load(turn.q_norm + dims, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(turn.k_norm + dims, mask=valid, other=0.0).to(tl.float32)
         x = x * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
-        q_gain = tl.load(q_norm + other, mask=valid, other=0.0).to(tl.float32)
-        k_gain = tl.load(k_norm + other, mask=valid, other=0.0).to(tl.float32)
+        q_gain = tl.load(turn.q_norm + other, mask=valid, other=0.0).to(tl.float32)
+        k_gain = tl.load(turn.k_norm + other, mask=valid, other=0.0).to(tl.float32)
         y = y * scale[:, None] * tl.where(is_query[:, None], q_gain[None, :], k_gain[None, :])
     pair = tl.where(dims < HALF, dims, dims - HALF)
     paired = dims < 2 * HALF
-    angles = cos_sin + position.to(tl.int64) * (2 * HALF)
+    angles = turn.cos_sin + position.to(tl.int64) * (2 * HALF)
     cos = tl.load(angles + pair, mask=paired, other=1.0)
     sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
     rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
@@ -127,31 +106,32 @@ def _rope_append_kernel(
         rotated.to(q_out.dtype.element_ty),
         mask=is_query[:, None] & turned,
     )
-    k_at = k_cache + page * k_page_stride + place * k_token_stride + (head - qo_heads) * k_head_stride
-    scales_at = page * scales_page_stride + place
+    k_at = cache.k_cache + page * cache.k_page_stride + place * cache.k_token_stride
+    k_at += (head - qo_heads) * cache.k_head_stride
+    scales_at = page * cache.scales_page_stride + place
     if KV_BITS == "int8":
         of_heads = int8_scale(rotated, 1)
-        tl.store(k_scales + scales_at + (head - qo_heads) * scales_head_stride, of_heads, mask=is_key)
+        tl.store(cache.k_scales + scales_at + (head - qo_heads) * cache.scales_head_stride, of_heads, mask=is_key)
         new_k = int8_codes(rotated, of_heads.to(tl.float32)[:, None])
-    elif IS_FP8:
-        new_k = quantise(rotated / k_unit, KV_BITS, k_cache.dtype.element_ty)
+    elif TURN.IS_FP8:
+        new_k = quantise(rotated / cache.k_unit, KV_BITS, cache.k_cache.dtype.element_ty)
     else:
-        new_k = quantise(rotated, KV_BITS, k_cache.dtype.element_ty)
+        new_k = quantise(rotated, KV_BITS, cache.k_cache.dtype.element_ty)
     tl.store(k_at[:, None] + dims[None, :], new_k, mask=is_key[:, None] & turned)
 
     value_head = head - qo_heads - kv_heads
     is_value_head = (value_head >= 0) & (value_head < kv_heads)
     is_value = is_value_head[:, None] & (dims < HEAD_DIM)[None, :]
     value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0).to(tl.float32)
-    v_at = v_cache + page * v_page_stride + place * v_token_stride + value_head * v_head_stride
+    v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride + value_head * cache.v_head_stride
     if KV_BITS == "int8":
         of_heads = int8_scale(value, 1)
-        tl.store(v_scales + scales_at + value_head * scales_head_stride, of_heads, mask=is_value_head)
+        tl.store(cache.v_scales + scales_at + value_head * cache.scales_head_stride, of_heads, mask=is_value_head)
         new_v = int8_codes(value, of_heads.to(tl.float32)[:, None])
-    elif IS_FP8:
-        new_v = quantise(value / v_unit, KV_BITS, v_cache.dtype.element_ty)
+    elif TURN.IS_FP8:
+        new_v = quantise(value / cache.v_unit, KV_BITS, cache.v_cache.dtype.element_ty)
     else:
-        new_v = quantise(value, KV_BITS, v_cache.dtype.element_ty)
+        new_v = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
     tl.store(v_at[:, None] + dims[None, :], new_v, mask=is_value)
 
 
@@ -175,40 +155,23 @@ def rope_append_triton(
     """Launch the kernel; see `rope_append`. It has run in Triton's interpreter and been compiled ahead of time."""
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
-    keys, kv_bits = cache_bytes(k_cache)
-    values, _ = cache_bytes(v_cache)
-    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, _HEADS_AT_ONCE))](
+    turn = TurnForm.of(cos_sin, q_norm, k_cache)
+    _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, turn.HEADS))](
         q_out,
-        keys,
-        values,
+        Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
+        Turn(cos_sin, q_norm, k_norm, eps),
         qkv,
         rows,
         positions,
         live,
-        page_table,
-        cos_sin,
-        q_norm,
-        k_norm,
-        *(scales or (None, None)),
         qo_heads,
         kv_heads,
-        eps,
-        k_scale,
-        v_scale,
         qkv.stride(0),
-        page_table.stride(0),
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *((0, 0) if scales is None else scales.k_scales.stride()[:2]),
         HEAD_DIM=head_dim,
-        HALF=cos_sin.shape[-1],
-        PAGE_SIZE=page_size,
-        HAS_NORM=q_norm is not None,
-        NORMS_ALL=q_norm is not None and q_norm.shape[0] > head_dim,
-        HEADS=_HEADS_AT_ONCE,
         BLOCK_D=triton.next_power_of_2(head_dim),
-        KV_BITS=kv_bits,
-        IS_FP8=k_cache.dtype.is_floating_point and k_cache.itemsize == 1,
+        PAGE_SIZE=page_size,
+        KV_BITS=kv_bits(k_cache),
+        TURN=turn,
         num_warps=2,
     )
 

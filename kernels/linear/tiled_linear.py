@@ -7,7 +7,7 @@ norms, gates, adds and begins early as `small_linear` does.
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -34,24 +34,92 @@ def words_of(numbers: Tensor) -> Tensor:
     return numbers.view(_WORDS.get(nbytes, torch.int32))
 
 
-def weight_constants(
-    code: str, second_kind: str, group: int, step: int, span: int, scales: Tensor, seconds: Tensor | None, x: Tensor
-) -> dict[str, Any]:
-    """Return what a kernel over a weight in tiles has to know of it, to multiply it with `x`."""
-    kind = CODES[code]
-    dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
-    return {
-        "ASSEMBLY": tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span))),
-        "PER_WORD": kind.per_word,
-        "PER_HIGH": kind.spans_of_high,
-        "SPAN": span,
-        "GROUP": group,
-        "SCALES": "exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
-        "SECONDS": second_kind,
-        "SCALE_WORDS": words_of(scales).shape[-1],
-        "SECOND_WORDS": 0 if seconds is None else words_of(seconds).shape[-1],
-        "BLOCK_K": step,
-    }
+class Words(NamedTuple):
+    """A weight in tiles as the kernels read it; see `WeightTiles`."""
+
+    words: Tensor
+    high: Tensor | None
+    scales: Tensor
+    seconds: Tensor | None
+
+    @classmethod
+    def of(cls, words: Tensor, high: Tensor | None, scales: Tensor, seconds: Tensor | None) -> Self:
+        """Return the words of a weight's tensors."""
+        return cls(words, high, words_of(scales), None if seconds is None else words_of(seconds))
+
+
+class TileForm(NamedTuple):
+    """What a kernel over a weight in tiles has to know of it.
+
+    Attributes:
+        ASSEMBLY: what undoes the codes of a tile, for each of a step.
+        PER_WORD: codes of a word.
+        PER_HIGH: spans of a word of higher bits.
+        SPAN: words of a tile's row.
+        GROUP: columns that share a scale; 0: all.
+        SCALES: their type.
+        SECONDS: what else there is beside scales.
+        SCALE_WORDS: of a row and step.
+        SECOND_WORDS: of a row and step.
+        BLOCK_K: columns of a step.
+    """
+
+    ASSEMBLY: tuple[Any, ...]
+    PER_WORD: int
+    PER_HIGH: int
+    SPAN: int
+    GROUP: int
+    SCALES: str
+    SECONDS: str
+    SCALE_WORDS: int
+    SECOND_WORDS: int
+    BLOCK_K: int
+
+    @classmethod
+    def of(cls, code: str, second_kind: str, group: int, step: int, scales: Tensor, weight: Words, x: Tensor) -> Self:
+        """Return what is to be known to multiply a weight with `x`."""
+        kind, span = CODES[code], weight.words.shape[-1]
+        dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
+        return cls(
+            ASSEMBLY=tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span))),
+            PER_WORD=kind.per_word,
+            PER_HIGH=kind.spans_of_high,
+            SPAN=span,
+            GROUP=group,
+            SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
+            SECONDS=second_kind,
+            SCALE_WORDS=weight.scales.shape[-1],
+            SECOND_WORDS=0 if weight.seconds is None else weight.seconds.shape[-1],
+            BLOCK_K=step,
+        )
+
+
+class _Sizes(NamedTuple):
+    """Of a product: features, rows of the weight, columns with and without padding, strides, and its factors."""
+
+    width: int
+    weight_rows: int
+    depth: int
+    columns: int
+    x_stride: int
+    out_stride: int
+    part: int
+    eps: float
+    factor: float
+
+
+class _Form(NamedTuple):
+    """How a product is dealt out, and what is done with it; see `small_linear`."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    AHEAD: int
+    EVEN_K: bool
+    SPLIT: bool
+    AT_ONCE: int
+    EPILOGUE: str
+    RANGE: float
 
 
 def tiled_linear_triton(
@@ -87,23 +155,25 @@ def tiled_linear_triton(
     part = triton.cdiv(columns // step, splits) * step
     splits = triton.cdiv(columns, part)  # none is empty
     ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
-    in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
+    weight = Words.of(words, high, scales, seconds)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
-        out, x, words, high, in_words, more, bias, gain, partial, counters, rows, out.shape[1], weight_rows, depth,
-        columns, x.stride(0), out.stride(0), splits, part, eps, scale,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        STAGES=num_stages,
-        AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
-        EVEN_K=depth == columns,
-        SPLIT=splits > 1,
-        AT_ONCE=parts_at_once(block_n * block_m, num_warps),
-        EPILOGUE=epilogue,
-        RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
+        out, x, weight, bias, gain, partial, counters, rows, splits,
+        _Sizes(out.shape[1], weight_rows, depth, columns, x.stride(0), out.stride(0), part, eps, scale),
+        WEIGHT=TileForm.of(code, second_kind, group, step, scales, weight, x),
+        FORM=_Form(
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            STAGES=num_stages,
+            AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
+            EVEN_K=depth == columns,
+            SPLIT=splits > 1,
+            AT_ONCE=parts_at_once(block_n * block_m, num_warps),
+            EPILOGUE=epilogue,
+            RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
+        ),
         PDL=pdl,
         num_warps=num_warps,
-        **weight_constants(code, second_kind, group, step, span, scales, seconds, x),
         **options,
     )  # fmt: skip
 

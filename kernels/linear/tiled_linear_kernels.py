@@ -113,27 +113,15 @@ def tiled_sums(
     x_rows,
     gain,
     there,
-    words,
-    high,
-    scales,
-    seconds,
+    weight,
     row,
     weight_rows,
     begin,
     end,
     depth,
-    ASSEMBLY: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PER_HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    SECONDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SECOND_WORDS: tl.constexpr,
+    WEIGHT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     RANGE: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -142,6 +130,16 @@ def tiled_sums(
 
     `x_rows` are the places of the first columns of x; without a gain squares are zeros.
     """
+    ASSEMBLY: tl.constexpr = WEIGHT.ASSEMBLY
+    PER_WORD: tl.constexpr = WEIGHT.PER_WORD
+    PER_HIGH: tl.constexpr = WEIGHT.PER_HIGH
+    SPAN: tl.constexpr = WEIGHT.SPAN
+    GROUP: tl.constexpr = WEIGHT.GROUP
+    SCALES: tl.constexpr = WEIGHT.SCALES
+    SECONDS: tl.constexpr = WEIGHT.SECONDS
+    SCALE_WORDS: tl.constexpr = WEIGHT.SCALE_WORDS
+    SECOND_WORDS: tl.constexpr = WEIGHT.SECOND_WORDS
+    BLOCK_K: tl.constexpr = WEIGHT.BLOCK_K
     TILE: tl.constexpr = PER_WORD * SPAN
     UNDONE: tl.constexpr = tl.float16 if x_rows.dtype.element_ty == tl.float16 else tl.bfloat16
     UNIT: tl.constexpr = max(GROUP, BLOCK_K)
@@ -155,19 +153,19 @@ def tiled_sums(
         x_step = x_rows + at
         if GROUP > 0:
             unit = at // UNIT * weight_rows + row
-            s = _words(scales + unit * SCALE_WORDS, SCALE_WORDS)
+            s = _words(weight.scales + unit * SCALE_WORDS, SCALE_WORDS)
             t = s
             if SECONDS != "none":
-                t = _words(seconds + unit * SECOND_WORDS, SECOND_WORDS)
+                t = _words(weight.seconds + unit * SECOND_WORDS, SECOND_WORDS)
         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         total = product
         for tile in tl.static_range(BLOCK_K // TILE):
-            w = tl.load(words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
+            w = tl.load(weight.words + (at // TILE + tile) * plane + w_rows, eviction_policy="evict_first")
             if PER_HIGH == 0:
                 h = w  # there is none
             elif tile * PER_WORD % PER_HIGH == 0:
                 own = at // (PER_HIGH * SPAN) + tile * PER_WORD // PER_HIGH
-                h = tl.load(high + own * plane + w_rows, eviction_policy="evict_first")
+                h = tl.load(weight.high + own * plane + w_rows, eviction_policy="evict_first")
             codes = _undone(w, h, tl.constexpr(ASSEMBLY[tile]), PER_WORD, PER_HIGH)  # bare in Triton 3.6
             for span in tl.static_range(PER_WORD):
                 a, squares = activations(
@@ -190,7 +188,7 @@ def tiled_sums(
                         product = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
                         total = product
     if GROUP == 0:
-        acc *= _number(_words(scales + row, 1), 0, SCALES)[:, None]
+        acc *= _number(_words(weight.scales + row, 1), 0, SCALES)[:, None]
     return acc, squares
 
 
@@ -200,58 +198,38 @@ def tiled_sums(
 def tiled_linear_kernel(
     out,
     x,
-    words,
-    high,
-    scales,
-    seconds,
+    weight,
     bias,
     gain,
     partial,
     counters,
     rows,
-    width,
-    weight_rows,
-    depth,
-    columns,
-    x_stride,
-    out_stride,
     splits,
-    part,
-    eps,
-    factor,
-    ASSEMBLY: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PER_HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    SECONDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SECOND_WORDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    EPILOGUE: tl.constexpr,
-    RANGE: tl.constexpr,
+    sizes,
+    WEIGHT: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply on the tensor cores."""
-    TILE: tl.constexpr = PER_WORD * SPAN
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    EPILOGUE: tl.constexpr = FORM.EPILOGUE
+    RANGE: tl.constexpr = FORM.RANGE
+    SPLIT: tl.constexpr = FORM.SPLIT
+    AHEAD: tl.constexpr = FORM.AHEAD
+    SPAN: tl.constexpr = WEIGHT.SPAN
+    TILE: tl.constexpr = WEIGHT.PER_WORD * SPAN
+    width, out_stride = sizes.width, sizes.out_stride
     block = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    begin = tl.program_id(2) * part
-    end = tl.minimum(begin + part, columns)
+    begin = tl.program_id(2) * sizes.part
+    end = tl.minimum(begin + sizes.part, sizes.columns)
     k = tl.arange(0, SPAN)
     row = block_rows(block, width, BLOCK_N, EPILOGUE != "store" and EPILOGUE != "add")
-    plane = tl.cast(weight_rows, tl.int64) * SPAN  # of one tile
+    plane = tl.cast(sizes.weight_rows, tl.int64) * SPAN  # of one tile
     if AHEAD > 0:
         tiles = tl.minimum(begin // TILE + tl.arange(0, AHEAD), end // TILE - 1)
-        first = words + tiles.to(tl.int64)[None, :] * plane + row.to(tl.int64)[:, None] * SPAN
+        first = weight.words + tiles.to(tl.int64)[None, :] * plane + row.to(tl.int64)[:, None] * SPAN
         prefetch_l2(first, SPAN * 2)
     offsets = tl.zeros([BLOCK_N], tl.float32)
     if bias is not None:
@@ -259,17 +237,16 @@ def tiled_linear_kernel(
     if PDL:
         wait_and_trigger()
     there = (m < rows)[:, None]
-    x_rows = x + m.to(tl.int64)[:, None] * x_stride + k[None, :]
+    x_rows = x + m.to(tl.int64)[:, None] * sizes.x_stride + k[None, :]
     held = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if EPILOGUE == "add" and not SPLIT:  # on its way while the weight is read
         held = held_sums(out, m, rows, block, width, out_stride, BLOCK_N)
     acc, squares = tiled_sums(
-        x_rows, gain, there, words, high, scales, seconds, row, weight_rows, begin, end, depth, ASSEMBLY,
-        PER_WORD, PER_HIGH, SPAN, GROUP, SCALES, SECONDS, SCALE_WORDS, SECOND_WORDS, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-        RANGE, EVEN_K,
+        x_rows, gain, there, weight, row, sizes.weight_rows, begin, end, sizes.depth, WEIGHT, BLOCK_M, BLOCK_N,
+        FORM.STAGES, RANGE, FORM.EVEN_K,
     )  # fmt: skip
     finish(
         out, partial, counters, acc, tl.sum(squares, axis=1), offsets, held, m, rows, block, tl.num_programs(1), width,
-        out_stride, depth, splits, eps, factor, BLOCK_M, BLOCK_N, SPLIT, AT_ONCE, EPILOGUE, RANGE, gain is not None,
-        bias is not None,
+        out_stride, sizes.depth, splits, sizes.eps, sizes.factor, BLOCK_M, BLOCK_N, SPLIT, FORM.AT_ONCE, EPILOGUE,
+        RANGE, gain is not None, bias is not None,
     )  # fmt: skip

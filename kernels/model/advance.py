@@ -11,13 +11,12 @@ the same key and value at the same place again. It needs no page past the last t
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Float32, Int32, Int64, Written
 from ..sampling.sampling_slots import (
     BAD_WORD_LENGTH,
+    CONSTANTS,
     FLAG_BAD_WORDS,
     FLAG_LOGPROBS,
     FLAG_PENALTIES,
@@ -59,277 +58,89 @@ class AdvanceState(NamedTuple):
     recent_tokens: Int32 | None = None
 
 
+class Before(NamedTuple):
+    """What a row's advance goes by beside its new token, which is read before that is known."""
+
+    position: Any
+    was_finished: Any
+    step: Any
+    stops: Any
+    first_stop: Any
+    last: Any
+    wanted: Any
+
+
 @triton.jit
-def row_before(
-    row,
-    pre_step_seqlens,
-    finished,
-    step_index,
-    stop_ids,
-    min_position,
-    last_position,
-    num_logprobs,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-):
-    """Return what a row's advance goes by beside its new token, which is read before that is known."""
-    places = tl.arange(0, STOPS_PADDED)
-    stops = tl.load(stop_ids + tl.cast(row, tl.int64) * STOPS + places, mask=places < STOPS, other=-1)
-    return (
-        tl.load(pre_step_seqlens + row) + 1,
-        tl.load(finished + row) != 0,
-        tl.load(step_index),
+def row_before(row, slots, state, FORM: tl.constexpr):
+    """Return what a row's advance goes by."""
+    places = tl.arange(0, FORM.STOPS_PADDED)
+    of_row = slots.stop_ids + tl.cast(row, tl.int64) * FORM.STOPS
+    stops = tl.load(of_row + places, mask=places < FORM.STOPS, other=-1)
+    return Before(
+        tl.load(state.pre_step_seqlens + row) + 1,
+        tl.load(state.finished + row) != 0,
+        tl.load(state.step_index),
         stops,
-        tl.load(min_position + row),
-        tl.load(last_position + row),
-        tl.load(num_logprobs + row),
+        tl.load(slots.min_position + row),
+        tl.load(slots.last_position + row),
+        tl.load(slots.num_logprobs + row),
     )
 
 
 @triton.jit
-def advance_row(
-    row,
-    token,
-    is_live,
-    flags,
-    position,
-    was_finished,
-    step,
-    stops,
-    first_stop,
-    last,
-    wanted,
-    tokens,
-    pre_step_seqlens,
-    finished,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_PADDED: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
-):
+def advance_row(row, token, is_live, flags, before, state, outputs, sizes, FORM: tl.constexpr, K: tl.constexpr):
     """Advance one row by its token, and return whether it goes on. It reads some 600 bytes and writes some 30."""
     wide_row = tl.cast(row, tl.int64)
-    active = is_live & (was_finished == 0)
-    is_stop = tl.max(((stops >= 0) & (stops.to(tl.int64) == token)).to(tl.int32), axis=0) > 0
-    ends_now = (is_stop & (position >= first_stop)) | (position >= last) | (token < 0)
+    position = before.position
+    active = is_live & (before.was_finished == 0)
+    is_stop = tl.max(((before.stops >= 0) & (before.stops.to(tl.int64) == token)).to(tl.int32), axis=0) > 0
+    ends_now = (is_stop & (position >= before.first_stop)) | (position >= before.last) | (token < 0)
     goes_on = active & (ends_now == 0)
-    entry = (step % ring_length) * ring_rows + row
+    entry = (before.step % sizes.ring_length) * sizes.ring_rows + row
     # all that is read before anything is written: the compiler keeps loads behind stores
-    counted = active & ((flags & PENALTIES_FLAG) != 0) & (token >= 0) & (token < counts_stride)
+    counted = active & ((flags & K.FLAG_PENALTIES) != 0) & (token >= 0) & (token < sizes.counts_stride)
     count = 0
-    if PENALTIES:
-        place = token_counts + wide_row * counts_stride + token
+    if FORM.PENALTIES:
+        place = state.token_counts + wide_row * sizes.counts_stride + token
         count = tl.load(place, mask=counted, other=0)
-    if LOGPROBS:
-        wants = active & ((flags & LOGPROBS_FLAG) != 0)
-        logprob = tl.load(sampled_logprob + row, mask=wants, other=0.0)
-        rank = tl.load(sampled_rank + row, mask=wants, other=0)
-        places = tl.arange(0, TOPS_PADDED)
-        inside = places < tl.where(wants, tl.minimum(wanted, TOPS), 0)
-        logprobs = tl.load(top_logprobs + wide_row * TOPS + places, mask=inside, other=0.0)
-        ids = tl.load(top_ids + wide_row * TOPS + places, mask=inside, other=0)
-        tl.store(ring_logprob + entry, logprob, mask=wants)
-        tl.store(ring_rank + entry, rank, mask=wants)
-        tl.store(ring_top_logprobs + entry * TOPS + places, logprobs, mask=inside)
-        tl.store(ring_top_ids + entry * TOPS + places, ids, mask=inside)
-    if PENALTIES:
+    if FORM.LOGPROBS:
+        wants = active & ((flags & K.FLAG_LOGPROBS) != 0)
+        logprob = tl.load(outputs.sampled_logprob + row, mask=wants, other=0.0)
+        rank = tl.load(outputs.sampled_rank + row, mask=wants, other=0)
+        places = tl.arange(0, FORM.TOPS_PADDED)
+        inside = places < tl.where(wants, tl.minimum(before.wanted, FORM.TOPS), 0)
+        logprobs = tl.load(outputs.top_logprobs + wide_row * FORM.TOPS + places, mask=inside, other=0.0)
+        ids = tl.load(outputs.top_ids + wide_row * FORM.TOPS + places, mask=inside, other=0)
+        tl.store(state.ring_logprob + entry, logprob, mask=wants)
+        tl.store(state.ring_rank + entry, rank, mask=wants)
+        tl.store(state.ring_top_logprobs + entry * FORM.TOPS + places, logprobs, mask=inside)
+        tl.store(state.ring_top_ids + entry * FORM.TOPS + places, ids, mask=inside)
+    if FORM.PENALTIES:
         tl.store(place, count + 1, mask=counted)
-    tl.store(ring_tokens + entry, tl.where(active, token, -1))
-    if BAD_WORDS:
-        remembered = active & ((flags & BAD_WORDS_FLAG) != 0)
-        tl.store(recent_tokens + wide_row * RECENT + position % RECENT, token.to(tl.int32), mask=remembered)
-    tl.store(finished + row, ends_now.to(tl.int32), mask=active)
-    tl.store(tokens + row, token, mask=goes_on)
-    tl.store(pre_step_seqlens + row, position, mask=goes_on)
+    tl.store(state.ring_tokens + entry, tl.where(active, token, -1))
+    if FORM.BAD_WORDS:
+        remembered = active & ((flags & K.FLAG_BAD_WORDS) != 0)
+        recent = state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + position % K.BAD_WORD_LENGTH
+        tl.store(recent, token.to(tl.int32), mask=remembered)
+    tl.store(state.finished + row, ends_now.to(tl.int32), mask=active)
+    tl.store(state.tokens + row, token, mask=goes_on)
+    tl.store(state.pre_step_seqlens + row, position, mask=goes_on)
     return goes_on
 
 
 @triton.jit
-def end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS: tl.constexpr):
+def end_step(step, going_on, rows, state, sizes, FORM: tl.constexpr):
     """Count a step whose rows have all advanced, `going_on` of which go on; the ring has -1 where there are no rows."""
-    places = tl.arange(0, RING_ROWS)
-    entry = (step % ring_length) * ring_rows
-    tl.store(ring_tokens + entry + places, -1, mask=(places >= rows) & (places < ring_rows))
-    tl.store(running, going_on)
-    tl.store(step_index, step + 1)
-
-
-# One program advances all rows, one after another: a step does it elsewhere, see `sample_and_advance`.
-@triton.jit
-def _advance_kernel(
-    sampled,
-    rows,
-    step_index,
-    running,
-    live_rows,
-    sampling_flags,
-    stop_ids,
-    min_position,
-    last_position,
-    num_logprobs,
-    tokens,
-    pre_step_seqlens,
-    finished,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    RING_ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_PADDED: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
-):
-    going_on = 0
-    live = tl.load(live_rows)
-    for row in range(rows):
-        position, was_finished, step, stops, first_stop, last, wanted = row_before(
-            row,
-            pre_step_seqlens,
-            finished,
-            step_index,
-            stop_ids,
-            min_position,
-            last_position,
-            num_logprobs,
-            STOPS,
-            STOPS_PADDED,
-        )
-        goes_on = advance_row(
-            row,
-            tl.load(sampled + row),
-            live > row,
-            tl.load(sampling_flags + row),
-            position,
-            was_finished,
-            step,
-            stops,
-            first_stop,
-            last,
-            wanted,
-            tokens,
-            pre_step_seqlens,
-            finished,
-            ring_tokens,
-            token_counts,
-            ring_logprob,
-            ring_rank,
-            ring_top_logprobs,
-            ring_top_ids,
-            recent_tokens,
-            sampled_logprob,
-            sampled_rank,
-            top_logprobs,
-            top_ids,
-            ring_length,
-            ring_rows,
-            counts_stride,
-            PENALTIES,
-            PENALTIES_FLAG,
-            LOGPROBS,
-            LOGPROBS_FLAG,
-            TOPS,
-            TOPS_PADDED,
-            BAD_WORDS,
-            BAD_WORDS_FLAG,
-            RECENT,
-        )
-        going_on += goes_on.to(tl.int32)
-    end_step(tl.load(step_index), going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
-
-
-def advance_options(
-    state: AdvanceState | None, live_rows: Tensor, slots: SamplingSlots, logprobs: LogprobOutputs | None
-) -> dict[str, Any]:
-    """Return the arguments of `advance_row` and `end_step` by name; without a state those that tell of tokens alone."""
-    present = state or AdvanceState(*(None,) * len(AdvanceState._fields))  # type: ignore[arg-type]
-    tops = 1 if logprobs is None else logprobs.top_ids.shape[1]
-    ring_length, ring_rows = (1, 1) if state is None else state.ring_tokens.shape
-    return {
-        **present._asdict(),
-        **dict.fromkeys(LogprobOutputs._fields),
-        **({} if logprobs is None else logprobs._asdict()),
-        "live_rows": live_rows,
-        "sampling_flags": slots.sampling_flags,
-        "stop_ids": slots.stop_ids,
-        "min_position": slots.min_position,
-        "last_position": slots.last_position,
-        "num_logprobs": slots.num_logprobs,
-        "ring_length": ring_length,
-        "ring_rows": ring_rows,
-        "counts_stride": 0 if present.token_counts is None else present.token_counts.stride(0),
-        "PENALTIES": present.token_counts is not None,
-        "PENALTIES_FLAG": FLAG_PENALTIES,
-        "LOGPROBS": present.ring_logprob is not None and logprobs is not None,
-        "LOGPROBS_FLAG": FLAG_LOGPROBS,
-        "RING_ROWS": triton.next_power_of_2(ring_rows),
-        "STOPS": slots.stop_ids.shape[1],
-        "STOPS_PADDED": triton.next_power_of_2(slots.stop_ids.shape[1]),
-        "TOPS": tops,
-        "TOPS_PADDED": triton.next_power_of_2(tops),
-        "BAD_WORDS": present.recent_tokens is not None,
-        "BAD_WORDS_FLAG": FLAG_BAD_WORDS,
-        "RECENT": BAD_WORD_LENGTH,
-    }
-
-
-def advance_triton(
-    state: AdvanceState,
-    sampled: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    logprobs: LogprobOutputs | None,
-) -> None:
-    """Launch the kernel; see `advance`."""
-    options = advance_options(state, live_rows, slots, logprobs)
-    _advance_kernel[(1,)](sampled=sampled, rows=sampled.shape[0], **options, num_warps=4)
+    places = tl.arange(0, FORM.RING_ROWS)
+    entry = (step % sizes.ring_length) * sizes.ring_rows
+    tl.store(state.ring_tokens + entry + places, -1, mask=(places >= rows) & (places < sizes.ring_rows))
+    tl.store(state.running, going_on)
+    tl.store(state.step_index, step + 1)
 
 
 @operator(
-    triton_version=advance_triton,
     is_compiled=True,
-    constants={
-        "FLAG_PENALTIES": FLAG_PENALTIES,
-        "FLAG_LOGPROBS": FLAG_LOGPROBS,
-        "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
-        "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
-    },
+    constants=CONSTANTS._asdict(),
 )
 def advance(
     state: Written[AdvanceState],

@@ -13,10 +13,13 @@ from ..native.signature import Int32, Int64, Written
 from ..sampling.block_max import launch_block_max
 from ..sampling.choose import launch_choose
 from ..sampling.follow_automata import AutomatonRows, Guides, follow_automata
-from ..sampling.sample import BLOCK, CAPACITY, sample
-from ..sampling.sampler_memory import SamplerMemory
+from ..sampling.sample import sample
+from ..sampling.sampler_memory import SamplerForm, SamplerMemory, SamplerSizes
 from ..sampling.sampling_slots import LogprobOutputs, SamplingSlots
 from .advance import AdvanceState, advance
+
+BLOCK = 4096  # ids of the vocabulary that a program takes at once
+CAPACITY = 16384  # candidates of a row that are listed
 
 
 def sample_and_advance_triton(
@@ -31,10 +34,11 @@ def sample_and_advance_triton(
     capacity: int = CAPACITY,
 ) -> None:
     """Launch the kernels, `block` ids of the vocabulary per program; see `sample_and_advance`."""
-    memory = SamplerMemory.allocate(logits, block, capacity)
-    given = (logits, state.pre_step_seqlens, live_rows, slots)
-    launch_block_max(memory, *given, state.token_counts, state.recent_tokens, logprobs=True)
-    launch_choose(memory, sampled, *given, outputs, state, guides)
+    form = SamplerForm.of(logits.shape[1], state, outputs, slots, guides, block, capacity)
+    memory = SamplerMemory.allocate(logits.shape[0], form, logits.device)
+    sizes = SamplerSizes.of(logits, memory.scaled, state)
+    launch_block_max(memory, logits, live_rows, slots, state, sizes, form)
+    launch_choose(memory, sampled, logits, live_rows, slots, state, outputs, guides, sizes, form)
 
 
 def _parts(

@@ -6,14 +6,14 @@ experts are those of one weight in tiles, one expert after another, with a gate 
 The kernel has been run in Triton's interpreter and compiled ahead of time by the tests.
 """
 
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
 from ..linear.code_words import CODES
 from ..linear.small_linear_config import SmallLinearConfig
 from ..linear.small_linear_kernels import block_rows
-from ..linear.tiled_linear import KINDS, SECONDS, weight_constants, words_of
+from ..linear.tiled_linear import KINDS, SECONDS, TileForm, Words
 from ..linear.tiled_linear_kernels import tiled_sums
 from ..linear.weight_tiles import TileLayout, WeightTiles, dequantised
 from ..native.early_start import early_start_options, wait_and_trigger
@@ -23,6 +23,28 @@ from ..native.signature import AnyElement, Int32, Written
 from .expert_linear import GATES, expert_of_program, gate_times_up, write_products
 
 
+class _Sizes(NamedTuple):
+    """Of a product: features, columns with and without padding, stride, and what the gate takes."""
+
+    width: int
+    depth: int
+    columns: int
+    x_stride: int
+    alpha: float
+    limit: float
+
+
+class _Form(NamedTuple):
+    """How a product is dealt out, and its gate."""
+
+    GATE: str
+    BLOCK_E: int
+    BLOCK_M: int
+    BLOCK_N: int
+    STAGES: int
+    EVEN_K: bool
+
+
 # One program multiplies BLOCK_M pairs of one expert with BLOCK_N rows of its weight, with a gate half of them the
 # gate's. It reads their words and scales once, and its pairs' rows of x, which the L2 cache holds. The grid is that of
 # `expert_linear`.
@@ -30,44 +52,26 @@ from .expert_linear import GATES, expert_of_program, gate_times_up, write_produc
 def tiled_expert_linear_kernel(
     out,
     x,
-    words,
-    high,
-    scales,
-    seconds,
+    weight,
     bias,
     order,
     offsets,
     experts,
     slots,
-    width,
-    depth,
-    columns,
-    x_stride,
-    alpha,
-    limit,
-    ASSEMBLY: tl.constexpr,
-    PER_WORD: tl.constexpr,
-    PER_HIGH: tl.constexpr,
-    SPAN: tl.constexpr,
-    GROUP: tl.constexpr,
-    SCALES: tl.constexpr,
-    SECONDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SECOND_WORDS: tl.constexpr,
-    GATE: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    EVEN_K: tl.constexpr,
+    sizes,
+    WEIGHT: tl.constexpr,
+    FORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Multiply on the tensor cores."""
     if PDL:
         wait_and_trigger()
+    BLOCK_M: tl.constexpr = FORM.BLOCK_M
+    BLOCK_N: tl.constexpr = FORM.BLOCK_N
+    GATE: tl.constexpr = FORM.GATE
+    width = sizes.width
     HALVES: tl.constexpr = 1 if GATE == "none" else 2
-    expert, tile = expert_of_program(offsets, experts, BLOCK_E, BLOCK_M)
+    expert, tile = expert_of_program(offsets, experts, FORM.BLOCK_E, BLOCK_M)
     if expert >= experts:
         return
     m = tl.load(offsets + expert) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -75,18 +79,17 @@ def tiled_expert_linear_kernel(
     pair = tl.load(order + m, mask=there, other=0)
     block = tl.program_id(1)
     row = expert * width * HALVES + block_rows(block, width, BLOCK_N, GATE != "none")
-    x_rows = x + (pair // slots).to(tl.int64)[:, None] * x_stride + tl.arange(0, SPAN)[None, :]
+    x_rows = x + (pair // slots).to(tl.int64)[:, None] * sizes.x_stride + tl.arange(0, WEIGHT.SPAN)[None, :]
     acc, _ = tiled_sums(
-        x_rows, None, there[:, None], words, high, scales, seconds, row, experts * width * HALVES, 0, columns, depth,
-        ASSEMBLY, PER_WORD, PER_HIGH, SPAN, GROUP, SCALES, SECONDS, SCALE_WORDS, SECOND_WORDS, BLOCK_M, BLOCK_N,
-        BLOCK_K, STAGES, 1.0, EVEN_K,
+        x_rows, None, there[:, None], weight, row, experts * width * HALVES, 0, sizes.columns, sizes.depth, WEIGHT,
+        BLOCK_M, BLOCK_N, FORM.STAGES, 1.0, FORM.EVEN_K,
     )  # fmt: skip
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
     n = block * (BLOCK_N // HALVES) + tl.arange(0, BLOCK_N // HALVES)
     if GATE != "none":
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, BLOCK_N // 2, BLOCK_M)), (1, 2, 0)))
-        acc = gate_times_up(gate, up, alpha, limit, GATE)
+        acc = gate_times_up(gate, up, sizes.alpha, sizes.limit, GATE)
     place = out + pair.to(tl.int64)[None, :] * width + n[:, None]
     tl.store(place, acc.to(out.dtype.element_ty), mask=there[None, :] & (n < width)[:, None])
 
@@ -119,20 +122,15 @@ def tiled_expert_linear_triton(
     experts = offsets.shape[0] - 1
     tiles, _, span = words.shape
     columns = tiles * CODES[code].per_word * span
-    in_words, more = words_of(scales), None if seconds is None else words_of(seconds)
+    weight = Words.of(words, high, scales, seconds)
     most_tiles = pairs // block_m + min(pairs, experts)
     blocks = triton.cdiv(width, block_n if gate == "none" else block_n // 2)
     tiled_expert_linear_kernel[(most_tiles, blocks)](
-        out, x, words, high, in_words, more, bias, order, offsets, experts, slots, width, depth, columns, x.stride(0),
-        alpha, limit,
-        GATE=gate,
-        BLOCK_E=triton.next_power_of_2(experts),
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        STAGES=num_stages,
-        EVEN_K=depth == columns,
+        out, x, weight, bias, order, offsets, experts, slots,
+        _Sizes(width, depth, columns, x.stride(0), alpha, limit),
+        WEIGHT=TileForm.of(code, second_kind, group, step, scales, weight, x),
+        FORM=_Form(gate, triton.next_power_of_2(experts), block_m, block_n, num_stages, depth == columns),
         num_warps=num_warps,
-        **weight_constants(code, second_kind, group, step, span, scales, seconds, x),
         **early_start_options(out.device),
     )  # fmt: skip
 

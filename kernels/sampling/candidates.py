@@ -31,20 +31,7 @@ def bin_begin(bins):
 
 
 @triton.jit
-def candidate_window(
-    sketch,
-    block_max,
-    block_sum,
-    temperature,
-    largest,
-    k,
-    share,
-    by_count,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    BINS: tl.constexpr,
-):
+def candidate_window(sketch, block_max, block_sum, temperature, largest, k, share, by_count, FORM: tl.constexpr):
     """The least and the largest logit that the threshold of a row lies among; what is larger is kept.
 
     A token 25 below the largest logit has weight 0, and is no candidate whatever k is.
@@ -59,20 +46,20 @@ def candidate_window(
         share: of all weight that is needed, in [0, 1).
         by_count: whether tokens are needed, and not weight.
     """
-    places = tl.arange(0, BLOCKS_PADDED * BINS)
-    bins, blocks = places % BINS, places // BINS
-    counts = tl.load(sketch + places, mask=blocks < BLOCKS, other=0).to(tl.float32)
-    maxima = tl.load(block_max + blocks, mask=blocks < BLOCKS, other=float("-inf"))
+    places = tl.arange(0, FORM.BLOCKS_PADDED * FORM.BINS)
+    bins, blocks = places % FORM.BINS, places // FORM.BINS
+    counts = tl.load(sketch + places, mask=blocks < FORM.BLOCKS, other=0).to(tl.float32)
+    maxima = tl.load(block_max + blocks, mask=blocks < FORM.BLOCKS, other=float("-inf"))
     apart = largest - tl.div_rn(maxima, temperature)
     nearest, farthest = apart + bin_begin(bins), apart + bin_begin(bins + 1)
     at_most = counts * tl.where(by_count, 1.0, tl.exp(-nearest))
     at_least = counts * tl.where(by_count, 1.0, tl.exp(-farthest))
-    each = tl.arange(0, BLOCKS_PADDED)
-    block_largest = tl.load(block_max + each, mask=each < BLOCKS, other=float("-inf"))
-    sums = tl.load(block_sum + each, mask=each < BLOCKS, other=0.0)
+    each = tl.arange(0, FORM.BLOCKS_PADDED)
+    block_largest = tl.load(block_max + each, mask=each < FORM.BLOCKS, other=float("-inf"))
+    sums = tl.load(block_sum + each, mask=each < FORM.BLOCKS, other=0.0)
     total = tl.sum(tl.exp(tl.div_rn(block_largest, temperature) - largest) * sums, axis=0)
     light = (1.0 - share) * total  # what may be left out; a weight is a whole number of 2^-36
-    few = BLOCKS * BLOCK - k + 0.5  # what is behind the vocabulary lies in the last bin
+    few = FORM.BLOCKS * FORM.BLOCK - k + 0.5  # what is behind the vocabulary lies in the last bin
     rest = tl.where(by_count, few, light * 0.9999 - total * 4e-6)
     rest_above = tl.where(by_count, few, light * 1.0001 + total * 4e-6)
     far, too_near = 200, -1  # in eighths: what is farther is surely little enough; it may be too much
@@ -103,9 +90,7 @@ def take_blocks(
     lowest_weight,
     is_filtered,
     by_count,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Add up a program's blocks of a row by the window [least, most], and append its candidates to the row's list.
 
@@ -113,8 +98,8 @@ def take_blocks(
     `lowest_weight`; and of filtered rows how many are above (or what they weigh), and the weights of the candidates and
     of all.
     """
-    for block in range(tl.program_id(1), BLOCKS, tl.num_programs(1)):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
+    for block in range(tl.program_id(1), FORM.BLOCKS, tl.num_programs(1)):
+        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf"))
         weights = weights_of(values, largest)
         above = values > most
@@ -122,13 +107,13 @@ def take_blocks(
         if is_filtered:
             measures = tl.where(by_count, 1, weights)
             between = (values >= least) & (values <= most)
-            tl.store(sums + BLOCKS + block, tl.sum(tl.where(above, measures, 0), axis=0))
-            tl.store(sums + 2 * BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
-            tl.store(sums + 3 * BLOCKS + block, tl.sum(weights, axis=0))
+            tl.store(sums + FORM.BLOCKS + block, tl.sum(tl.where(above, measures, 0), axis=0))
+            tl.store(sums + 2 * FORM.BLOCKS + block, tl.sum(tl.where(between, weights, 0), axis=0))
+            tl.store(sums + 3 * FORM.BLOCKS + block, tl.sum(weights, axis=0))
             picked = between.to(tl.int32)
             count = tl.sum(picked, axis=0)
             if count > 0:
                 places = tl.atomic_add(candidate_count, count, sem="relaxed") + tl.cumsum(picked, axis=0) - 1
-                kept = between & (places < CAPACITY)
+                kept = between & (places < FORM.CAPACITY)
                 tl.store(candidates + places, values, mask=kept)
                 tl.store(candidate_ids + places, columns, mask=kept)

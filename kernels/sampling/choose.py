@@ -1,29 +1,32 @@
 """The second of the sampler's two launches: the token of each row, and with it the batch's advance."""
 
+from typing import Any, NamedTuple
+
 from torch import Tensor
 
-from ..model.advance import AdvanceState, advance_options, advance_row, end_step, row_before
+from ..model.advance import AdvanceState, advance_row, end_step, row_before
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
-from .candidates import SKETCH_BINS, candidate_window, take_blocks
+from .candidates import candidate_window, take_blocks
 from .draw_token import draw_token
-from .follow_automata import Guides, follow_row, guide_options
+from .follow_automata import Guides, follow_row
 from .logprobs import row_logprobs
 from .philox import uniform_bits_of
-from .sampler_memory import SamplerMemory
-from .sampling_slots import (
-    DEAD_TOKEN,
-    FLAG_SAMPLE,
-    TOO_COLD,
-    WITHOUT_FINITE,
-    WITHOUT_NUMBERS,
-    LogprobOutputs,
-    SamplingSlots,
-)
+from .sampler_memory import SamplerForm, SamplerMemory, SamplerSizes
+from .sampling_slots import CONSTANTS, LogprobOutputs, SamplingSlots
 
-_LIST_BLOCK = 1024  # candidates that are looked at together
-_PARTS = 8  # of a block, of which one is looked at for the token
 PROGRAMS = 128  # that share the rows of a batch: what a large GPU runs at once
+
+
+class Wish(NamedTuple):
+    """What a row asks of a draw, and where it stands."""
+
+    temperature: Any
+    k: Any
+    share: Any
+    minimum: Any
+    seed: Any
+    position: Any
 
 
 @triton.jit
@@ -34,6 +37,71 @@ def count_row(counter, goes_on):
     return counts.to(tl.int32), (counts >> 32).to(tl.int32)
 
 
+@triton.jit
+def _drawn_token(row, wish, top, memory, sizes, FORM: tl.constexpr):
+    """Add up a program's blocks of a row, and return whether it was the last to do so, and then the row's token."""
+    wide_row = row.to(tl.int64)
+    line = memory.scaled + wide_row * sizes.scaled_stride
+    row_sums = memory.sums + wide_row * (4 * FORM.BLOCKS)
+    ids = memory.candidate_ids + wide_row * FORM.CAPACITY
+    lowest_weight = tl.maximum((wish.minimum * 68719476736.0).to(tl.int64), 1)
+    lowest_weight = tl.where(wish.minimum > 0.0, lowest_weight, 1)
+    by_count = (wish.k > 0) & (wish.k < sizes.vocab)
+    is_filtered = by_count | (wish.share < 1.0)
+    least = tl.full([], float("inf"), dtype=tl.float32)
+    most = tl.full([], float("-inf"), dtype=tl.float32)
+    if is_filtered:
+        least, most = candidate_window(
+            memory.sketch + wide_row * (FORM.BLOCKS * FORM.BINS),
+            memory.block_max + row * FORM.BLOCKS,
+            memory.block_sum + row * FORM.BLOCKS,
+            wish.temperature,
+            top,
+            wish.k,
+            wish.share,
+            by_count,
+            FORM,
+        )
+        if by_count & (wish.share < 1.0):
+            most = top  # top-p weighs all that top-k keeps
+    take_blocks(
+        row_sums,
+        line + FORM.BLOCKS * FORM.BLOCK,
+        ids,
+        memory.counters + 2 * row + 1,
+        line,
+        sizes.vocab,
+        top,
+        least,
+        most,
+        lowest_weight,
+        is_filtered,
+        by_count,
+        FORM,
+    )
+    tl.debug_barrier()  # all threads have written before one of them says so
+    is_last = tl.atomic_add(memory.counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
+    token = tl.full([], 0, dtype=tl.int32)
+    if is_last:
+        token = draw_token(
+            row_sums,
+            line,
+            ids,
+            tl.load(memory.counters + 2 * row + 1, cache_modifier=".cg"),
+            sizes.vocab,
+            top,
+            least,
+            most,
+            wish.k,
+            wish.share,
+            lowest_weight,
+            uniform_bits_of(wish.seed, wish.position),
+            FORM,
+        )
+        token = tl.minimum(token, sizes.vocab - 1)
+    return is_last, token
+
+
 # Some programs share a row that draws; each adds up its blocks of the row's scaled logits, which are in L2, and the
 # last one to arrive looks at the candidates, and then at one block for the token. Of a row that does not draw the first
 # one reduces the blocks' maxima. Whoever has the token makes the row's log-probabilities, advances the row and takes it
@@ -41,361 +109,100 @@ def count_row(counter, goes_on):
 # stands was written before the launch before this one, and is read before the wait.
 @triton.jit
 def _choose_kernel(
-    block_max,
-    block_id,
-    block_sum,
-    own_max,
-    own_sum,
-    sketch,
-    scaled,
-    candidate_ids,
-    sums,
-    counters,
-    logits,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    vocab,
-    logits_stride,
-    scaled_stride,
+    memory,
     sampled,
-    automaton_state,
-    next_mask,
-    automaton,
-    automaton_classes,
-    automaton_next,
-    automaton_masks,
-    automaton_ends,
-    tokens,
-    pre_step_seqlens,
-    finished,
-    step_index,
-    running,
-    ring_tokens,
-    token_counts,
-    ring_logprob,
-    ring_rank,
-    ring_top_logprobs,
-    ring_top_ids,
-    recent_tokens,
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
+    logits,
     live_rows,
-    sampling_flags,
-    stop_ids,
-    min_position,
-    last_position,
-    num_logprobs,
-    ring_length,
-    ring_rows,
-    counts_stride,
-    ADVANCE: tl.constexpr,
-    FOLLOW: tl.constexpr,
-    WITH_LOGPROBS: tl.constexpr,
-    SAMPLE_FLAG: tl.constexpr,
-    LOGPROBS_FLAG: tl.constexpr,
-    DEAD: tl.constexpr,
-    NUMBERS_MISS: tl.constexpr,
-    FINITE_MISS: tl.constexpr,
-    COLD: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-    LIST_BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
+    slots,
+    state,
+    outputs,
+    guides,
+    sizes,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
     PDL: tl.constexpr,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    LOGPROBS: tl.constexpr,
-    RING_ROWS: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-    TOPS: tl.constexpr,
-    TOPS_PADDED: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    RECENT: tl.constexpr,
-    MASK_WORDS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    ACCEPTS_BIT: tl.constexpr,
-    COMPLETES_BIT: tl.constexpr,
-    BITS: tl.constexpr,
-    MASK_BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    wide_row = row.to(tl.int64)
     rows = tl.num_programs(0)
     is_live = row < tl.load(live_rows)
-    flags = tl.where(is_live, tl.load(sampling_flags + row), 0)
-    warmth = tl.load(temperature + row)
-    k = tl.load(top_k + row)
-    share = tl.load(top_p + row)
-    minimum = tl.load(min_p + row)
-    own_seed = tl.load(seed + row)
-    position, was_finished, step, stops, first_stop, last, wanted = row_before(
-        row,
-        pre_step_seqlens,
-        finished,
-        step_index,
-        stop_ids,
-        min_position,
-        last_position,
-        num_logprobs,
-        STOPS,
-        STOPS_PADDED,
-    )
-    state = -1
-    which = 0
-    if FOLLOW:
-        state = tl.load(automaton_state + row)
-        which = tl.load(automaton + row)
+    flags = tl.where(is_live, tl.load(slots.sampling_flags + row), 0)
+    warmth = tl.load(slots.temperature + row)
+    k = tl.load(slots.top_k + row)
+    share = tl.load(slots.top_p + row)
+    minimum = tl.load(slots.min_p + row)
+    seed = tl.load(slots.seed + row)
+    before = row_before(row, slots, state, FORM)
+    automaton_state = -1
+    automaton = 0
+    if FORM.FOLLOW:
+        automaton_state = tl.load(guides.automaton_state + row)
+        automaton = tl.load(guides.automaton + row)
     if PDL:
         wait_and_trigger()
     is_last = tl.program_id(1) == 0
-    token = tl.full([], DEAD, dtype=tl.int32)
-    draws = is_live & ((flags & SAMPLE_FLAG) != 0)
+    token = tl.full([], K.DEAD_TOKEN, dtype=tl.int32)
+    draws = is_live & ((flags & K.FLAG_SAMPLE) != 0)
     if draws | (is_live & is_last):
-        blocks = tl.arange(0, BLOCKS_PADDED)
-        maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
-        ids = tl.load(block_id + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=2147483647)
+        blocks = tl.arange(0, FORM.BLOCKS_PADDED)
+        is_block = blocks < FORM.BLOCKS
+        maxima = tl.load(memory.block_max + row * FORM.BLOCKS + blocks, mask=is_block, other=float("-inf"))
+        ids = tl.load(memory.block_id + row * FORM.BLOCKS + blocks, mask=is_block, other=2147483647)
         largest = tl.max(maxima, axis=0)
-        code = tl.where(largest == float("inf"), NUMBERS_MISS, 0)
-        code = tl.where(largest == float("-inf"), FINITE_MISS, code)
+        code = tl.where(largest == float("inf"), K.WITHOUT_NUMBERS, 0)
+        code = tl.where(largest == float("-inf"), K.WITHOUT_FINITE, code)
         warmth = tl.where(draws, warmth, 1.0)
         top = tl.div_rn(largest, warmth)
-        code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), COLD, code)
+        code = tl.where(draws & (code == 0) & ~(tl.abs(top) < float("inf")), K.TOO_COLD, code)
         token = code.to(tl.int32)
         if draws & (code == 0):
-            line = scaled + wide_row * scaled_stride
-            row_sums = sums + wide_row * (4 * BLOCKS)
-            lowest_weight = tl.maximum((minimum * 68719476736.0).to(tl.int64), 1)
-            lowest_weight = tl.where(minimum > 0.0, lowest_weight, 1)
-            by_count = (k > 0) & (k < vocab)
-            is_filtered = by_count | (share < 1.0)
-            least = tl.full([], float("inf"), dtype=tl.float32)
-            most = tl.full([], float("-inf"), dtype=tl.float32)
-            if is_filtered:
-                least, most = candidate_window(
-                    sketch + wide_row * (BLOCKS * BINS),
-                    block_max + row * BLOCKS,
-                    block_sum + row * BLOCKS,
-                    warmth,
-                    top,
-                    k,
-                    share,
-                    by_count,
-                    BLOCK,
-                    BLOCKS,
-                    BLOCKS_PADDED,
-                    BINS,
-                )
-                if by_count & (share < 1.0):
-                    most = top  # top-p weighs all that top-k keeps
-            take_blocks(
-                row_sums,
-                line + BLOCKS * BLOCK,
-                candidate_ids + wide_row * CAPACITY,
-                counters + 2 * row + 1,
-                line,
-                vocab,
-                top,
-                least,
-                most,
-                lowest_weight,
-                is_filtered,
-                by_count,
-                CAPACITY,
-                BLOCK,
-                BLOCKS,
-            )
-            tl.debug_barrier()  # all threads have written before one of them says so
-            is_last = tl.atomic_add(counters + 2 * row, 1, sem="acq_rel") == tl.num_programs(1) - 1
-            if is_last:
-                token = draw_token(
-                    row_sums,
-                    line,
-                    candidate_ids + wide_row * CAPACITY,
-                    tl.load(counters + 2 * row + 1, cache_modifier=".cg"),
-                    vocab,
-                    top,
-                    least,
-                    most,
-                    k,
-                    share,
-                    lowest_weight,
-                    uniform_bits_of(own_seed, position),
-                    CAPACITY,
-                    BLOCK,
-                    BLOCKS,
-                    BLOCKS_PADDED,
-                    LIST_BLOCK,
-                    PARTS,
-                )
-                token = tl.minimum(token, vocab - 1)
+            wish = Wish(warmth, k, share, minimum, seed, before.position)
+            is_last, token = _drawn_token(row, wish, top, memory, sizes, FORM)
         elif code == 0:
             token = tl.min(tl.where(maxima == largest, ids, 2147483647), axis=0)
-            token = tl.minimum(token, vocab - 1)
+            token = tl.minimum(token, sizes.vocab - 1)
     if is_last:
         tl.store(sampled + row, token.to(tl.int64))
-        if WITH_LOGPROBS:  # noqa: SIM102 - decided at compile time
-            if (flags & LOGPROBS_FLAG) != 0:
-                row_logprobs(
-                    sampled_logprob,
-                    sampled_rank,
-                    top_logprobs,
-                    top_ids,
-                    own_max,
-                    own_sum,
-                    logits + wide_row * logits_stride,
-                    row,
-                    token,
-                    wanted,
-                    vocab,
-                    TOPS,
-                    BLOCK,
-                    BLOCKS,
-                    BLOCKS_PADDED,
+        if (flags & K.FLAG_LOGPROBS) != 0:
+            line = logits + row.to(tl.int64) * sizes.logits_stride
+            row_logprobs(outputs, memory.own_max, memory.own_sum, line, row, token, before.wanted, sizes.vocab, FORM)
+            tl.debug_barrier()  # all of it is there before it is copied
+        goes_on = advance_row(row, token.to(tl.int64), is_live, flags, before, state, outputs, sizes, FORM, K)
+        if FORM.FOLLOW:  # noqa: SIM102 - decided at compile time
+            if goes_on & (automaton_state >= 0):
+                goes_on = follow_row(
+                    row, token, automaton_state, automaton, before.stops, guides, state.finished, sizes.vocab, FORM, K
                 )
-                tl.debug_barrier()  # all of it is there before it is copied
-        if ADVANCE:
-            goes_on = advance_row(
-                row,
-                token.to(tl.int64),
-                is_live,
-                flags,
-                position,
-                was_finished,
-                step,
-                stops,
-                first_stop,
-                last,
-                wanted,
-                tokens,
-                pre_step_seqlens,
-                finished,
-                ring_tokens,
-                token_counts,
-                ring_logprob,
-                ring_rank,
-                ring_top_logprobs,
-                ring_top_ids,
-                recent_tokens,
-                sampled_logprob,
-                sampled_rank,
-                top_logprobs,
-                top_ids,
-                ring_length,
-                ring_rows,
-                counts_stride,
-                PENALTIES,
-                PENALTIES_FLAG,
-                LOGPROBS,
-                LOGPROBS_FLAG,
-                TOPS,
-                TOPS_PADDED,
-                BAD_WORDS,
-                BAD_WORDS_FLAG,
-                RECENT,
-            )
-            if FOLLOW:  # noqa: SIM102 - decided at compile time
-                if goes_on & (state >= 0):
-                    goes_on = follow_row(
-                        row,
-                        token,
-                        state,
-                        which,
-                        stops,
-                        automaton_state,
-                        next_mask,
-                        finished,
-                        automaton_classes,
-                        automaton_next,
-                        automaton_masks,
-                        automaton_ends,
-                        vocab,
-                        MASK_WORDS,
-                        CLASSES,
-                        ACCEPTS_BIT,
-                        COMPLETES_BIT,
-                        BITS,
-                        MASK_BLOCK,
-                    )
-            done, going_on = count_row(counters + 2 * rows, goes_on)
-            if done == rows:
-                end_step(step, going_on, rows, step_index, running, ring_tokens, ring_length, ring_rows, RING_ROWS)
+        done, going_on = count_row(memory.counters + 2 * rows, goes_on)
+        if done == rows:
+            end_step(before.step, going_on, rows, state, sizes, FORM)
 
 
 def launch_choose(
     memory: SamplerMemory,
     sampled: Tensor,
     logits: Tensor,
-    positions: Tensor,
     live_rows: Tensor,
     slots: SamplingSlots,
-    logprobs: LogprobOutputs | None,
-    state: AdvanceState | None,
-    guides: Guides | None = None,
+    state: AdvanceState,
+    outputs: LogprobOutputs,
+    guides: Guides | None,
+    sizes: SamplerSizes,
+    form: SamplerForm,
 ) -> None:
-    """Launch the kernel; see `sample_and_advance`.
-
-    Args:
-        memory: what `launch_block_max` wrote.
-        sampled: int64 [b].
-        logits: [b, vocab].
-        positions: int32 [b].
-        live_rows: int32 [1].
-        slots: of the rows.
-        logprobs: written for rows that want them; None: for no row.
-        state: advanced; None: nothing is.
-        guides: followed where a state is advanced; None: no row has one.
-    """
-    rows, vocab = logits.shape
-    blocks = memory.blocks
-    options = advance_options(state, live_rows, slots, logprobs) | guide_options(guides)
-    # what nobody advances is not written: any tensor of the type will do
-    options |= {} if state else {"pre_step_seqlens": positions, "finished": positions, "step_index": slots.seed}
-    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), blocks))](
-        memory.block_max,
-        memory.block_id,
-        memory.block_sum,
-        memory.own_max,
-        memory.own_sum,
-        memory.sketch,
-        memory.scaled,
-        memory.candidate_ids,
-        memory.sums,
-        memory.counters,
-        logits,
-        slots.temperature,
-        slots.top_k,
-        slots.top_p,
-        slots.min_p,
-        slots.seed,
-        vocab,
-        logits.stride(0),
-        memory.scaled.stride(0),
+    """Launch the kernel behind `launch_block_max`; see `sample_and_advance`."""
+    rows = logits.shape[0]
+    _choose_kernel[(rows, min(max(PROGRAMS // rows, 1), form.BLOCKS))](
+        memory,
         sampled,
-        ADVANCE=state is not None,
-        WITH_LOGPROBS=logprobs is not None,
-        SAMPLE_FLAG=FLAG_SAMPLE,
-        DEAD=DEAD_TOKEN,
-        NUMBERS_MISS=WITHOUT_NUMBERS,
-        FINITE_MISS=WITHOUT_FINITE,
-        COLD=TOO_COLD,
-        CAPACITY=memory.capacity,
-        BINS=SKETCH_BINS,
-        BLOCK=memory.block,
-        BLOCKS=blocks,
-        BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        LIST_BLOCK=min(_LIST_BLOCK, memory.block),
-        PARTS=_PARTS,
+        logits,
+        live_rows,
+        slots,
+        state,
+        outputs,
+        guides,
+        sizes,
+        FORM=form,
+        K=CONSTANTS,
         num_warps=16,
-        **options,
         **early_start_options(logits.device),
     )

@@ -6,20 +6,14 @@ that a table is small whatever the vocabulary. Many automata lie behind one anot
 line of these.
 """
 
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from typing import NamedTuple
 
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .sampling_slots import MASK_BITS
+from .sampling_slots import ACCEPTS, COMPLETES, CONSTANTS, MASK_BITS
 
-# Bits of `automaton_ends`.
-ACCEPTS = 1  # the answer may end here
-COMPLETES = 2  # nothing can follow
 NO_AUTOMATON = -1  # the state of a row that follows none
-_BLOCK = 8192  # words of a mask that are copied at once: those of 262,144 tokens
 
 
 class AutomatonRows(NamedTuple):
@@ -82,27 +76,7 @@ class Guides(NamedTuple):
 
 
 @triton.jit
-def follow_row(
-    row,
-    token,
-    state,
-    automaton,
-    stops,
-    automaton_state,
-    token_mask,
-    finished,
-    automaton_classes,
-    automaton_next,
-    automaton_masks,
-    automaton_ends,
-    vocab,
-    MASK_WORDS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    ACCEPTS_BIT: tl.constexpr,
-    COMPLETES_BIT: tl.constexpr,
-    BITS: tl.constexpr,
-    MASK_BLOCK: tl.constexpr,
-):
+def follow_row(row, token, state, automaton, stops, guides, finished, vocab, FORM: tl.constexpr, K: tl.constexpr):
     """Take a token into the automaton of a row that goes on, and return whether it still does.
 
     It reads the token's class, its line and a mask of vocab / 8 bytes, and writes the mask.
@@ -110,133 +84,30 @@ def follow_row(
     Args:
         stops: int32, the row's stop ids, -1 where there is none.
     """
-    kind = tl.load(automaton_classes + automaton.to(tl.int64) * vocab + token)
-    line = tl.load(automaton_next + state.to(tl.int64) * CLASSES + kind)
-    from_line = automaton_masks + tl.maximum(line, 0).to(tl.int64) * MASK_WORDS
-    ends = tl.load(automaton_ends + tl.maximum(line, 0))
-    goes_on = (line >= 0) & ((ends & COMPLETES_BIT) == 0)
+    kind = tl.load(guides.automaton_classes + automaton.to(tl.int64) * vocab + token)
+    line = tl.load(guides.automaton_next + state.to(tl.int64) * FORM.CLASSES + kind)
+    from_line = guides.automaton_masks + tl.maximum(line, 0).to(tl.int64) * FORM.MASK_WORDS
+    ends = tl.load(guides.automaton_ends + tl.maximum(line, 0))
+    goes_on = (line >= 0) & ((ends & K.COMPLETES) == 0)
     if goes_on:
-        tl.store(automaton_state + row, line)
-        mask_of_row = token_mask + row.to(tl.int64) * MASK_WORDS
-        for first in range(0, MASK_WORDS, MASK_BLOCK):
-            words = first + tl.arange(0, MASK_BLOCK)
-            inside = words < MASK_WORDS
+        tl.store(guides.automaton_state + row, line)
+        mask_of_row = guides.next_mask + row.to(tl.int64) * FORM.MASK_WORDS
+        for first in range(0, FORM.MASK_WORDS, FORM.MASK_BLOCK):
+            words = first + tl.arange(0, FORM.MASK_BLOCK)
+            inside = words < FORM.MASK_WORDS
             tl.store(mask_of_row + words, tl.load(from_line + words, mask=inside, other=0), mask=inside)
-        if (ends & ACCEPTS_BIT) != 0:
+        if (ends & K.ACCEPTS) != 0:
             tl.debug_barrier()  # all words are there before bits of them are set
-            is_stop = (stops >= 0) & (stops < MASK_WORDS * BITS)
-            tl.atomic_or(mask_of_row + stops // BITS, 1 << (stops % BITS), mask=is_stop, sem="relaxed")
+            is_stop = (stops >= 0) & (stops < FORM.MASK_WORDS * K.MASK_BITS)
+            tl.atomic_or(mask_of_row + stops // K.MASK_BITS, 1 << (stops % K.MASK_BITS), mask=is_stop, sem="relaxed")
     else:
         tl.store(finished + row, 1)
     return goes_on
 
 
-# One program follows one row.
-@triton.jit
-def _follow_automata_kernel(
-    automaton_state,
-    token_mask,
-    finished,
-    running,
-    sampled,
-    live_rows,
-    automaton,
-    stop_ids,
-    automaton_classes,
-    automaton_next,
-    automaton_masks,
-    automaton_ends,
-    vocab,
-    MASK_WORDS: tl.constexpr,
-    CLASSES: tl.constexpr,
-    STOPS: tl.constexpr,
-    STOPS_PADDED: tl.constexpr,
-    ACCEPTS_BIT: tl.constexpr,
-    COMPLETES_BIT: tl.constexpr,
-    BITS: tl.constexpr,
-    MASK_BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0)
-    if row < tl.load(live_rows):
-        state = tl.load(automaton_state + row)
-        token = tl.load(sampled + row)
-        if (state >= 0) & (tl.load(finished + row) == 0) & (token >= 0) & (token < vocab):
-            places = tl.arange(0, STOPS_PADDED)
-            stops = tl.load(stop_ids + row.to(tl.int64) * STOPS + places, mask=places < STOPS, other=-1)
-            goes_on = follow_row(
-                row,
-                token,
-                state,
-                tl.load(automaton + row),
-                stops,
-                automaton_state,
-                token_mask,
-                finished,
-                automaton_classes,
-                automaton_next,
-                automaton_masks,
-                automaton_ends,
-                vocab,
-                MASK_WORDS,
-                CLASSES,
-                ACCEPTS_BIT,
-                COMPLETES_BIT,
-                BITS,
-                MASK_BLOCK,
-            )
-            if goes_on == 0:
-                tl.atomic_add(running, -1)
-
-
-def follow_options(tables: AutomatonTables) -> dict[str, int]:
-    """Return the sizes and bits that `follow_row` is given."""
-    words = tables.automaton_masks.shape[1]
-    return {
-        "MASK_WORDS": words,
-        "CLASSES": tables.automaton_next.shape[1],
-        "ACCEPTS_BIT": ACCEPTS,
-        "COMPLETES_BIT": COMPLETES,
-        "BITS": MASK_BITS,
-        "MASK_BLOCK": min(_BLOCK, triton.next_power_of_2(words)),
-    }
-
-
-def guide_options(guides: Guides | None) -> dict[str, Any]:
-    """Return what a kernel that may follow automata is given; without any it has no use for the rest."""
-    if guides is None:
-        nothing = dict.fromkeys(("MASK_WORDS", "CLASSES", "ACCEPTS_BIT", "COMPLETES_BIT", "BITS", "MASK_BLOCK"), 0)
-        return {"FOLLOW": False, **dict.fromkeys(Guides._fields), **nothing}
-    return {"FOLLOW": True, **guides._asdict(), **follow_options(guides.tables)}
-
-
-def follow_automata_triton(
-    rows: AutomatonRows,
-    sampled: Tensor,
-    live_rows: Tensor,
-    automaton: Tensor,
-    stop_ids: Tensor,
-    tables: AutomatonTables,
-) -> None:
-    """Launch the kernel; see `follow_automata`."""
-    _follow_automata_kernel[(sampled.shape[0],)](
-        *rows,
-        sampled,
-        live_rows,
-        automaton,
-        stop_ids,
-        *tables,
-        tables.automaton_classes.shape[1],
-        STOPS=stop_ids.shape[1],
-        STOPS_PADDED=triton.next_power_of_2(stop_ids.shape[1]),
-        num_warps=16,
-        **follow_options(tables),
-    )
-
-
 @operator(
-    triton_version=follow_automata_triton,
     is_compiled=True,
-    constants={"ACCEPTS": ACCEPTS, "COMPLETES": COMPLETES, "MASK_BITS": MASK_BITS},
+    constants=CONSTANTS._asdict(),
 )
 def follow_automata(
     rows: Written[AutomatonRows],

@@ -11,9 +11,7 @@ are always forbidden.
 import numpy as np
 
 from ..native.optional_triton import tl, triton
-from .sampling_slots import BAD_WORD_LENGTH, MASK_BITS, PROMPT_BIT, held_back
-
-COUNT_MASK = PROMPT_BIT - 1
+from .sampling_slots import BAD_WORD_LENGTH, CONSTANTS, MASK_BITS, held_back
 
 
 @triton.jit
@@ -24,87 +22,70 @@ def processed_logits(
     row,
     flags,
     position,
-    repetition_penalty,
-    presence_penalty,
-    frequency_penalty,
-    bias_ids,
-    bias_values,
-    stop_ids,
-    min_position,
-    token_mask,
-    bad_words,
-    token_counts,
+    slots,
+    state,
     counts_stride,
-    recent_tokens,
-    PENALTIES: tl.constexpr,
-    PENALTIES_FLAG: tl.constexpr,
-    BIAS_FLAG: tl.constexpr,
-    STOP_MASK_FLAG: tl.constexpr,
-    TOKEN_MASK_FLAG: tl.constexpr,
-    BAD_WORDS: tl.constexpr,
-    BAD_WORDS_FLAG: tl.constexpr,
-    COUNT_BITS: tl.constexpr,
-    BIASES: tl.constexpr,
-    STOPS: tl.constexpr,
-    MASK_WORDS: tl.constexpr,
-    BITS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
 ):
     """The logits `values` of the vocabulary ids `columns` of a row, after what its flags ask for.
 
     `position` is that of the token to be sampled. A row with no flag costs nothing, and a list what is used of it.
     """
     wide_row = row.to(tl.int64)
-    if (flags & BIAS_FLAG) != 0:
+    if (flags & K.FLAG_BIAS) != 0:
         index = 0
-        biased_id = tl.load(bias_ids + wide_row * BIASES)
-        bias = tl.load(bias_values + wide_row * BIASES)
+        biased_id = tl.load(slots.bias_ids + wide_row * FORM.BIASES)
+        bias = tl.load(slots.bias_values + wide_row * FORM.BIASES)
         while biased_id >= 0:
             values = tl.where(columns == biased_id, values + bias, values)
             index += 1
-            place = wide_row * BIASES + tl.minimum(index, BIASES - 1)
-            biased_id = tl.where(index < BIASES, tl.load(bias_ids + place), -1)
-            bias = tl.load(bias_values + place)
-    if PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
-        if (flags & PENALTIES_FLAG) != 0:
-            counts = tl.load(token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
-            generated = (counts & COUNT_BITS).to(tl.float32)
-            repetition = tl.load(repetition_penalty + row)
-            presence = tl.load(presence_penalty + row)
-            frequency = tl.load(frequency_penalty + row)
+            place = wide_row * FORM.BIASES + tl.minimum(index, FORM.BIASES - 1)
+            biased_id = tl.where(index < FORM.BIASES, tl.load(slots.bias_ids + place), -1)
+            bias = tl.load(slots.bias_values + place)
+    if FORM.PENALTIES:  # noqa: SIM102 - decided at compile time; the other at run time
+        if (flags & K.FLAG_PENALTIES) != 0:
+            counts = tl.load(state.token_counts + wide_row * counts_stride + columns, mask=inside, other=0)
+            generated = (counts & K.COUNT_MASK).to(tl.float32)
+            repetition = tl.load(slots.repetition_penalty + row)
+            presence = tl.load(slots.presence_penalty + row)
+            frequency = tl.load(slots.frequency_penalty + row)
             repeated = tl.where(values > 0, values / repetition, values * repetition)
             values = tl.where(counts != 0, repeated, values)
             values = tl.where(generated > 0, values - (presence + frequency * generated), values)
-    if (flags & STOP_MASK_FLAG) != 0:
+    if (flags & K.FLAG_STOP_MASK) != 0:
         index = 0
-        stop_id = tl.load(stop_ids + wide_row * STOPS)
-        stop_id = tl.where(position < tl.load(min_position + row), stop_id, -1)
+        stop_id = tl.load(slots.stop_ids + wide_row * FORM.STOPS)
+        stop_id = tl.where(position < tl.load(slots.min_position + row), stop_id, -1)
         while stop_id != -1:  # below -1: see `held_back`
             masked = tl.where(stop_id >= 0, stop_id, -2 - stop_id)
             values = tl.where(columns == masked, float("-inf"), values)
             index += 1
-            stop_id = tl.load(stop_ids + wide_row * STOPS + tl.minimum(index, STOPS - 1))
-            stop_id = tl.where(index < STOPS, stop_id, -1)
-    if (flags & TOKEN_MASK_FLAG) != 0:
-        allowed = tl.load(token_mask + wide_row * MASK_WORDS + columns // BITS, mask=inside, other=0)
-        values = tl.where(((allowed >> (columns % BITS)) & 1) != 0, values, float("-inf"))
-    if BAD_WORDS:  # noqa: SIM102 - decided at compile time
-        if (flags & BAD_WORDS_FLAG) != 0:
-            places = tl.arange(0, LENGTH)
+            stop_id = tl.load(slots.stop_ids + wide_row * FORM.STOPS + tl.minimum(index, FORM.STOPS - 1))
+            stop_id = tl.where(index < FORM.STOPS, stop_id, -1)
+    if (flags & K.FLAG_TOKEN_MASK) != 0:
+        allowed = tl.load(slots.token_mask + wide_row * FORM.MASK_WORDS + columns // K.MASK_BITS, mask=inside, other=0)
+        values = tl.where(((allowed >> (columns % K.MASK_BITS)) & 1) != 0, values, float("-inf"))
+    if FORM.BAD_WORDS:  # noqa: SIM102 - decided at compile time
+        if (flags & K.FLAG_BAD_WORDS) != 0:
+            places = tl.arange(0, K.BAD_WORD_LENGTH)
             # what stands where a word's places are, if its last one is `position`; see `advance`
-            past = tl.load(recent_tokens + wide_row * LENGTH + (position + 1 + places) % LENGTH)
-            words = bad_words + wide_row * (WORDS * LENGTH) + places
+            past = tl.load(
+                state.recent_tokens + wide_row * K.BAD_WORD_LENGTH + (position + 1 + places) % K.BAD_WORD_LENGTH
+            )
+            words = slots.bad_words + wide_row * (FORM.WORDS * K.BAD_WORD_LENGTH) + places
             index = 0
             word = tl.load(words)
-            last = tl.max(tl.where(places == LENGTH - 1, word, -1), axis=0)
+            last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
             while last >= 0:
-                differs = (word >= 0) & (word != past) & (places < LENGTH - 1)
+                differs = (word >= 0) & (word != past) & (places < K.BAD_WORD_LENGTH - 1)
                 matches = tl.sum(differs.to(tl.int32), axis=0) == 0
                 values = tl.where(matches & (columns == last), float("-inf"), values)
                 index += 1
-                word = tl.where(index < WORDS, tl.load(words + tl.minimum(index, WORDS - 1) * LENGTH), -1)
-                last = tl.max(tl.where(places == LENGTH - 1, word, -1), axis=0)
+                word = tl.where(
+                    index < FORM.WORDS, tl.load(words + tl.minimum(index, FORM.WORDS - 1) * K.BAD_WORD_LENGTH), -1
+                )
+                last = tl.max(tl.where(places == K.BAD_WORD_LENGTH - 1, word, -1), axis=0)
     return values
 
 
@@ -134,7 +115,7 @@ def apply_penalties(
     """
     seen = np.flatnonzero(counts)
     values = logits[seen]
-    generated = (counts[seen] & COUNT_MASK).astype(np.float32)
+    generated = (counts[seen] & CONSTANTS.COUNT_MASK).astype(np.float32)
     values = np.where(values > 0, values / np.float32(repetition), values * np.float32(repetition))
     values -= np.float32(presence) * (generated > 0) + np.float32(frequency) * generated
     logits[seen] = values

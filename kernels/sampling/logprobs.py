@@ -3,6 +3,8 @@
 `logprob = logit - log(sum(exp(logits)))` in fp32, before temperature, penalties or any filter.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,9 +12,18 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .sampling_slots import FLAG_LOGPROBS, LogprobOutputs
+from .sampling_slots import CONSTANTS, FLAG_LOGPROBS, LogprobOutputs
 
 _BLOCK = 4096
+
+
+class _Form(NamedTuple):
+    """What is compiled for: see `SamplerForm`."""
+
+    TOPS: int
+    BLOCK: int
+    BLOCKS: int
+    BLOCKS_PADDED: int
 
 
 @triton.jit
@@ -24,56 +35,41 @@ def store_block_sums(block_max, block_sum, place, values):
 
 
 @triton.jit
-def row_logprobs(
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
-    block_max,
-    block_sum,
-    line,
-    row,
-    token,
-    wanted,
-    vocab,
-    TOPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
-):
+def row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM: tl.constexpr):
     """Write what `token_logprobs` says of one row, whose logits are at `line` and whose `store_block_sums` were made.
 
     It reads the logits once for the rank, and then takes the likeliest tokens one by one, `wanted` of them, each time
     from the block with the largest remaining logit.
     """
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    maxima = tl.load(block_max + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=float("-inf"))
-    sums = tl.load(block_sum + row * BLOCKS + blocks, mask=blocks < BLOCKS, other=0.0)
+    blocks = tl.arange(0, FORM.BLOCKS_PADDED)
+    maxima = tl.load(block_max + row * FORM.BLOCKS + blocks, mask=blocks < FORM.BLOCKS, other=float("-inf"))
+    sums = tl.load(block_sum + row * FORM.BLOCKS + blocks, mask=blocks < FORM.BLOCKS, other=0.0)
     largest = tl.max(maxima, axis=0)
     total = largest + tl.log(tl.sum(tl.where(maxima > float("-inf"), tl.exp(maxima - largest) * sums, 0.0), axis=0))
     is_token = (token >= 0) & (token < vocab)
     logit = tl.load(line + token, mask=is_token, other=float("-inf")).to(tl.float32)
+    BLOCK: tl.constexpr = FORM.BLOCK
     before = tl.zeros([BLOCK], dtype=tl.int32)
-    for block in tl.range(0, BLOCKS, num_stages=3):
-        columns = block * BLOCK + tl.arange(0, BLOCK)
+    for block in tl.range(0, FORM.BLOCKS, num_stages=3):
+        columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         earlier = (values > logit) | ((values == logit) & (columns < token))
         before += (earlier & (columns < vocab)).to(tl.int32)
-    tl.store(sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
-    tl.store(sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
+    tl.store(outputs.sampled_logprob + row, tl.where(is_token, logit - total, float("-inf")))
+    tl.store(outputs.sampled_rank + row, tl.where(is_token, tl.sum(before, axis=0) + 1, 0))
     last_value = float("inf")
     last_id = -1
-    for place in range(tl.minimum(wanted, TOPS)):
+    for place in range(tl.minimum(wanted, FORM.TOPS)):
         chosen = tl.argmax(maxima, axis=0)
-        columns = chosen * BLOCK + tl.arange(0, BLOCK)
+        columns = chosen * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
         values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
         # What comes after the last token taken: smaller, or as large with a higher id.
         after = (values < last_value) | ((values == last_value) & (columns > last_id))
         values = tl.where(after, values, float("-inf"))
         last_value = tl.max(values, axis=0)
         last_id = tl.min(tl.where(values == last_value, columns, 2147483647), axis=0)
-        tl.store(top_logprobs + row * TOPS + place, last_value - total)
-        tl.store(top_ids + row * TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
+        tl.store(outputs.top_logprobs + row * FORM.TOPS + place, last_value - total)
+        tl.store(outputs.top_ids + row * FORM.TOPS + place, tl.where(last_value > float("-inf"), last_id, -1))
         remaining = tl.where((values == last_value) & (columns <= last_id), float("-inf"), values)
         maxima = tl.where(blocks == chosen, tl.max(remaining, axis=0), maxima)
 
@@ -81,21 +77,13 @@ def row_logprobs(
 # One program reads one block of one row, where the row wants log-probabilities.
 @triton.jit
 def _block_sums_kernel(
-    block_max,
-    block_sum,
-    logits,
-    live_rows,
-    sampling_flags,
-    vocab,
-    logits_stride,
-    LOGPROBS_FLAG: tl.constexpr,
-    BLOCK: tl.constexpr,
+    block_max, block_sum, logits, live_rows, sampling_flags, vocab, logits_stride, FORM: tl.constexpr, K: tl.constexpr
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
     if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
-        if (tl.load(sampling_flags + row) & LOGPROBS_FLAG) != 0:
-            columns = block * BLOCK + tl.arange(0, BLOCK)
+        if (tl.load(sampling_flags + row) & K.FLAG_LOGPROBS) != 0:
+            columns = block * FORM.BLOCK + tl.arange(0, FORM.BLOCK)
             line = logits + row.to(tl.int64) * logits_stride
             values = tl.load(line + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
             store_block_sums(block_max, block_sum, row * tl.num_programs(1) + block, values)
@@ -104,10 +92,7 @@ def _block_sums_kernel(
 # One program per row that wants log-probabilities.
 @triton.jit
 def _row_logprobs_kernel(
-    sampled_logprob,
-    sampled_rank,
-    top_logprobs,
-    top_ids,
+    outputs,
     block_max,
     block_sum,
     logits,
@@ -117,32 +102,15 @@ def _row_logprobs_kernel(
     num_logprobs,
     vocab,
     logits_stride,
-    LOGPROBS_FLAG: tl.constexpr,
-    TOPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCKS_PADDED: tl.constexpr,
+    FORM: tl.constexpr,
+    K: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row < tl.load(live_rows):  # noqa: SIM102 - a dead row's flags are not read
-        if (tl.load(sampling_flags + row) & LOGPROBS_FLAG) != 0:
-            row_logprobs(
-                sampled_logprob,
-                sampled_rank,
-                top_logprobs,
-                top_ids,
-                block_max,
-                block_sum,
-                logits + row.to(tl.int64) * logits_stride,
-                row,
-                tl.load(sampled + row),
-                tl.load(num_logprobs + row),
-                vocab,
-                TOPS,
-                BLOCK,
-                BLOCKS,
-                BLOCKS_PADDED,
-            )
+        if (tl.load(sampling_flags + row) & K.FLAG_LOGPROBS) != 0:
+            line = logits + row.to(tl.int64) * logits_stride
+            token, wanted = tl.load(sampled + row), tl.load(num_logprobs + row)
+            row_logprobs(outputs, block_max, block_sum, line, row, token, wanted, vocab, FORM)
 
 
 def token_logprobs_triton(
@@ -159,36 +127,12 @@ def token_logprobs_triton(
     blocks = triton.cdiv(vocab, block)
     block_max = torch.empty(rows, blocks, dtype=torch.float32, device=logits.device)
     block_sum = torch.empty_like(block_max)
-    stride = logits.stride(0)
-    _block_sums_kernel[(rows, blocks)](
-        block_max,
-        block_sum,
-        logits,
-        live_rows,
-        sampling_flags,
-        vocab,
-        stride,
-        LOGPROBS_FLAG=FLAG_LOGPROBS,
-        BLOCK=block,
-        num_warps=8,
-    )
+    form = _Form(outputs.top_ids.shape[1], block, blocks, triton.next_power_of_2(blocks))
+    asked = (live_rows, sampling_flags)
+    sizes = (vocab, logits.stride(0))
+    _block_sums_kernel[(rows, blocks)](block_max, block_sum, logits, *asked, *sizes, form, CONSTANTS, num_warps=8)
     _row_logprobs_kernel[(rows,)](
-        *outputs,
-        block_max,
-        block_sum,
-        logits,
-        sampled,
-        live_rows,
-        sampling_flags,
-        num_logprobs,
-        vocab,
-        stride,
-        LOGPROBS_FLAG=FLAG_LOGPROBS,
-        TOPS=outputs.top_ids.shape[1],
-        BLOCK=block,
-        BLOCKS=blocks,
-        BLOCKS_PADDED=triton.next_power_of_2(blocks),
-        num_warps=8,
+        outputs, block_max, block_sum, logits, sampled, *asked, num_logprobs, *sizes, form, CONSTANTS, num_warps=8
     )
 
 
@@ -203,7 +147,7 @@ def _is_served(
     return logits.stride(1) == 1
 
 
-@operator(triton_version=token_logprobs_triton, is_compiled=_is_served, constants={"FLAG_LOGPROBS": FLAG_LOGPROBS})
+@operator(triton_version=token_logprobs_triton, is_compiled=_is_served, constants=CONSTANTS._asdict())
 def token_logprobs(
     outputs: Written[LogprobOutputs],
     logits: Tensor,

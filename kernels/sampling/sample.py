@@ -20,10 +20,7 @@ from torch import Tensor
 
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .block_max import launch_block_max
-from .choose import launch_choose
 from .logit_processing import (
-    COUNT_MASK,
     add_bias,
     apply_penalties,
     mask_bad_words,
@@ -32,9 +29,8 @@ from .logit_processing import (
 )
 from .logprobs import token_logprobs
 from .philox import uniform_bits
-from .sampler_memory import SamplerMemory
 from .sampling_slots import (
-    BAD_WORD_LENGTH,
+    CONSTANTS,
     DEAD_TOKEN,
     FLAG_BAD_WORDS,
     FLAG_BIAS,
@@ -43,51 +39,12 @@ from .sampling_slots import (
     FLAG_SAMPLE,
     FLAG_STOP_MASK,
     FLAG_TOKEN_MASK,
-    MASK_BITS,
-    TOO_COLD,
     WITHOUT_FINITE,
     WITHOUT_NUMBERS,
     LogprobOutputs,
     SamplingSlots,
 )
 from .token_filters import sample_row
-
-BLOCK = 4096  # ids of the vocabulary that a program takes at once
-CAPACITY = 16384  # candidates of a row that are listed
-_CONSTANTS = {
-    "DEAD_TOKEN": DEAD_TOKEN,
-    "COUNT_MASK": COUNT_MASK,
-    "FLAG_SAMPLE": FLAG_SAMPLE,
-    "FLAG_LOGPROBS": FLAG_LOGPROBS,
-    "FLAG_PENALTIES": FLAG_PENALTIES,
-    "FLAG_BIAS": FLAG_BIAS,
-    "FLAG_STOP_MASK": FLAG_STOP_MASK,
-    "FLAG_TOKEN_MASK": FLAG_TOKEN_MASK,
-    "FLAG_BAD_WORDS": FLAG_BAD_WORDS,
-    "MASK_BITS": MASK_BITS,
-    "BAD_WORD_LENGTH": BAD_WORD_LENGTH,
-    "WITHOUT_NUMBERS": WITHOUT_NUMBERS,
-    "WITHOUT_FINITE": WITHOUT_FINITE,
-    "TOO_COLD": TOO_COLD,
-}
-
-
-def sample_triton(
-    sampled: Tensor,
-    logits: Tensor,
-    positions: Tensor,
-    live_rows: Tensor,
-    slots: SamplingSlots,
-    token_counts: Tensor | None,
-    recent_tokens: Tensor | None,
-    block: int = BLOCK,
-    capacity: int = CAPACITY,
-) -> None:
-    """Launch the kernels, `block` ids of the vocabulary per program, `capacity` candidates a row; see `sample`."""
-    memory = SamplerMemory.allocate(logits, block, capacity)
-    books = (token_counts, recent_tokens)
-    launch_block_max(memory, logits, positions, live_rows, slots, *books, logprobs=False)
-    launch_choose(memory, sampled, logits, positions, live_rows, slots, None, None)
 
 
 def most_likely(logits: np.ndarray) -> int:
@@ -109,7 +66,7 @@ def _is_served(
     return logits.stride(1) == 1
 
 
-@operator(triton_version=sample_triton, is_compiled=_is_served, constants=_CONSTANTS)
+@operator(is_compiled=_is_served, constants=CONSTANTS._asdict())
 def _sample(
     sampled: Written[Int64],
     logits: Tensor,

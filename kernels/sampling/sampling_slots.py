@@ -34,6 +34,35 @@ FLAG_TOKEN_MASK = 32
 FLAG_BAD_WORDS = 64
 
 
+# Bits of an automaton's `automaton_ends`.
+ACCEPTS = 1  # the answer may end here
+COMPLETES = 2  # nothing can follow
+
+
+class SamplingConstants(NamedTuple):
+    """The numbers above, by the names that they have in kernels, of Triton and in C."""
+
+    ACCEPTS: int = ACCEPTS
+    BAD_WORD_LENGTH: int = BAD_WORD_LENGTH
+    COMPLETES: int = COMPLETES
+    COUNT_MASK: int = PROMPT_BIT - 1
+    DEAD_TOKEN: int = DEAD_TOKEN
+    FLAG_BAD_WORDS: int = FLAG_BAD_WORDS
+    FLAG_BIAS: int = FLAG_BIAS
+    FLAG_LOGPROBS: int = FLAG_LOGPROBS
+    FLAG_PENALTIES: int = FLAG_PENALTIES
+    FLAG_SAMPLE: int = FLAG_SAMPLE
+    FLAG_STOP_MASK: int = FLAG_STOP_MASK
+    FLAG_TOKEN_MASK: int = FLAG_TOKEN_MASK
+    MASK_BITS: int = MASK_BITS
+    TOO_COLD: int = TOO_COLD
+    WITHOUT_FINITE: int = WITHOUT_FINITE
+    WITHOUT_NUMBERS: int = WITHOUT_NUMBERS
+
+
+CONSTANTS = SamplingConstants()
+
+
 class SamplingCapacity(NamedTuple):
     """How much one row may ask for; the memory for it is there from the beginning.
 

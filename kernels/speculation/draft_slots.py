@@ -9,6 +9,28 @@ DRAFT_COLUMNS = 4  # of one step's entry in the ring of drafts:
 VERIFIED, ACCEPTED, FOUND, MATCHED = range(DRAFT_COLUMNS)
 
 
+class DraftConstants(NamedTuple):
+    """The numbers above, by the names that they have in kernels, of Triton and in C."""
+
+    ACCEPTED: int = ACCEPTED
+    DRAFT_COLUMNS: int = DRAFT_COLUMNS
+    FOUND: int = FOUND
+    HELD: int = HELD
+    MATCHED: int = MATCHED
+    VERIFIED: int = VERIFIED
+
+
+CONSTANTS = DraftConstants()
+
+
+class DraftSizes(NamedTuple):
+    """How many drafts a row has at most, how many steps the rings keep, and of how many rows."""
+
+    most: int
+    ring_length: int
+    ring_rows: int
+
+
 class DraftSlots(NamedTuple):
     """The drafts of a batch.
 

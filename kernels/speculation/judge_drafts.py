@@ -10,16 +10,7 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .draft_slots import ACCEPTED, DRAFT_COLUMNS, FOUND, HELD, MATCHED, VERIFIED
-
-_CONSTANTS = {
-    "HELD": HELD,
-    "VERIFIED": VERIFIED,
-    "ACCEPTED": ACCEPTED,
-    "FOUND": FOUND,
-    "MATCHED": MATCHED,
-    "DRAFT_COLUMNS": DRAFT_COLUMNS,
-}
+from .draft_slots import ACCEPTED, CONSTANTS, HELD, VERIFIED, DraftSizes
 
 
 # One program does the whole batch; it reads and writes some 40 bytes a row.
@@ -36,42 +27,37 @@ def _judge_drafts_kernel(
     num_drafts,
     live_rows,
     width,
-    most,
-    ring_length,
-    ring_rows,
+    sizes,
     INDEX: tl.constexpr,
     QUERIES: tl.constexpr,
-    HELD: tl.constexpr,
-    VERIFIED: tl.constexpr,
-    ACCEPTED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     live = rows < tl.load(live_rows)
     step = tl.load(step_index) - 1
-    token = tl.load(ring_tokens + (step % ring_length) * ring_rows + rows, mask=live, other=-1)
+    token = tl.load(ring_tokens + (step % sizes.ring_length) * sizes.ring_rows + rows, mask=live, other=-1)
     given = live & (token != -1)
     found = tl.load(num_drafts + rows, mask=given, other=0)
     verified = tl.minimum(found, QUERIES - 1)
-    entry = ring_drafts + ((step - INDEX) % ring_length) * ring_rows * COLUMNS + rows
+    entry = ring_drafts + ((step - INDEX) % sizes.ring_length) * sizes.ring_rows * K.DRAFT_COLUMNS + rows
     if INDEX == 0:
         judged = given & (found > 0)
         accepted = tl.zeros([ROWS], dtype=tl.int32)
-        tl.store(entry + VERIFIED * ring_rows, verified, mask=live)
+        tl.store(entry + K.VERIFIED * sizes.ring_rows, verified, mask=live)
     else:
         judged = given & (verified > INDEX)
-        accepted = tl.load(entry + ACCEPTED * ring_rows, mask=live, other=0)
-    draft = tl.load(drafts + rows * most + INDEX, mask=judged, other=-1)
+        accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=live, other=0)
+    draft = tl.load(drafts + rows * sizes.most + INDEX, mask=judged, other=-1)
     is_same = judged & (draft.to(tl.int64) == token)
-    tl.store(entry + ACCEPTED * ring_rows, accepted + is_same.to(tl.int32), mask=live)
+    tl.store(entry + K.ACCEPTED * sizes.ring_rows, accepted + is_same.to(tl.int32), mask=live)
     ended = tl.load(finished + rows, mask=live, other=1)
     goes_on = given & (ended == 0)
     position = tl.load(pre_step_seqlens + rows, mask=goes_on, other=0)
     place = history + rows.to(tl.int64) * width + position
     tl.store(place, token.to(tl.int32), mask=goes_on & (position < width))
     still = goes_on & is_same & (verified > INDEX)
-    tl.store(finished + rows, HELD, mask=goes_on & (still == 0))
+    tl.store(finished + rows, K.HELD, mask=goes_on & (still == 0))
     tl.store(active_rows, tl.max(tl.where(still, rows + 1, 0), axis=0))
 
 
@@ -104,21 +90,16 @@ def judge_drafts_triton(
         num_drafts,
         live_rows,
         history.shape[1],
-        drafts.shape[1],
-        ring_length,
-        ring_rows,
+        DraftSizes(drafts.shape[1], ring_length, ring_rows),
         INDEX=index,
         QUERIES=queries,
-        HELD=HELD,
-        VERIFIED=VERIFIED,
-        ACCEPTED=ACCEPTED,
-        COLUMNS=DRAFT_COLUMNS,
+        K=CONSTANTS,
         ROWS=triton.next_power_of_2(ring_rows),
         num_warps=4,
     )
 
 
-@operator(triton_version=judge_drafts_triton, is_compiled=True, constants=_CONSTANTS)
+@operator(triton_version=judge_drafts_triton, is_compiled=True, constants=CONSTANTS._asdict())
 def judge_drafts(
     finished: Written[Int32],
     active_rows: Written[Int32],

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import Int32, Int64, Written
-from .draft_slots import ACCEPTED, DRAFT_COLUMNS, FOUND, HELD, MATCHED, VERIFIED, DraftSlots
+from .draft_slots import ACCEPTED, CONSTANTS, FOUND, HELD, MATCHED, VERIFIED, DraftSizes, DraftSlots
 
 
 # One program does the whole batch; it reads and writes some 50 bytes a row.
@@ -20,49 +20,41 @@ def _settle_drafts_kernel(
     running,
     step_entries,
     ring_drafts,
-    drafts,
-    num_drafts,
-    match_lengths,
-    draft_limit,
+    slots,
     pre_step_seqlens,
     last_position,
     step_index,
     live_rows,
-    most,
-    ring_length,
-    ring_rows,
+    sizes,
     queries,
     ADAPTS: tl.constexpr,
-    HELD: tl.constexpr,
-    VERIFIED: tl.constexpr,
-    ACCEPTED: tl.constexpr,
-    FOUND: tl.constexpr,
-    MATCHED: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    K: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     live = rows < tl.load(live_rows)
     ended = tl.load(finished + rows, mask=live, other=1)
-    ended = tl.where(ended == HELD, 0, ended)
+    ended = tl.where(ended == K.HELD, 0, ended)
     goes_on = live & (ended == 0)
     tl.store(finished + rows, ended, mask=live)
-    entry = ring_drafts + ((tl.load(step_index) - queries) % ring_length) * ring_rows * COLUMNS + rows
-    limit = tl.load(draft_limit + rows, mask=goes_on, other=0)
+    entry = (
+        ring_drafts + ((tl.load(step_index) - queries) % sizes.ring_length) * sizes.ring_rows * K.DRAFT_COLUMNS + rows
+    )
+    limit = tl.load(slots.draft_limit + rows, mask=goes_on, other=0)
     if ADAPTS:
-        verified = tl.load(entry + VERIFIED * ring_rows, mask=goes_on, other=0)
-        accepted = tl.load(entry + ACCEPTED * ring_rows, mask=goes_on, other=0)
-        higher = tl.minimum(2 * limit, most)
-        lower = tl.minimum(tl.maximum((accepted + limit + 1) // 2, 2), most)
+        verified = tl.load(entry + K.VERIFIED * sizes.ring_rows, mask=goes_on, other=0)
+        accepted = tl.load(entry + K.ACCEPTED * sizes.ring_rows, mask=goes_on, other=0)
+        higher = tl.minimum(2 * limit, sizes.most)
+        lower = tl.minimum(tl.maximum((accepted + limit + 1) // 2, 2), sizes.most)
         limit = tl.where((verified > 0) & (limit > 0), tl.where(accepted >= verified, higher, lower), limit)
-        tl.store(draft_limit + rows, limit, mask=goes_on)
+        tl.store(slots.draft_limit + rows, limit, mask=goes_on)
     position = tl.load(pre_step_seqlens + rows, mask=goes_on, other=0)
     room = tl.load(last_position + rows, mask=goes_on, other=0) - 1 - position
-    found = tl.minimum(tl.load(num_drafts + rows, mask=goes_on, other=0), limit)
+    found = tl.minimum(tl.load(slots.num_drafts + rows, mask=goes_on, other=0), limit)
     found = tl.maximum(tl.minimum(found, room), 0)
-    tl.store(num_drafts + rows, found, mask=live)
-    tl.store(entry + FOUND * ring_rows, found, mask=live)
-    tl.store(entry + MATCHED * ring_rows, tl.load(match_lengths + rows, mask=goes_on, other=0), mask=live)
+    tl.store(slots.num_drafts + rows, found, mask=live)
+    tl.store(entry + K.FOUND * sizes.ring_rows, found, mask=live)
+    tl.store(entry + K.MATCHED * sizes.ring_rows, tl.load(slots.match_lengths + rows, mask=goes_on, other=0), mask=live)
     tl.store(running, tl.sum(goes_on.to(tl.int32), axis=0))
     tl.store(step_entries, queries)
 
@@ -82,34 +74,27 @@ def settle_drafts_triton(
     adapts: bool,
 ) -> None:
     """Launch the kernel; see `settle_drafts`."""
-    ring_length, columns, ring_rows = ring_drafts.shape
+    ring_length, _, ring_rows = ring_drafts.shape
     _settle_drafts_kernel[(1,)](
         finished,
         running,
         step_entries,
         ring_drafts,
-        *slots,
+        slots,
         pre_step_seqlens,
         last_position,
         step_index,
         live_rows,
-        slots.drafts.shape[1],
-        ring_length,
-        ring_rows,
+        DraftSizes(slots.drafts.shape[1], ring_length, ring_rows),
         queries,
         ADAPTS=adapts,
-        HELD=HELD,
-        VERIFIED=VERIFIED,
-        ACCEPTED=ACCEPTED,
-        FOUND=FOUND,
-        MATCHED=MATCHED,
-        COLUMNS=columns,
+        K=CONSTANTS,
         ROWS=triton.next_power_of_2(ring_rows),
         num_warps=4,
     )
 
 
-@operator(triton_version=settle_drafts_triton, is_compiled=True, constants={"DRAFT_COLUMNS": DRAFT_COLUMNS})
+@operator(triton_version=settle_drafts_triton, is_compiled=True, constants=CONSTANTS._asdict())
 def settle_drafts(
     finished: Written[Int32],
     running: Written[Int32],

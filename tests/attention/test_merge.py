@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphdecode import merge_state, merge_state_in_place, merge_states
-from graphdecode.kernels.attention.merge_states import merge_state_triton, merge_states_triton
 from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces.merge_states import merge_state_triton, merge_states_triton
 
 merge_state_torch = versions("merge_state").torch
 merge_states_torch = versions("merge_states").torch

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from graphdecode.kernels.cache.cache_append import cache_append, cache_append_triton
-from graphdecode.kernels.cache.cache_moves import (
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces.cache_append import cache_append, cache_append_triton
+from graphdecode.kernels.surfaces.cache_moves import (
     PLAN_HEADER,
     move_rows,
     move_rows_triton,
@@ -12,8 +13,7 @@ from graphdecode.kernels.cache.cache_moves import (
     plan_row_moves_triton,
     plan_words,
 )
-from graphdecode.kernels.cache.page_gather import page_gather, page_gather_triton
-from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces.page_gather import page_gather, page_gather_triton
 
 cache_append_torch = versions("cache_append").torch
 move_rows_torch = versions("move_rows").torch

@@ -42,6 +42,8 @@ def kind_of(value: Any, parameter: inspect.Parameter, is_any_integer: bool) -> A
 
     if parameter.annotation is tl.constexpr:
         return value
+    if isinstance(value, tuple):
+        return tuple(kind_of(part, parameter, is_any_integer) for part in value)
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if isinstance(value, int):

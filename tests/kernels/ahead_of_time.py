@@ -38,7 +38,14 @@ from few_bit_cases import (
     tiled_expert_cases,
 )
 
-from graphdecode.kernels.attention import attention_plan, attention_tile, extend_attention, split_append, split_decode
+from graphdecode.kernels.attention import (
+    attention_plan,
+    attention_records,
+    attention_tile,
+    extend_attention,
+    split_append,
+    split_decode,
+)
 from graphdecode.kernels.cache import rope_append
 from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.linear import small_linear
@@ -60,7 +67,7 @@ from graphdecode.kernels.model import (
 from graphdecode.kernels.moe import expert_linear, moe_combine, moe_route
 from graphdecode.kernels.native import early_start
 from graphdecode.kernels.norm import rms_norm
-from graphdecode.kernels.sampling import follow_automata, logprobs, sample
+from graphdecode.kernels.sampling import follow_automata, logprobs
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     LogprobOutputs,
@@ -122,11 +129,7 @@ def launches(launch: Callable[[], None], arch: int) -> dict[str, dict[str, int]]
         mock.patch.object(early_start, "has_early_start", early),
     ):
         if arch >= 89:
-            with (
-                mock.patch.object(split_decode, "cache_bytes", native),
-                mock.patch.object(extend_attention, "cache_bytes", native),
-                mock.patch.object(split_append, "cache_bytes", native),
-            ):
+            with mock.patch.object(attention_records, "cache_bytes", native):
                 launch()
         else:
             launch()
@@ -241,6 +244,9 @@ def step_arguments() -> dict[str, Any]:
         "logprobs": LogprobOutputs,
         "state": advance.AdvanceState,
     }
+    ints, words = partial(torch.empty, dtype=torch.int32), tensors["token_mask"].shape[1]
+    tables = (ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
+    tensors["guides"] = follow_automata.Guides(ints(ROWS), tensors["token_mask"], ints(ROWS), *tables)
     return tensors | {name: kind(*(tensors[field] for field in kind._fields)) for name, kind in groups.items()}
 
 
@@ -271,22 +277,13 @@ def step_cases() -> dict[str, Callable[[], None]]:
         "add-normed": lambda: rms_norm.add_rms_norm_triton(x, x, x, None, 0.0, weight, 1e-5, 1.0),
         "silu": lambda: act_mul.act_mul_triton(wide, gate_up, "silu"),
         "gelu": lambda: act_mul.act_mul_triton(wide, gate_up, "gelu"),
-        "sample": by_name(sample.sample_triton, tensors),
         "logprobs": by_name(logprobs.token_logprobs_triton, tensors),
         "sample-and-advance": by_name(sample_and_advance.sample_and_advance_triton, tensors),
-        "advance": by_name(advance.advance_triton, tensors),
+        "sample-and-follow": by_name(
+            partial(sample_and_advance.sample_and_advance_triton, guides=tensors["guides"]), tensors
+        ),
         "skip-steps": by_name(skip_steps.skip_steps_triton, tensors),
-        "follow-automata": partial(follow_automata.follow_automata_triton, *automata(tensors)),
     }
-
-
-def automata(tensors: dict[str, Any]) -> tuple[Any, ...]:
-    """What `follow_automata` is given in such a step."""
-    ints = partial(torch.empty, dtype=torch.int32)
-    words = tensors["token_mask"].shape[1]
-    rows = follow_automata.AutomatonRows(ints(ROWS), tensors["token_mask"], ints(ROWS), ints(1))
-    tables = follow_automata.AutomatonTables(ints(8, VOCAB), ints(1024, 1024), ints(1024, words), ints(1024))
-    return rows, tensors["sampled"], tensors["live_rows"], ints(ROWS), tensors["stop_ids"], tables
 
 
 def speculation_cases() -> dict[str, Callable[[], None]]:

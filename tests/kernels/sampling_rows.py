@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from graphdecode.engine.steps.step import token_mask
+from graphdecode.kernels.model.advance import AdvanceState
+from graphdecode.kernels.model.sample_and_advance import BLOCK, sample_and_advance_triton
 from graphdecode.kernels.sampling.follow_automata import ACCEPTS, COMPLETES, AutomatonTables
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -149,6 +151,32 @@ def logprob_outputs(rows: int) -> LogprobOutputs:
         torch.full((rows, CAPACITY.max_logprobs), 7.0),
         torch.full((rows, CAPACITY.max_logprobs), -7, dtype=torch.int32),
     )
+
+
+def ended_step(
+    logits: Tensor,
+    positions: Tensor,
+    live_rows: Tensor,
+    slots: SamplingSlots,
+    token_counts: Tensor | None,
+    recent_tokens: Tensor | None,
+    block: int = BLOCK,
+    capacity: int = 16384,
+) -> Tensor:
+    """The tokens that the end of a step samples on a GPU, int64 [b]; the rest of the step's end is not looked at."""
+    rows, where = logits.shape[0], logits.device
+
+    def zeros(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(sizes, dtype=dtype, device=where)
+
+    counted, remembered = (None if book is None else book.clone() for book in (token_counts, recent_tokens))
+    fed, step = zeros(rows, dtype=torch.int64), zeros(1, dtype=torch.int64)
+    ring = zeros(1, rows, dtype=torch.int64)
+    state = AdvanceState(fed, positions.clone(), zeros(rows), step, zeros(1), ring, counted, recent_tokens=remembered)
+    sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
+    outputs = LogprobOutputs(*(tensor.to(where) for tensor in logprob_outputs(rows)))
+    sample_and_advance_triton(state, sampled, outputs, logits, live_rows, slots, None, block, capacity)
+    return sampled
 
 
 def kept_probabilities(

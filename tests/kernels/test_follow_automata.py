@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from sampling_rows import random_automata
+from sampling_rows import logprob_outputs, neutral_slots, random_automata
 
+from graphdecode.kernels.model.advance import AdvanceState
+from graphdecode.kernels.model.sample_and_advance import sample_and_advance_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.follow_automata import (
@@ -13,8 +15,10 @@ from graphdecode.kernels.sampling.follow_automata import (
     NO_AUTOMATON,
     AutomatonRows,
     AutomatonTables,
+    Guides,
     follow_automata,
 )
+from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 
 ROWS, VOCAB, WORDS, LINES, CLASSES, AUTOMATA, STOPS = 9, 70, 3, 12, 5, 2, 4
 EOS = 69
@@ -43,6 +47,26 @@ def expected(rows, sampled, live, automaton, stop_ids, tables):
     return states, masks, finished, running
 
 
+def ended(rows: AutomatonRows, sampled, live_rows, automaton, stop_ids, tables: AutomatonTables, device: str) -> None:
+    """End a step on a GPU with logits of which these tokens are sampled, and which no stop id ends, in place."""
+    logits = torch.zeros(ROWS, VOCAB)
+    for row, token in enumerate(sampled.tolist()):
+        logits[row, token] = 1.0 if token >= 0 else torch.nan
+    before = rows.finished.clone()
+    slots = neutral_slots(ROWS, VOCAB)._replace(stop_ids=stop_ids)
+    slots.min_position.fill_(1000)
+    slots = SamplingSlots(*(slot.to(device) for slot in slots))
+    outputs = LogprobOutputs(*(tensor.to(device) for tensor in logprob_outputs(ROWS)))
+    states, masks, finished, running = (tensor.to(device) for tensor in rows)
+    fed, step, ring = (torch.zeros(size, dtype=torch.int64, device=device) for size in (ROWS, 1, (1, ROWS)))
+    state = AdvanceState(fed, torch.zeros_like(finished), finished, step, running, ring)
+    guides = Guides(states, masks, automaton.to(device), *(table.to(device) for table in tables))
+    sample_and_advance_triton(state, fed.clone(), outputs, logits.to(device), live_rows.to(device), slots, guides)
+    for mine, theirs in zip(rows, (states, masks, finished, running), strict=True):
+        mine.copy_(theirs)
+    rows.finished.copy_(torch.where(sampled < 0, before, rows.finished))  # the advance ends rows without a choice
+
+
 @pytest.fixture(params=["torch", "native", "triton"])
 def follow(request, device):
     """Follow by one of the versions, in place."""
@@ -59,10 +83,7 @@ def follow(request, device):
             assert call is not None
             call()
         else:
-            there = [tensor.to(device) for tensor in (*rows, *flat)]
-            chosen.triton(*there)
-            for mine, theirs in zip(rows, there, strict=False):
-                mine.copy_(theirs)
+            ended(rows, *others, device)
 
     return run
 
@@ -82,6 +103,7 @@ def test_rows_follow_their_automata_and_others_are_left_alone(follow, seed):
     rows.automaton_state[live:] = 2**31 - 1  # padding may hold anything
     sampled = torch.from_numpy(rng.integers(0, VOCAB, ROWS))
     sampled[1] = -2  # without a choice
+    rows.running[0] = ((rows.finished == 0) & (sampled >= 0))[:live].sum()  # what the advance left
     stop_ids = torch.full((ROWS, STOPS), -1, dtype=torch.int32)
     stop_ids[:, 0], stop_ids[2:5, 1], stop_ids[3, 2:] = EOS, 31, torch.tensor([32, 64])
     automaton = torch.from_numpy(rng.integers(0, AUTOMATA, ROWS).astype(np.int32))
@@ -91,9 +113,9 @@ def test_rows_follow_their_automata_and_others_are_left_alone(follow, seed):
     assert tuple(tensor.tolist() for tensor in rows) == want, f"seed {seed}"
 
 
-def test_the_operator_passes_opcheck(device):
+def test_the_operator_passes_opcheck():
     rng = np.random.default_rng(0)
-    arguments = (
+    there = (
         torch.zeros(2, dtype=torch.int32),
         torch.zeros(2, WORDS, dtype=torch.int32),
         torch.zeros(2, dtype=torch.int32),
@@ -104,7 +126,6 @@ def test_the_operator_passes_opcheck(device):
         torch.full((2, STOPS), -1, dtype=torch.int32),
         *random_automata(rng, AUTOMATA, VOCAB, LINES, CLASSES),
     )
-    there = tuple(tensor.to(device) for tensor in arguments)
     torch.library.opcheck(torch.ops.graphdecode.follow_automata.default, there)
     follow_automata(AutomatonRows(*there[:4]), *there[4:8], AutomatonTables(*there[8:]))
     assert there[0].tolist() != [0, 0] or there[2].tolist() != [0, 0]

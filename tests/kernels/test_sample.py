@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from sampling_rows import kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
+from sampling_rows import ended_step, kept_probabilities, make_hostile, neutral_slots, random_rows, set_row
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling.philox import uniform_bits
-from graphdecode.kernels.sampling.sample import sample, sample_triton
+from graphdecode.kernels.sampling.sample import sample
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
     PROMPT_BIT,
@@ -39,14 +39,14 @@ def draw(request, device):
         live_rows = torch.tensor([rows if live is None else live], dtype=torch.int32)
         where = device if request.param == "triton" else "cpu"
         given = [t.to(where) if t is not None else None for t in (logits, positions, live_rows, *slots, counts, recent)]
-        sampled = torch.full((rows,), -7, dtype=torch.int64, device=where)
         if request.param == "triton":
-            sample_triton(sampled, *given[:3], SamplingSlots(*given[3:-2]), *given[-2:], block=BLOCK)
-        elif request.param == "torch" or logits.dtype == torch.float16:
+            return ended_step(*given[:3], SamplingSlots(*given[3:-2]), *given[-2:], block=BLOCK).cpu()
+        sampled = torch.full((rows,), -7, dtype=torch.int64)
+        if request.param == "torch" or logits.dtype == torch.float16:
             sample_torch(sampled, *given)
         else:
             native_sample(sampled, *given)()
-        return sampled.cpu()
+        return sampled
 
     return run
 
@@ -109,10 +109,9 @@ def test_triton_and_torch_choose_the_same_tokens(seed, dtype, device):
     given = (logits, positions, live, *slots, *books)
     by_torch = torch.zeros(rows, dtype=torch.int64)
     sample_torch(by_torch, *given)
-    by_triton = torch.zeros(rows, dtype=torch.int64, device=device)
     logits, positions, live, *slots = (tensor.to(device) for tensor in given[:-2])
     books = [book.to(device) for book in books]
-    sample_triton(by_triton, logits, positions, live, SamplingSlots(*slots), *books, block=BLOCK)
+    by_triton = ended_step(logits, positions, live, SamplingSlots(*slots), *books, block=BLOCK)
     assert by_torch.tolist() == by_triton.tolist(), f"seed {seed}"
     assert by_torch[-1] == 1
 
@@ -418,9 +417,9 @@ def test_a_bad_words_last_token_is_forbidden_behind_its_others_alone(draw):
     assert draw(logits, slots, positions, recent=None).tolist() == [30] * 7
 
 
-def test_the_operator_passes_opcheck(device):
+def test_the_operator_passes_opcheck():
     logits, positions, slots, *books = random_rows(3, 20, 1)
     live = torch.tensor([3], dtype=torch.int32)
     sampled = torch.zeros(3, dtype=torch.int64)
     arguments = (sampled, logits, positions, live, *slots, *books)
-    torch.library.opcheck(torch.ops.graphdecode.sample.default, tuple(t.to(device) for t in arguments))
+    torch.library.opcheck(torch.ops.graphdecode.sample.default, arguments)

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from hostile_rows import hostile_rows
-from sampling_rows import CAPACITY, logprob_outputs, make_hostile, random_automata, random_rows
+from sampling_rows import CAPACITY, ended_step, logprob_outputs, make_hostile, random_automata, random_rows
 from torch import Tensor
 
 from graphdecode.kernels.model.advance import AdvanceState
@@ -19,7 +19,6 @@ from graphdecode.kernels.native.calls import NativeSequence
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.sampling import choose, sampler_memory
 from graphdecode.kernels.sampling.follow_automata import Guides
-from graphdecode.kernels.sampling.sample import sample_triton
 from graphdecode.kernels.sampling.sampling_slots import LogprobOutputs, SamplingSlots
 
 RING_LENGTH, RING_ROWS, VOCAB = 3, 7, 45
@@ -179,11 +178,11 @@ def test_odd_rows_with_odd_wishes_get_the_tokens_of_the_torch_version(seed: int,
     rows = 30
     logits, positions, slots, counts, recent, sizes = hostile_rows(rows, 1000 + seed)
     live = torch.tensor([rows - 1], dtype=torch.int32)
-    expected, found = (torch.zeros(rows, dtype=torch.int64) for _ in range(2))
+    expected = torch.zeros(rows, dtype=torch.int64)
     versions("sample").torch(expected, logits, positions, live, *slots, counts, recent)
-    given = [tensor.to(device) for tensor in (found, logits, positions, live, *slots, counts, recent)]
-    sample_triton(*given[:4], SamplingSlots(*given[4:-2]), *given[-2:], *sizes)
-    assert given[0].tolist() == expected.tolist(), f"seed {1000 + seed}"
+    given = [tensor.to(device) for tensor in (logits, positions, live, *slots, counts, recent)]
+    found = ended_step(*given[:3], SamplingSlots(*given[3:-2]), *given[-2:], *sizes)
+    assert found.tolist() == expected.tolist(), f"seed {1000 + seed}"
 
 
 def test_the_operator_passes_opcheck(device: str) -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from graphdecode import BucketLadder, GraphManager, Slot, SlotKVCacheManager, StepBuffers
-from graphdecode.kernels.cache.slot_cache import slot_scatter_triton, slot_shift_triton
 from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.surfaces.slot_cache import slot_scatter_triton, slot_shift_triton
 
 slot_scatter_torch = versions("slot_scatter").torch
 slot_shift_torch = versions("slot_shift").torch

@@ -19,11 +19,11 @@ import torch
 import typer
 
 from graphdecode.kernels.native.registration import versions
-from graphdecode.kernels.sampling.sample import sample_triton
 from harness import ROOT
 
 sys.path.insert(0, str(ROOT / "tests" / "kernels"))
 from hostile_rows import hostile_rows, quick_interpreter
+from sampling_rows import ended_step
 
 ROWS = 50
 
@@ -39,9 +39,9 @@ def main(
         for batch in range(seed, seed + -(-rows // ROWS)):
             logits, positions, slots, counts, recent, sizes = hostile_rows(ROWS, batch)
             live = torch.tensor([ROWS - 1], dtype=torch.int32)
-            expected, found = (torch.zeros(ROWS, dtype=torch.int64) for _ in range(2))
+            expected = torch.zeros(ROWS, dtype=torch.int64)
             versions("sample").torch(expected, logits, positions, live, *slots, counts, recent)
-            sample_triton(found, logits, positions, live, slots, counts, recent, *sizes)
+            found = ended_step(logits, positions, live, slots, counts, recent, *sizes)
             wrong = (expected != found).nonzero().flatten().tolist()
             different, done = different + len(wrong), done + ROWS
             for row in wrong:

@@ -17,7 +17,7 @@ from triton.runtime.jit import JITFunction
 from step_code import figures as figures_module
 from step_code import sass
 from step_code.figures import Figures, figures_of
-from step_code.launches import Launch
+from step_code.launches import Launch, spread
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -42,37 +42,45 @@ def form_of(launch: Launch) -> tuple[Any, ...]:
     parameters = {parameter.name: parameter for parameter in launch.kernel.params}
 
     def form(name: str, value: Any) -> Any:
+        name = name.partition(".")[0]
         if isinstance(value, torch.Tensor):
             return str(value.dtype), value.storage_offset() * value.element_size() % 16 == 0
         if parameters[name].is_constexpr or not isinstance(value, int):
             return float if isinstance(value, float) and not parameters[name].is_constexpr else value
         return value == 1, value % 16 == 0, abs(value) > _LARGEST_INT32
 
-    arguments = tuple((name, form(name, value)) for name, value in launch.arguments.items())
+    arguments = tuple((name, form(name, value)) for name, value in spread(launch.arguments).items())
     return launch.name, arguments, tuple(sorted(launch.options.items()))
 
 
 def source_of(kernel: JITFunction, arguments: dict[str, Any]) -> ASTSource:
     """Return a kernel with the specialisation that Triton would give these arguments."""
-    signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for place, parameter in enumerate(kernel.params):
-        value = arguments[parameter.name]
-        fixed = parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not fixed):
-            signature[parameter.name] = "constexpr"
-            constants[(place,)] = value
-        elif isinstance(value, torch.Tensor):
-            signature[parameter.name] = POINTERS[value.dtype]
+
+    def kind_of(place: tuple[int, ...], value: Any, is_constexpr: bool, is_free: bool) -> Any:
+        if not is_constexpr and isinstance(value, tuple):
+            kinds = [kind_of((*place, at), part, False, is_free) for at, part in enumerate(value)]
+            return type(value)(*kinds) if hasattr(value, "_fields") else tuple(kinds)
+        if is_constexpr or value is None or (type(value) is int and value == 1 and not is_free):
+            constants[place] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
             if value.storage_offset() * value.element_size() % 16 == 0:
-                attributes[(place,)] = _ALIGNED
-        elif isinstance(value, float):
-            signature[parameter.name] = "fp32"
-        else:
-            signature[parameter.name] = "i32" if abs(value) <= _LARGEST_INT32 else "i64"
-            if value % 16 == 0 and not fixed:
-                attributes[(place,)] = _ALIGNED
+                attributes[place] = _ALIGNED
+            return POINTERS[value.dtype]
+        if isinstance(value, float):
+            return "fp32"
+        if value % 16 == 0 and not is_free:
+            attributes[place] = _ALIGNED
+        return "i32" if abs(value) <= _LARGEST_INT32 else "i64"
+
+    signature = {
+        parameter.name: kind_of(
+            (place,), arguments[parameter.name], parameter.is_constexpr, parameter.do_not_specialize
+        )
+        for place, parameter in enumerate(kernel.params)
+    }
     return ASTSource(kernel, signature, constants, attributes)
 
 
@@ -80,7 +88,7 @@ def pointers_of(source: ASTSource, arch: int) -> dict[int, str]:
     """Return the names of a kernel's pointers by their offsets in the constant bank."""
     found: dict[int, str] = {}
     offset = _FIRST_ARGUMENT[arch]
-    for name, kind in source.signature.items():
+    for name, kind in spread(source.signature).items():
         if kind == "constexpr":
             continue
         size = 8 if kind.startswith("*") or kind == "i64" else 4

@@ -61,6 +61,17 @@ class Gpu:
     processor_shared_bytes: int = 228 * 1024
 
 
+def spread(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return a launch's arguments with those of records one by one, named `record.field`."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if hasattr(value, "_fields"):
+            found |= spread({f"{name}.{field}": part for field, part in value._asdict().items()})
+        else:
+            found[name] = value
+    return found
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a step.

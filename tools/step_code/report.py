@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from step_code.figures import Figures
-from step_code.launches import Launch, RecordedStep
+from step_code.launches import Launch, RecordedStep, spread
 
 _CODE = (
     "| kernel | launches | grid | registers | shared | early | serial loads | barriers | fences | cycles | "
@@ -51,7 +51,8 @@ def case_name(model: str, rows: int, context: int | None = None) -> str:
 
 def label_of(launch: Launch) -> str:
     """Return a kernel's name, and which of its switches are on."""
-    switches = [name for name, value in launch.arguments.items() if value is True and name.isupper()]
+    given = {name.rpartition(".")[2]: value for name, value in spread(launch.arguments).items()}
+    switches = [name for name, value in given.items() if value is True and name.isupper()]
     if launch.kernel is None:
         return f"torch's {launch.name}"
     return f"{launch.name}({', '.join(switches)})" if switches else launch.name

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from step_code.figures import Figures
-from step_code.launches import Launch, RecordedStep, storage_of
+from step_code.launches import Launch, RecordedStep, spread, storage_of
 
 # a cache is written at the new tokens and read early at the old ones
-_READ_ELSEWHERE = frozenset({"k_cache", "v_cache"})
+_READ_ELSEWHERE = frozenset({"cache.k_cache", "cache.v_cache"})
 _MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
 
 
@@ -39,16 +39,17 @@ def _faults(launch: Launch, own: Figures, before: tuple[Launch, Figures | None] 
         yield "writes before it has waited"
     if before is not None:
         written = _written(*before)
+        given = spread(launch.arguments)
         for name in own.early_loads:
-            value = launch.arguments[name]
+            value = given[name]
             if name not in _READ_ELSEWHERE and isinstance(value, Tensor) and storage_of(value) in written:
                 yield f"reads {name} before it has waited for {before[0].name}, which writes it"
 
 
 def _written(launch: Launch, figures: Figures | None) -> set[int]:
     """Return the storages that a launch writes; of one that is not ours, all that it is given."""
-    names = launch.arguments if figures is None else figures.written
-    values = [launch.arguments[name] for name in names]
+    given = spread(launch.arguments)
+    values = [given[name] for name in (given if figures is None else figures.written)]
     return {storage_of(value) for value in values if isinstance(value, Tensor)}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.cache import require_positive, untouched_zeros
-from graphdecode.kernels.cache.slot_cache import slot_scatter, slot_shift
+from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
 
 from .sharding import kv_heads_per_rank
 

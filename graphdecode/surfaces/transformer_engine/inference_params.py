@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.cache import require_positive
-from graphdecode.kernels.cache.page_gather import page_gather
+from graphdecode.kernels.surfaces.page_gather import page_gather
 
 from .metadata import StepMetadata
 from .nonpaged import NonPagedKVCacheManager

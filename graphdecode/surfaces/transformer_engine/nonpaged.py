@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.cache.cache_append import cache_append
-from graphdecode.kernels.cache.cache_moves import move_rows, plan_row_moves, plan_words
+from graphdecode.kernels.surfaces.cache_append import cache_append
+from graphdecode.kernels.surfaces.cache_moves import move_rows, plan_row_moves, plan_words
 
 from .metadata import StepMetadata
 from .staged_manager import StagedKVCacheManager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.cache import UnknownSequenceError, require_positive, untouched_zeros
-from graphdecode.kernels.cache.cache_append import cache_append
+from graphdecode.kernels.surfaces.cache_append import cache_append
 
 from .manager import KVCacheManager
 from .metadata import StepMetadata

@@ -1,0 +1,1 @@
+"""Operations that only the drop-in surfaces use; no engine launches any of them."""
