@@ -15,7 +15,8 @@ from graphdecode.graphs.inspect.observer import StepObserver, leaves, named_argu
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.step_graph import Step
 
-_HOSTILE = (1e4, -3e4)  # finite, also in float16: what a mask multiplies away must be away
+# at most, finite also in float16: what a mask multiplies away must be away; and small ones, for a step may saturate
+_HOSTILE = (1e4, 3e4, 2.0)
 
 
 class _RowWatcher(StepObserver):
@@ -47,12 +48,12 @@ class _RowWatcher(StepObserver):
 def find_mixed_rows(
     step: Step, buffers: StepBuffers, owners: Owners, fill: Callable[[StepBuffers, int], None], refuse: Refuse
 ) -> None:
-    """Run a step twice, with other values in the rows past the live ones, and refuse what differs in live rows.
+    """Run a step several times, with other values in the rows past the live ones, and refuse what differs in live rows.
 
-    Slots and adopted tensors are the same at the beginning of both runs, but for those rows: floating-point numbers are
-    large there; others, which may be indices, are what the slot declares as its pad, and else 0 or 1. Nothing is
-    found where the buffers have one row alone, for then no bucket is padded. The step has no other hazard; `fill` fills
-    all slots, in a way that a seed decides; `refuse` takes one error for each slot and line.
+    Slots and adopted tensors are the same at the beginning of all runs, but for those rows: floating-point numbers are
+    large there, or small; others, which may be indices, are what the slot declares as its pad, and else 0 or 1.
+    Nothing is found where the buffers have one row alone, for then no bucket is padded. The step has no other hazard;
+    `fill` fills all slots, in a way that a seed decides; `refuse` takes one error for each slot and line.
     """
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
@@ -75,8 +76,8 @@ def find_mixed_rows(
     for name, values in saved.items():
         rowless[name].copy_(values)
     told: set[str] = set()
-    for (slot, operator, place, before), (_, _, _, after) in zip(*runs, strict=False):
-        if slot not in told and not torch.equal(before, after):
+    for (slot, operator, place, before), *others in zip(*runs, strict=False):
+        if slot not in told and not all(torch.equal(before, after) for *_, after in others):
             told.add(slot)
             whose = "slot" if buffers.slots[slot].batch_dim is None else "live rows of slot"
             refuse(CaptureError("mixed-rows", operator, f"{whose} {slot!r}", place))
@@ -85,7 +86,11 @@ def find_mixed_rows(
 def _fill_rows(
     buffers: StepBuffers, live_rows: int, seed: int, hostile: float, fill: Callable[[StepBuffers, int], None]
 ) -> None:
-    """Fill the live rows alike for all seeds, and the others by the seed."""
+    """Fill the live rows alike for all seeds, and the others by the seed, each entry with a number of its own.
+
+    Of equal ones the mean, the softmax and the difference are the same, however large they are.
+    """
+    numbers = torch.Generator().manual_seed(seed)
     fill(buffers, 0)
     buffers.set_live_rows(live_rows)
     for slot in buffers.slots.values():
@@ -95,6 +100,7 @@ def _fill_rows(
         start = slot.rows(live_rows)
         tail = tensor.narrow(dim, start, tensor.shape[dim] - start)
         if slot.dtype.is_floating_point:
-            tail.fill_(hostile)
+            drawn = torch.rand(tail.shape, generator=numbers) * 2 - 1
+            tail.copy_((drawn * hostile).to(slot.dtype))
         else:
             tail.fill_(slot.pad if not seed else slot.pad == 0)
