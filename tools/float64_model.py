@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_ERROR = 5e-6  # of a head's largest entry in float32, at most
+
 
 class Float64Model:
     """A Llama in float64, from a GGUF file or a checkpoint folder (Touvron et al., 2023, section 2.2).
@@ -22,12 +24,17 @@ class Float64Model:
         cache: what keys and values are rounded to, for each token and head: "int8" (codes times the largest value over
             127, which is bfloat16), "fp8" (e4m3), or "auto", which rounds nothing.
 
+    Attributes:
+        sure: how many tokens of the last call have keys and values, as have all before them, that are as far from where
+            they round to another neighbour as float32 is from float64.
+
     Raises:
         ValueError: the model is no Llama.
     """
 
     def __init__(self, path: Path, cache: str = "auto") -> None:
         self._cache = cache
+        self.sure = 0
         self._is_gguf = path.suffix == ".gguf"
         self._read = self._gguf(path) if self._is_gguf else self._folder(path)
 
@@ -82,7 +89,16 @@ class Float64Model:
         return read
 
     def _cached(self, x: Tensor) -> Tensor:
-        """Return heads [..., head_dim] as a cache keeps them."""
+        """Return heads [tokens, heads, head_dim] as a cache keeps them; note where others might round otherwise."""
+        if self._cache != "auto":
+            error = _ERROR * x.abs().amax(-1, keepdim=True)
+            moved = self._rounded(x + error) - self._rounded(x - error)
+            unsure = (moved > 4 * error).flatten(1).any(1).nonzero()
+            if len(unsure):
+                self.sure = min(self.sure, int(unsure[0]))
+        return self._rounded(x)
+
+    def _rounded(self, x: Tensor) -> Tensor:
         if self._cache == "fp8":
             return x.to(torch.float8_e4m3fn).double()
         if self._cache == "int8":
@@ -93,6 +109,12 @@ class Float64Model:
     @torch.no_grad()
     def log_probabilities(self, ids: list[int]) -> Tensor:
         """Return float64 [tokens, vocab]: those of what follows each token."""
+        return self.logits(ids).log_softmax(-1)
+
+    @torch.no_grad()
+    def logits(self, ids: list[int]) -> Tensor:
+        """Return float64 [tokens, vocab] of what follows each token."""
+        self.sure = len(ids)
         hidden = self._read("token_embd.weight")[ids]
         count, head_dim = len(ids), hidden.shape[1] // self.heads
         angles = torch.arange(count).double()[:, None] * self.base ** (
@@ -128,4 +150,4 @@ class Float64Model:
             x = norm(hidden, f"blk.{layer}.ffn_norm.weight")
             gated = torch.nn.functional.silu(x @ weight("ffn_gate").T) * (x @ weight("ffn_up").T)
             hidden = hidden + gated @ weight("ffn_down").T
-        return (norm(hidden, "output_norm.weight") @ self._read("output.weight").T).log_softmax(-1)
+        return norm(hidden, "output_norm.weight") @ self._read("output.weight").T

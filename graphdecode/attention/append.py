@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
+from graphdecode.cache import require_tensors
 from graphdecode.kernels.surfaces.paged_append import paged_append
 
 
@@ -91,6 +92,14 @@ def append_paged_kv_cache(
     """
     check_layout(kv_layout)
     k_cache, v_cache = paged_caches(paged_kv_cache, kv_layout)
+    require_tensors(kv_last_page_len=kv_last_page_len)
+    require_tensors(k_cache.device, append_key=append_key, append_value=append_value)
+    if not (append_key.is_floating_point() and append_value.is_floating_point()):
+        raise ValueError(f"keys and values must be floating-point, got {append_key.dtype} and {append_value.dtype}")
+    metadata_of = {"batch_indices": batch_indices, "positions": positions, "kv_indices": kv_indices}
+    require_tensors(k_cache.device, **metadata_of, kv_indptr=kv_indptr)
+    if not append_key.dim():
+        raise ValueError("append_key must have 3 dimensions, got none")
     tokens = append_key.shape[0]
     for name, new, cache in (("append_key", append_key, k_cache), ("append_value", append_value, v_cache)):
         if new.shape != (tokens, *cache.shape[2:]):

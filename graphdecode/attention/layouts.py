@@ -29,6 +29,9 @@ def paged_caches(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[Tensor, Te
             raise ValueError(f"one paged_kv_cache must be [pages, 2, ...] of 5 dimensions, got {paged_kv_cache.shape}")
         k_cache, v_cache = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
     else:
+        is_pair = isinstance(paged_kv_cache, tuple | list) and len(paged_kv_cache) == 2
+        if not is_pair or not all(isinstance(each, Tensor) for each in paged_kv_cache):
+            raise ValueError("paged_kv_cache must be a tensor, or a pair of tensors: keys and values")
         k_cache, v_cache = paged_kv_cache
     if k_cache.dim() != 4 or v_cache.dim() != 4 or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(

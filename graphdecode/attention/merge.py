@@ -5,10 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphdecode.cache import require_tensors
 from graphdecode.kernels.surfaces import merge_states as kernel
 
 
 def _check(v: Tensor, s: Tensor, name: str, dims: int) -> None:
+    require_tensors(v=v)
+    require_tensors(v.device, s=s)
+    if not (v.is_floating_point() and s.is_floating_point()):
+        raise ValueError(f"{name}: v and s must be floating-point tensors, got {v.dtype} and {s.dtype}")
     if v.dim() != dims or s.shape != v.shape[:-1]:
         raise ValueError(
             f"{name}: v must have {dims} dimensions and s all of them but the last, "

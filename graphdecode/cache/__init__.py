@@ -1,6 +1,14 @@
 """Who owns which page of the key-value cache: the pool, the ledger of sequences over it, and pages found by prefix."""
 
-from .errors import CacheFullError, UnknownSequenceError, require_positive
+from .errors import (
+    CacheFullError,
+    UnknownSequenceError,
+    require_hashable,
+    require_integers,
+    require_numbers,
+    require_positive,
+    require_tensors,
+)
 from .layer_cache import CacheScales, LayerCache, entry_bytes
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
@@ -18,6 +26,10 @@ __all__ = [
     "copy_page",
     "entry_bytes",
     "fill_page_row",
+    "require_hashable",
+    "require_integers",
+    "require_numbers",
     "require_positive",
+    "require_tensors",
     "untouched_zeros",
 ]

@@ -123,3 +123,10 @@ def allow(words: np.ndarray, token_ids: Sequence[int]) -> None:
     bits = words.view(np.uint32)
     for token in token_ids:
         bits[token // MASK_BITS] |= np.uint32(1 << token % MASK_BITS)
+
+
+def forbid(words: np.ndarray, token_ids: Sequence[int]) -> None:
+    """Let some tokens not come, in a mask of int32 words."""
+    bits = words.view(np.uint32)
+    for token in token_ids:
+        bits[token // MASK_BITS] &= ~np.uint32(1 << token % MASK_BITS)

@@ -43,7 +43,7 @@ class Sequence:
     mask_is_stale: bool = False  # whether `sampling.token_mask` is not what the constraint allows next
     failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
     error_code: str | None = None  # of its error, as an event has it
-    is_complete: bool = False  # whether the constraint has ended the answer
+    is_complete: bool = False  # whether the constraint has ended the answer, by a token that is part of its text
 
     @property
     def unscored(self) -> bool:
@@ -98,7 +98,7 @@ class Sequence:
             self.finish_reason = "stop"
             self.stop_reason = None if token_id in self.eos_token_ids else token_id
         elif constraint is not None and constraint.accept(token_id):
-            self.finish_reason, self.is_complete = "stop", True
+            self.finish_reason, self.is_complete = "stop", token_id not in self.eos_token_ids
         elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
         elif constraint is not None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from graphdecode.errors import ArgumentError
-from graphdecode.server.completions import prompt_logprobs
 from graphdecode.server.cursor import Cursor, Delta
 from graphdecode.server.desk import Desk
 from graphdecode.server.http_errors import HttpError
@@ -73,7 +72,7 @@ class ChatReply(Reply):
         }
         prompt = cursor.order.output
         if self.body_fields.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt.prompt_logprobs
         if self.body_fields.return_token_ids:
             choice |= {"token_ids": output.token_ids, "prompt_token_ids": prompt.prompt_token_ids}
         return choice

@@ -67,7 +67,7 @@ class CompletionReply(Reply):
             "logprobs": self._logprobs(scored, tokens, offset) if wants_logprobs else None,
         }
         if body.prompt_logprobs is not None and is_first:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt.prompt_logprobs
         if body.return_token_ids:
             choice |= {"token_ids": token_ids, "prompt_token_ids": prompt.prompt_token_ids}
         return choice
@@ -94,13 +94,6 @@ class CompletionReply(Reply):
         if output.prompt is not None:
             return output.prompt
         return str(self.service.tokenizer.decode(output.prompt_token_ids))
-
-
-def prompt_logprobs(entries: list[dict[int, Logprob] | None] | None) -> list[dict[str, Any] | None] | None:
-    """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
-    if entries is None:
-        return None
-    return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
 
 
 class PreparedCompletion(NamedTuple):

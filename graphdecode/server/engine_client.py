@@ -40,6 +40,7 @@ _PAUSES = (1, 2, 4, 8, 16, 32, 60)  # seconds behind a start that failed; the la
 _LISTENED = 4  # times within a silence, for it may be this process that stood still
 _FEW_ARENAS = {"MALLOC_ARENA_MAX": "2"}  # else each thread that reads a form keeps what it once took
 _EVENTS_AT_ONCE = 16
+_ENTRIES_AT_ONCE = 1000  # log-probabilities of a prompt, some milliseconds
 _LARGE_SECONDS = 5.0  # that a form is kept which takes more than all are to take
 _END_SECONDS = 5.0  # for the process to end by itself
 
@@ -213,7 +214,15 @@ class EngineClient:
                 await asyncio.sleep(0)  # events may bring much to decode, and others wait
                 self._heard = True
             packed = message[first : first + _EVENTS_AT_ONCE]
-            self._on_events([self._event(each) for each in packed if each[0] in self._metrics])
+            known = [self._event(each) for each in packed if each[0] in self._metrics]
+            if all(event.prompt_logprobs is None for event in known):
+                self._on_events(known)
+                continue
+            for event in known:
+                for part in event.in_parts(_ENTRIES_AT_ONCE):
+                    self._on_events([part])
+                    await asyncio.sleep(0)
+                    self._heard = True
 
     def _event(self, packed: PackedEvent) -> Event:
         event = unpack_event(packed, self._metrics[packed[0]])

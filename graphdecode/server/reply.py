@@ -22,7 +22,9 @@ from graphdecode.server.http_errors import HttpError, as_http_error
 from graphdecode.server.protocol import Generation
 from graphdecode.server.service import Service
 from graphdecode.text.intake import Order
+from graphdecode.text.outputs import Logprob
 
+_PLACES_AT_ONCE = 50  # of a prompt, each with up to 21 log-probabilities: some milliseconds
 log = logging.getLogger(__name__)
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -67,7 +69,7 @@ class Reply(Response, ABC):
 
     @abstractmethod
     def whole_choice(self, cursor: Cursor) -> dict[str, Any]:
-        """Return the choice of a finished answer."""
+        """Return the choice of a finished answer; `prompt_logprobs` are as the prompt's output has them."""
 
     def usage(self) -> dict[str, Any]:
         """Return the tokens so far."""
@@ -138,7 +140,7 @@ class Reply(Response, ABC):
         Raises:
             HttpError: the answer was given up.
         """
-        choices = [choice async for choice in self._choices()]
+        choices = [_told(choice) async for choice in self._choices()]
         return self._head | {"choices": choices, "usage": self.usage()}
 
     async def _choices(self) -> AsyncGenerator[dict[str, Any], None]:
@@ -159,7 +161,7 @@ class Reply(Response, ABC):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            choices = [sse.as_json(choice) async for choice in self._choices()]
+            choices = [await in_pieces(choice) async for choice in self._choices()]
         except HttpError as failed:
             await JSONResponse(failed.body, failed.status, failed.headers)(scope, receive, send)
         else:
@@ -187,7 +189,7 @@ class Reply(Response, ABC):
         await send({"type": "http.response.body", "body": b""})
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
-        chunk = self._head | {"choices": [choice]}
+        chunk = self._head | {"choices": [_told(choice)]}
         if self._usage_wanted:
             chunk["usage"] = self.usage() if self._usage_always else None
         return sse.event(chunk)
@@ -197,6 +199,31 @@ class Reply(Response, ABC):
             return HttpError(504, f"the request took longer than {self.service.request_timeout:g} s", code="timeout")
         assert isinstance(error, GraphdecodeError)
         return as_http_error(error, frozenset(type(self.body_fields).model_fields))
+
+
+def _scores_as_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:
+    """Return a prompt's log-probabilities in vLLM's form: by token id, for each token but the first."""
+    return [None if each is None else {str(token): vars(entry) for token, entry in each.items()} for each in entries]
+
+
+def _told(choice: dict[str, Any]) -> dict[str, Any]:
+    """Return a choice as it goes into JSON."""
+    scores = choice.get("prompt_logprobs")
+    return choice if scores is None else choice | {"prompt_logprobs": _scores_as_json(scores)}
+
+
+async def in_pieces(choice: dict[str, Any]) -> bytes:
+    """Return a choice as JSON; others have their turn between two pieces of a prompt's log-probabilities."""
+    scores = choice.get("prompt_logprobs")
+    if scores is None:
+        return sse.as_json(choice)
+    del choice["prompt_logprobs"]
+    pieces = [sse.as_json(choice)[:-1] + b',"prompt_logprobs":[']
+    for first in range(0, len(scores), _PLACES_AT_ONCE):
+        piece = sse.as_json(_scores_as_json(scores[first : first + _PLACES_AT_ONCE]))
+        pieces.append((b"," if first else b"") + piece[1:-1])
+        await asyncio.sleep(0)
+    return b"".join([*pieces, b"]}"])
 
 
 def _nothing() -> None:

@@ -50,6 +50,7 @@ class Answer:
                 spaced=params.spaces_between_special_tokens,
             )
         self._begun = False
+        self._texts: dict[int, str] = {}  # of single tokens, which log-probabilities name again and again
         self._changing = threading.Lock()  # whose thread steps, and who gives the answer up
 
     @property
@@ -61,6 +62,10 @@ class Answer:
         """Take what the engine tells of it; return whether its text ended it, so that the engine is to be told."""
         with self._changing:
             if self.output.finish_reason is not None:
+                return False
+            if event.prompt_logprobs is not None:
+                self._take_scores(event.prompt_logprobs)
+            if event.is_part:
                 return False
             if not self._begun:
                 self._begun = True
@@ -164,14 +169,21 @@ class Answer:
         return entries
 
     def _decode(self, token: int) -> str | None:
-        return None if self._detokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        if self._detokenizer is None:
+            return None
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text
+
+    def _take_scores(self, scores: list[TokenLogprobs]) -> None:
+        """Take the log-probabilities of the prompt's next tokens; the first one of all has none."""
+        known = self.request.prompt_logprobs or [None]
+        tokens = self.request.prompt_token_ids[len(known) : len(known) + len(scores)]
+        self.request.prompt_logprobs = known + [self._entries(*each) for each in zip(tokens, scores, strict=True)]
 
     def _tell_beginning(self, event: Event) -> None:
         """Bring what is the prompt's up to date with this answer's first event: its metrics, its tokens' scores."""
-        if event.prompt_logprobs is not None:
-            tokens = self.request.prompt_token_ids[1:]
-            scored = [self._entries(*each) for each in zip(tokens, event.prompt_logprobs, strict=True)]
-            self.request.prompt_logprobs = [None, *scored]
         own, shared = event.metrics, self.request.metrics
         shared.first_scheduled_time = _earliest(shared.first_scheduled_time, own.first_scheduled_time)
         shared.first_token_time = _earliest(shared.first_token_time, own.first_token_time)

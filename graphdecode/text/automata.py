@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow
+from graphdecode.engine.constraint import Constraint, ConstraintError, Guide, TokenAutomaton, allow, forbid
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.byte_automaton import byte_automaton
 from graphdecode.text.regex_pattern import Either, Pattern, Ranges, UnknownPatternError, literal, parse
@@ -51,7 +51,9 @@ class TokenAutomata:
             if pattern is None:
                 return None
             by_byte, accepts = byte_automaton(pattern, MOST_STATES)
-            return _Walk(self._spelled, by_byte, accepts, matcher, self._eos_token_ids).automaton(self._vocab_size)
+            eos = self._eos_token_ids
+            walk = _Walk(self._spelled, by_byte, accepts, matcher, eos or [self._vocabulary.eos_token])
+            return walk.automaton(self._vocab_size, never=() if eos else walk.eos_token_ids)
         except (UnknownPatternError, RecursionError):
             return None
 
@@ -102,7 +104,7 @@ class _Walk:
         by_byte: of the automaton over bytes.
         accepts: of the same.
         matcher: at the beginning of an answer.
-        eos_token_ids: tokens that come where a text may end.
+        eos_token_ids: tokens that the library lets come where a text may end.
 
     Raises:
         UnknownPatternError: there are too many states, or the library allows other tokens.
@@ -120,7 +122,7 @@ class _Walk:
         self._by_byte = by_byte
         self._accepts = accepts
         self._follower = matcher.deep_copy()
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         # text that only one string can continue, which the library spells as the tokenizer would, and no other way
         self._is_forced = ((by_byte >= 0).sum(axis=1) == 1) & ~accepts
         self._completes = accepts & (by_byte < 0).all(axis=1)
@@ -165,7 +167,7 @@ class _Walk:
             allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, dtype=np.uint8), bitorder="little"))
             if self._is_forced[state] and len(allowed) == 1:
                 targets, tokens = targets[tokens == allowed], tokens[tokens == allowed]
-            own = np.union1d(tokens, self._eos_token_ids) if self._accepts[state] else tokens
+            own = np.union1d(tokens, self.eos_token_ids) if self._accepts[state] else tokens
             if not np.array_equal(allowed, own):
                 raise UnknownPatternError("the library allows other tokens")
         self._masks.append(mask)
@@ -173,11 +175,12 @@ class _Walk:
         found = np.flatnonzero(np.bincount(targets, minlength=len(self._by_byte)))
         return [(int(target), int(tokens[np.argmax(targets == target)])) for target in found]
 
-    def automaton(self, vocab_size: int) -> TokenAutomaton:
+    def automaton(self, vocab_size: int, never: Sequence[int]) -> TokenAutomaton:
         """Return what was found, with states numbered as they were come to.
 
         Args:
             vocab_size: of the model.
+            never: tokens that the library allows where a text may end, and that end no answer of the model.
 
         Raises:
             UnknownPatternError: there are too many classes of tokens.
@@ -201,6 +204,7 @@ class _Walk:
                 raise UnknownPatternError("two classes have one sum")
             words = np.frombuffer(self._masks[number], dtype=np.int32)[: masks.shape[1]]
             masks[number, : len(words)] = words
+            forbid(masks[number], never)
         return TokenAutomaton(
             classes.astype(np.int32), following, masks, self._accepts[states], self._completes[states]
         )

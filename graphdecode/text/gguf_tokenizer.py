@@ -150,7 +150,10 @@ def _byte_level(vocabulary: _Vocabulary, pre: PreTokenizer) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     listed: list[str] = vocabulary.array("merges", str) if vocabulary.has("merges") else []  # tokens may be bytes alone
-    merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in listed)]
+    cut = (merge.partition(" ") for merge in listed)
+    merges = list(
+        dict.fromkeys((left, right) for left, _, right in cut)
+    )  # of one that is listed twice the first counts
     wrong = next((pair for pair in merges if "".join(pair) not in vocabulary.ids), None)
     if wrong is not None:
         raise vocabulary.fault(f"merges has {' '.join(wrong)!r:.80}, which makes no token")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow
+from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow, forbid
 from graphdecode.engine.sampling_params import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
@@ -64,10 +64,14 @@ class Grammars:
         with self._books:
             if self._vocabulary is None:
                 source = self._source if isinstance(self._source, str) else self._source.to_str()
+                eos = list(self._eos_token_ids)
                 try:
-                    self._vocabulary = LLTokenizer(
-                        source, n_vocab=self._vocab_size, eos_token=list(self._eos_token_ids) or None
-                    )
+                    vocabulary = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos or None)
+                    if not eos:  # the library takes one nevertheless: better one that is no text
+                        special = (each for each in range(self._vocab_size) if vocabulary.is_special_token(each))
+                        eos = [next(special, vocabulary.eos_token)]
+                        vocabulary = LLTokenizer(source, n_vocab=self._vocab_size, eos_token=eos)
+                    self._vocabulary = vocabulary
                 except ValueError as error:
                     raise ArgumentError(f"structured_outputs: this tokenizer cannot be used: {error}") from error
             return self._vocabulary
@@ -144,7 +148,8 @@ class Grammars:
         """Return what holds one answer to a grammar, made of what `compiled` gave."""
         if isinstance(compiled, TokenAutomaton):
             return AutomatonConstraint(compiled, self._eos_token_ids)
-        return TokenGrammar(compiled.deep_copy(), self._together, self._eos_token_ids)
+        never = () if self._eos_token_ids else (self.load().eos_token,)
+        return TokenGrammar(compiled.deep_copy(), self._together, self._eos_token_ids, never)
 
     @cached_property
     def _together(self) -> _Together:
@@ -236,13 +241,17 @@ class TokenGrammar(Constraint):
         matcher: at the beginning of the answer.
         together: computes the masks of all answers.
         eos_token_ids: tokens that the matcher allows by itself where the answer may end.
+        never: tokens that it allows there, and that end no answer of the model.
     """
 
-    def __init__(self, matcher: LLMatcher, together: _Together, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self, matcher: LLMatcher, together: _Together, eos_token_ids: Sequence[int], never: Sequence[int] = ()
+    ) -> None:
         self._matcher = matcher
         self._together = together
         self.num_words = together.num_words
         self._eos_token_ids = eos_token_ids
+        self._never = never
 
     def fill(self, words: np.ndarray, stop_ids: Sequence[int]) -> None:
         """Write which tokens may come next; see `Constraint.fill`."""
@@ -269,6 +278,7 @@ class TokenGrammar(Constraint):
         """Let the stop ids come where the answer may end; raise what has become of the matcher."""
         if self._matcher.is_error():
             raise _failure(self._matcher)
+        forbid(mask, self._never)
         # the matcher allows what ends a text, and not what ends a turn
         if stop_ids != self._eos_token_ids and self._matcher.is_accepting():
             allow(mask, stop_ids)

@@ -64,6 +64,8 @@ def row_entries(
     first = begin // page_size
     own = pages[first : (end - 1) // page_size + 1]
     listed = own.tolist()
+    if listed and not 0 <= min(listed) <= max(listed) < k_cache.shape[0]:
+        raise ValueError(f"pages must be in 0..{k_cache.shape[0] - 1}, got {min(listed)}..{max(listed)}")
     begin -= first * page_size
     end -= first * page_size
     if scales is not None:
@@ -85,6 +87,8 @@ def row_entries(
 def _view(cache: Tensor, page: int, begin: int, end: int) -> Tensor:
     _, _, heads, dim = cache.shape
     stride_page, stride_token, stride_head, stride_dim = cache.stride()
+    if cache.shape[1] == 1:  # of a page of one token the stride between two tokens may be any number
+        stride_token = stride_page
     offset = cache.storage_offset() + page * stride_page + begin * stride_token
     return torch.as_strided(cache, (1, heads, end - begin, dim), (0, stride_head, stride_token, stride_dim), offset)
 

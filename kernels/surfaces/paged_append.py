@@ -142,8 +142,12 @@ def paged_append(
     row = torch.where(named, batch_indices, 0).long()
     position = torch.where(named, positions, 0)
     entry = indptr[row] + position // page_size
-    kept = (named & (entry < indptr[row + 1])).nonzero().squeeze(1)
-    pages, places = indices[entry[kept].long()].long(), (position[kept] % page_size).long()
+    listed = (entry >= 0) & (entry < indptr[row + 1].clamp(max=indices.shape[0]))
+    kept = (named & listed).nonzero().squeeze(1)
+    pages = indices[entry[kept].long()].long()
+    there = (pages >= 0) & (pages < k_cache.shape[0])
+    kept, pages = kept[there], pages[there]
+    places = (position[kept] % page_size).long()
     for cache, new in ((k_cache, key), (v_cache, value)):
         chosen = new[kept].to(cache.dtype)
         if cache.dtype.itemsize == 1:  # indexed copies know no fp8

@@ -146,3 +146,26 @@ def test_law_8_a_steady_step_fills_no_tail(staged: StepBuffers, monkeypatch: pyt
     graphs.replay(2)
     assert set(filled) == {2}
     graphs.close()
+
+
+def bounded(batch: Batch) -> None:
+    batch.y.copy_(batch.x + torch.softmax(batch.x, -1).mean(0))
+
+
+def differing(batch: Batch) -> None:
+    apart = (batch.x - batch.y).clamp(-1, 1)
+    batch.y.copy_(apart + apart.mean(0))
+
+
+def turned(batch: Batch) -> None:
+    batch.y.copy_(torch.nn.functional.layer_norm(batch.x, (2,)).roll(1, 0))
+
+
+def saturated(batch: Batch) -> None:
+    batch.y.copy_(torch.tanh(batch.x - batch.x.max()))
+
+
+@pytest.mark.parametrize("step", [bounded, differing, turned, saturated])
+def test_rows_are_found_to_mix_where_equal_or_large_entries_are_the_same(step) -> None:
+    (finding,) = check(step, make(x=0.0, y=0.0))
+    assert finding.kind == "mixed-rows"

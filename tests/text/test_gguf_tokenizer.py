@@ -180,3 +180,21 @@ def test_smollm2_has_the_ids_of_llama_cpp_and_its_own_template() -> None:
     prompt = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
     assert check_model(path).eos_token_ids == (0, 2)
+
+
+def test_of_a_merge_that_is_listed_twice_the_first_place_counts(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "v.gguf", "llama")
+    writer.add_token_list(["t", "h", "e", "th", "he"])
+    writer.add_token_types([1] * 5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_merges(["h e", "t h", "h e"])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert load_tokenizer(tmp_path / "v.gguf")("he").input_ids == [4]
+    assert load_tokenizer(tmp_path / "v.gguf").backend_tokenizer.model.tokenize("the")[-1].id == 4

@@ -12,6 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from graphdecode import LLM, ArgumentError, Request, RequestError, SamplingParams, StructuredOutputsParams
+from graphdecode.models import resolve_model_path
 from graphdecode.text import RequestOutput
 
 LAUNCHES = {"one step": {}, "five steps": {"steps_per_launch": 5}}
@@ -387,3 +388,31 @@ def test_bad_words_that_forbid_all_that_a_form_allows_are_named(llm: LLM) -> Non
     (output,) = answers(llm, [params])
     assert output.error is not None
     assert "its grammar cannot be followed further: bad_words forbid all" in output.error
+
+
+def test_the_token_that_ends_a_form_is_none_of_its_text_where_it_is_ignored_too(llm: LLM) -> None:
+    form = StructuredOutputsParams(regex="[0-9]{4,26}")
+    params = SamplingParams(
+        temperature=0.0, max_tokens=40, structured_outputs=form, ignore_eos=True, skip_special_tokens=False
+    )
+    [output] = llm.generate("12+30=", params, use_tqdm=False)
+    assert output.outputs[0].token_ids[-1] == 257
+    assert re.fullmatch("[0-9]{4,26}", output.outputs[0].text)
+
+
+@pytest.mark.parametrize("form", [{"regex": "[abcxyz]{2,19}"}, {"json": {"type": "integer"}}])
+def test_a_model_without_an_end_ends_a_form_where_nothing_can_follow(tmp_path: Any, form: dict[str, Any]) -> None:
+    for file in resolve_model_path("demo").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((tmp_path / name).read_text()) | {"eos_token_id": None}
+        (tmp_path / name).write_text(json.dumps(content))
+    with LLM(str(tmp_path), max_batch_size=2, max_sequence_length=128, device="cpu") as endless:
+        assert endless.engine.rules.eos_token_ids == ()
+        asked = [wild(seed, 30, **form) for seed in range(6)]
+        for output in endless.generate(["12+"] * 6, asked, use_tqdm=False):
+            (answer,) = output.outputs
+            assert output.error is None
+            assert answer.text.isprintable(), answer
+            assert not set(answer.token_ids) & {0, 256, 257, 258}
+            assert len(answer.token_ids) == (19 if "regex" in form else 30) or answer.finish_reason == "stop"

@@ -71,7 +71,7 @@ def spoil_field(rng: random.Random, fields: list[Field]) -> None:
         fields[at] = key, kind, rng.choice([changed, changed, changed[:-1], changed[:place], changed * 2])
     elif isinstance(value, str):
         fields[at] = key, kind, rng.choice([value + "a", value[:-1], value * 50, "qwen2", "smollm3", "granite", "mpt"])
-    elif not isinstance(value, list):
+    elif isinstance(value, int | float):
         fields[at] = key, kind, rng.choice([value + 1, value - 1, value * 2, value // 2, value * 0, value * 1000])
 
 

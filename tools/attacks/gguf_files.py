@@ -238,7 +238,7 @@ def _plain_ids(file: Path, text: str) -> list[int] | None:
     if any(tokens[index] in text for index in named):
         return None  # it is found before all else
     if found["model"] == "gpt2":
-        ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in reversed(list(enumerate(found["merges"])))}
+        ranks = {tuple(merge.split(" ", 1)): rank for rank, merge in reversed(list(enumerate(found.get("merges", []))))}
     else:
         ranks = {}
     parts = list(text)

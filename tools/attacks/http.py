@@ -167,7 +167,7 @@ async def _storm(
             seed = next(seeds)
             request = greedy_request(seed) if seed % 2 else mutated_request(seed)
             leaves = random.Random(seed).random() < _LEAVING_SHARE
-            status, wrong = await _asked(http, request, 0.3 if leaves else 200)
+            status, wrong = await asked(http, request, 0.3 if leaves else 200)
             statuses["left" if status is None and leaves else str(status)] += 1
             if wrong is not None and not (status is None and leaves):
                 failures.append(f"{'greedy' if seed % 2 else 'mutated'} {seed}: {request.path} {wrong}")
@@ -177,7 +177,7 @@ async def _storm(
         await asyncio.gather(*(ask(http) for _ in range(_AT_A_TIME)))
 
 
-async def _asked(http: httpx.AsyncClient, request: MutatedRequest, seconds: float) -> tuple[int | None, str | None]:
+async def asked(http: httpx.AsyncClient, request: MutatedRequest, seconds: float) -> tuple[int | None, str | None]:
     """Return the status, and what is wrong with the answer."""
     try:
         answer = await http.request(

@@ -1,32 +1,46 @@
 """Engines of random settings with random lives: whatever comes and goes beside it, a request's answer is its own.
 
-Some requests ask for what the model alone decides; their answers are compared with a Llama in float64 as well, whose
-keys and values are rounded as the cache rounds them.
+Every answer is compared with another model's logits as well, and with what the documents say of its parameters; see
+`judge`.
 """
 
 from __future__ import annotations
 
 import random
 import tempfile
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from attacks.judge import Judge, form_of
 from attacks.trial import Wrong
-from float64_model import Float64Model
-from graphdecode import LLM, SamplingParams
+from graphdecode import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.models import resolve_model_path
 
 _WORDS = ["417+385=", "rev oceanic=", "sort zebra=", "12+30=", "999+1=", "rev a=", "417+385=rev oceanic=sort zebra="]
-_MOST_TOKENS = 24
-_KINDS = ("plain", "plain", "int8", "fp8", "gguf", "ranks")
-# of a log-probability: float32 beside float64; 1e-6 of a key moves one by some hundredths where it rounds to the other
-# neighbour in 8 bits
-_APART = {"plain": 1e-4, "gguf": 1e-4, "ranks": 1e-4, "int8": 0.1, "fp8": 0.1}
-_PLAIN_REQUESTS = 3
+_LENGTHS = [96, 128, 200]  # of a prompt with its answer
+KINDS = (*["plain"] * 5, *["int8", "fp8", "gguf"] * 2, "ranks", "few bits", "transformers")
+_ROUNDS = 2
+_LEAVING_SHARE = 0.01  # of the pieces, behind which a stream is left
+
+
+class LifeCounts(NamedTuple):
+    """What was compared.
+
+    Attributes:
+        lives: that were lived.
+        answers: to requests among others.
+        tokens: that were compared with another model's logits.
+        unsure: of these, behind a key or value of 8 bits that float32 may round to another neighbour.
+    """
+
+    lives: int = 0
+    answers: int = 0
+    tokens: int = 0
+    unsure: int = 0
 
 
 class Life:
@@ -34,18 +48,22 @@ class Life:
 
     Args:
         seed: of all draws.
+
+    Attributes:
+        kind: of model and cache.
+        counts: of what was compared.
     """
 
     def __init__(self, seed: int) -> None:
-        self.kind = random.Random(f"kind {seed}").choice(_KINDS)
-        self.tokens = 0  # that were compared with float64
+        self.kind = random.Random(f"kind {seed}").choice(KINDS)
+        self.counts = LifeCounts()
         rng = self._rng = random.Random(f"life {seed}")
-        rows = rng.randrange(1, 9)
+        rows, self._length = rng.randrange(1, 9), rng.choice(_LENGTHS)
         self.settings: dict[str, Any] = {
             "device": "cpu",
-            "batch_invariant": True,  # the promise that is kept bit for bit
+            "batch_invariant": rng.random() < 0.3,  # the promise that is kept bit for bit
             "max_batch_size": rows,
-            "max_sequence_length": rng.choice([64, 96, 128]),
+            "max_sequence_length": self._length,
             "page_size": rng.choice([1, 2, 7, 16, 64]),
             "batch_sizes": rng.choice(["auto", [rows], sorted({1, rows, max(rows // 2, 1)})]),
             "prefix_cache": rng.random() < 0.7,
@@ -53,114 +71,135 @@ class Life:
             "backend": rng.choice(["recorded", "eager"]),
             "config": {"loop": {"steps_per_launch": rng.choice([1, 1, 2, 5])}},
         }
-        if rng.random() < 0.3 and self.kind == "plain":
-            self.settings["quantize"] = "int8"
-        if self.kind in ("int8", "fp8"):
-            self.settings["kv_cache_dtype"] = self.kind
-        elif self.kind == "ranks":
-            self.settings["tensor_parallel_size"] = 2
-        elif self.kind == "gguf":
-            self.settings["tokenizer"] = "demo"
-        pages = -(-self.settings["max_sequence_length"] // self.settings["page_size"])
+        if rng.random() < 0.4:
+            self.settings |= {"speculation": "ngram", "num_tokens": rng.choice(["auto", 1, 3])}
+        of_kind: dict[str, dict[str, Any]] = {
+            "few bits": {"quantize": rng.choice(["int8", "int4", "fp8"]), "batch_invariant": True},
+            "int8": {"kv_cache_dtype": "int8"},
+            "fp8": {"kv_cache_dtype": "fp8"},
+            "ranks": {"tensor_parallel_size": 2},
+            "gguf": {"tokenizer": "demo"},
+            "transformers": {"model_impl": "transformers", "batch_invariant": False},
+        }
+        self.settings |= of_kind.get(self.kind, {})
+        pages = -(-self._length // self.settings["page_size"])
         self.settings["total_num_pages"] = rng.choice(["auto", pages, pages + 3, 2 * pages])
-        self._requests = [self._request() for _ in range(rng.randrange(6, 14))]
-        letters = ["".join(rng.choices("abcxyz 0123456789+=", k=rng.randrange(1, 40))) for _ in range(_PLAIN_REQUESTS)]
-        self._requests += [(text, self._plain()) for text in letters]
-
-    def _plain(self) -> SamplingParams:
-        """Return what leaves all to the model, so that it can be compared with another one."""
-        return SamplingParams(
-            temperature=0.0, max_tokens=self._rng.randrange(1, _MOST_TOKENS), ignore_eos=True, logprobs=0
-        )
+        self._requests = [self._request() for _ in range(rng.randrange(16, 32))]
 
     def _request(self) -> tuple[str, SamplingParams]:
+        """Return a prompt and parameters, each of which is drawn for itself."""
         rng = self._rng
-        params = SamplingParams(
-            temperature=rng.choice([0.0, 0.0, 0.7, 1.3]), seed=rng.randrange(2**31), ignore_eos=rng.random() < 0.4,
-            max_tokens=rng.randrange(1, _MOST_TOKENS), top_k=rng.choice([0, 3]), top_p=rng.choice([1.0, 0.8]),
-            repetition_penalty=rng.choice([1.0, 1.2]), frequency_penalty=rng.choice([0.0, 0.5]),
-            logprobs=rng.choice([None, 0, 3]), stop=rng.choice([None, "0", ["e", "az"]]),
-            min_tokens=rng.choice([0, 0, 1]), logit_bias=rng.choice([None, {48: 2.0}]),
-        )  # fmt: skip
-        return rng.choice(_WORDS), params
 
-    def run(self) -> int:
-        """Live, and return how many answers were compared.
+        def sometimes(share: float, value: Any, otherwise: Any = None) -> Any:
+            return value if rng.random() < share else otherwise
+
+        prompt = sometimes(0.5, rng.choice(_WORDS), "".join(rng.choices("abcxyz 0123456789+=", k=rng.randrange(1, 60))))
+        fields: dict[str, Any] = {
+            "temperature": rng.choice([0.0, 0.0, 0.7, 1.3, 2.5]),
+            "seed": rng.randrange(2**31),
+            "n": sometimes(0.15, rng.randrange(2, 5), 1),
+            "top_k": sometimes(0.3, rng.randrange(1, 12), 0),
+            "top_p": sometimes(0.3, rng.choice([0.3, 0.8, 0.99]), 1.0),
+            "min_p": sometimes(0.2, rng.choice([0.05, 0.3]), 0.0),
+            "repetition_penalty": sometimes(0.3, rng.choice([0.8, 1.2, 1.7]), 1.0),
+            "presence_penalty": sometimes(0.2, rng.choice([-1.0, 1.5]), 0.0),
+            "frequency_penalty": sometimes(0.2, rng.choice([-0.5, 0.5]), 0.0),
+            "logit_bias": sometimes(0.2, {rng.randrange(259): rng.choice([-100.0, -2.0, 3.0]) for _ in range(3)}),
+            "max_tokens": sometimes(0.9, rng.randrange(1, 110)),
+            "logprobs": sometimes(0.5, rng.choice([0, 1, 5, 20])),
+            "prompt_logprobs": sometimes(0.2, rng.choice([0, 3])),
+            "ignore_eos": rng.random() < 0.7,
+            "skip_special_tokens": rng.random() < 0.8,
+            "include_stop_str_in_output": rng.random() < 0.3,
+        }
+        if rng.random() < 0.12:
+            least = rng.randrange(0, 6)
+            form = form_of(rng.choice(["0123456789", "abcxyz", "ab01"]), least, least + rng.randrange(1, 30))
+            fields |= {"structured_outputs": StructuredOutputsParams(regex=form), "n": 1, "logit_bias": None}
+        else:
+            fields |= {
+                "stop": sometimes(0.2, rng.choice(["0", ["e", "az"], ["=", "12+"]])),
+                "stop_token_ids": sometimes(0.2, rng.sample(range(48, 123), 3)),
+                "bad_words": sometimes(0.2, rng.choice([["8"], ["ab", "1 2"], ["00", "e", "a b"]])),
+                "allowed_token_ids": sometimes(0.1, sorted({*rng.sample(range(32, 127), 40), 257})),
+                "min_tokens": sometimes(0.2, rng.randrange(0, (fields["max_tokens"] or 20) + 1), 0),
+            }
+        return prompt, SamplingParams(**fields)
+
+    def run(self) -> None:
+        """Live.
 
         Raises:
             Wrong: one is not what the request gets alone, or something is left behind.
         """
         with tempfile.TemporaryDirectory() as folder:
             path = _as_gguf(Path(folder)) if self.kind == "gguf" else resolve_model_path("demo")
-            return self._run(path)
+            try:
+                self._run(path)
+            except Wrong as error:
+                raise Wrong(f"{error}; {self.settings}") from error
 
-    def _run(self, path: Path) -> int:
+    def _run(self, path: Path) -> None:
         torch.set_num_threads(self._rng.choice([1, 1, 2, 3]))
         try:
             llm = LLM(str(path), **self.settings)
         except ArgumentError as error:
-            raise Wrong(f"{self.settings} is refused: {error}") from error
+            raise Wrong(f"it is refused: {error}") from error
         with llm:
-            alone = [llm.generate(prompt, params, use_tqdm=False)[0].outputs[0] for prompt, params in self._requests]
-            if "quantize" not in self.settings:
-                exact = Float64Model(path, cache=self.settings.get("kv_cache_dtype", "auto"))
-                for (prompt, _), answer in list(zip(self._requests, alone, strict=True))[-_PLAIN_REQUESTS:]:
-                    self._compare(exact, llm.tokenizer(prompt).input_ids, answer)
-            compared = 0
-            for _ in range(3):
-                torch.set_num_threads(self._rng.choice([1, 2, 3]))
-                for number, answer in self._together(llm):
-                    compared += 1
-                    expected = alone[number]
-                    same = (answer.token_ids, answer.text) == (expected.token_ids, expected.text)
-                    if not same or answer.cumulative_logprob != expected.cumulative_logprob:
-                        raise Wrong(f"{self._requests[number]} gives {answer}, alone {expected}: {self.settings}")
+            alone: list[RequestOutput] = []
+            if self.settings["batch_invariant"]:
+                alone = [llm.generate(prompt, params, use_tqdm=False)[0] for prompt, params in self._requests]
+            given = [each for _ in range(_ROUNDS) for each in self._together(llm)]
             while llm.engine.has_work:
                 llm.step()
             if llm.cache.pool.used or llm.num_waiting:
-                raise Wrong(f"{llm.cache.pool.used} pages and {llm.num_waiting} requests are left: {self.settings}")
-        return compared
+                raise Wrong(f"{llm.cache.pool.used} pages and {llm.num_waiting} requests are left")
+        torch.set_num_threads(1)
+        answers = len(given)
+        if alone:
+            for number, output in given:
+                self._compare(number, output, alone[number])
+            given = list(enumerate(alone))
+        self.counts = LifeCounts(1, answers)
+        if self.kind != "few bits":
+            eos = () if self.kind == "gguf" else (257,)  # of the file: there is none in it
+            judge = Judge(path, self.settings.get("kv_cache_dtype", "auto"), self._length, eos)
+            for number, output in given:
+                judge.compare(output, self._requests[number][1])
+            judge.compare_mean()
+            self.counts = LifeCounts(1, answers, judge.tokens, judge.unsure)
 
-    def _compare(self, exact: Float64Model, prompt: list[int], answer: Any) -> None:
-        """Compare a greedy answer with float64, token by token, behind the tokens that it has itself."""
-        expected = exact.log_probabilities([*prompt, *answer.token_ids])[len(prompt) - 1 :]
-        for place, (token, entries) in enumerate(zip(answer.token_ids, answer.logprobs, strict=True)):
-            apart = max(
-                abs(entries[token].logprob - float(expected[place, token])),
-                float(expected[place].max() - expected[place, token]),  # another token is likelier
-            )
-            if apart > _APART[self.kind]:
-                told = f"{apart:.3g} at token {place} of {answer.token_ids} behind {prompt}"
-                raise Wrong(f"float64 is apart by {told}: {self.settings}")
-            self.tokens += 1
+    def _compare(self, number: int, output: RequestOutput, alone: RequestOutput) -> None:
+        """Compare what a request was given with what it gets alone, bit for bit."""
+        for given, expected in zip(output.outputs, alone.outputs, strict=True):
+            same = (given.token_ids, given.text) == (expected.token_ids, expected.text)
+            if not same or given.cumulative_logprob != expected.cumulative_logprob:
+                raise Wrong(f"{self._requests[number]} gives {given}, alone {expected}")
 
-    def _together(self, llm: LLM) -> list[tuple[int, Any]]:
+    def _together(self, llm: LLM) -> list[tuple[int, RequestOutput]]:
         """Serve all requests at once, by streams, threads and lists, some left early; return what was finished."""
-        rng, finished = self._rng, list[tuple[int, Any]]()
+        torch.set_num_threads(self._rng.choice([1, 2, 3]))
+        rng, finished = self._rng, list[tuple[int, RequestOutput]]()
         order = list(range(len(self._requests)))
         rng.shuffle(order)
         cut = rng.randrange(len(order) + 1)
-        streams = {number: llm.stream(*self._requests[number]) for number in order[:cut]}
+        streamed = [number for number in order[:cut] if self._requests[number][1].n == 1]
+        streams = {number: llm.stream(*self._requests[number]) for number in streamed}
 
-        def generate(numbers: list[int]) -> None:
+        def generate(numbers: list[int]) -> list[tuple[int, RequestOutput]]:
             prompts, params = zip(*(self._requests[number] for number in numbers), strict=True)
-            outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
-            finished.extend((number, output.outputs[0]) for number, output in zip(numbers, outputs, strict=True))
+            return list(zip(numbers, llm.generate(list(prompts), list(params), use_tqdm=False), strict=True))
 
-        parts = [order[cut:][start::2] for start in range(2)]
-        threads = [threading.Thread(target=generate, args=(part,)) for part in parts if part]
-        for thread in threads:
-            thread.start()
-        while streams:
-            number = rng.choice(list(streams))
-            if rng.random() < 0.05:
-                streams.pop(number).close()
-                continue
-            if next(streams[number], None) is None:
-                finished.append((number, streams.pop(number).request.outputs[0]))
-        for thread in threads:
-            thread.join()
-        return finished
+        others = [number for number in order if number not in streams]
+        with ThreadPoolExecutor(2) as threads:
+            lists = [threads.submit(generate, part) for part in (others[::2], others[1::2]) if part]
+            while streams:
+                number = rng.choice(list(streams))
+                if rng.random() < _LEAVING_SHARE:
+                    streams.pop(number).close()
+                elif next(streams[number], None) is None:
+                    finished.append((number, streams.pop(number).request))
+            return finished + [each for part in lists for each in part.result()]
 
 
 def _as_gguf(folder: Path) -> Path:

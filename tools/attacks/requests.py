@@ -12,6 +12,7 @@ import torch
 from attacks.mutation import hostile_value
 from attacks.trial import Wrong
 from graphdecode import LLM, GraphdecodeError, SamplingParams
+from graphdecode.errors import shown
 
 _NEIGHBOURS = ["rev oceanic=", "12+30="]
 _GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -155,7 +156,7 @@ class ParamsAttack:
 
     @staticmethod
     def _check(params: SamplingParams, answer: Any) -> None:
-        tokens, fields = answer.token_ids, f"{params!r:.500}"
+        tokens, fields = answer.token_ids, shown(params)
         if any(not 0 <= token < 259 for token in tokens):
             raise Wrong(f"impossible tokens {tokens} for {fields}")
         if params.max_tokens is not None and len(tokens) > params.max_tokens:

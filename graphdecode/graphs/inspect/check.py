@@ -17,7 +17,8 @@ from graphdecode.graphs.inspect.observer import StepObserver, given_tensors, map
 from graphdecode.graphs.inspect.owners import Owners, storage_key
 from graphdecode.graphs.step_graph import Step, slots_restored
 
-_HOSTILE = (1e4, -3e4)  # finite, also in float16: what a mask multiplies away must be away
+# at most, finite also in float16: what a mask multiplies away must be away; and small ones, for a step may saturate
+_HOSTILE = (1e4, 3e4, 2.0)
 # after these, a second run that differs from the first is a consequence, and would only hide the cause
 _EXPLAIN_DIFFERENCES = {"host-read", "data-dependent-shape", "failed"}
 
@@ -207,11 +208,12 @@ class _RowWatcher(StepObserver):
 
 
 def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: Refuse) -> None:
-    """Run a step twice, with other values in the rows past the live ones, and refuse what differs in live rows.
+    """Run a step several times, with other values in the rows past the live ones, and refuse what differs in live rows.
 
-    Slots and adopted tensors are the same at the beginning of both runs, but for those rows: floating-point numbers are
-    large there; others, which may be indices, are what the slot declares as its pad, and else 0 or 1. Nothing is
-    found where the buffers have one row alone, for then no bucket is padded. `refuse` takes one error for each slot.
+    Slots and adopted tensors are the same at the beginning of all runs, but for those rows: floating-point numbers are
+    large there, or small, each entry another one, for of equal ones the mean, the softmax and the difference are the
+    same; others, which may be indices, are what the slot declares as its pad, and else 0 or 1. Nothing is found where
+    the buffers have one row alone, for then no bucket is padded. `refuse` takes one error for each slot.
     """
     live_rows = max(buffers.max_batch_size // 2, 1)
     if live_rows == buffers.max_batch_size:
@@ -227,21 +229,24 @@ def _find_mixed_rows(step: Step, buffers: StepBuffers, owners: Owners, refuse: R
     for seed, hostile in enumerate(_HOSTILE):
         restore()
         _fill(buffers, 0)
+        numbers = torch.Generator().manual_seed(seed)
         buffers.set_live_rows(live_rows)
         for name, dim in with_rows.items():
             slot, tensor = buffers.slots[name], buffers.tensors[name]
             start = slot.rows(live_rows)
-            index = slot.pad if not seed else slot.pad == 0
             tail = tensor.narrow(dim, start, tensor.shape[dim] - start)
-            tail.fill_(hostile if slot.dtype.is_floating_point else index)
+            if slot.dtype.is_floating_point:
+                tail.copy_(((torch.rand(tail.shape, generator=numbers) * 2 - 1) * hostile).to(slot.dtype))
+            else:
+                tail.fill_(slot.pad if not seed else slot.pad == 0)
         watcher = _RowWatcher(owners, live_rows)
         with suppress(CaptureError), observed(watcher, buffers.narrow(buffers.max_batch_size), step=step) as batch:
             step(batch)
         runs.append(watcher.writes)
     restore()
     told: set[str] = set()
-    for (slot_name, operator, place, before), (_, _, _, after) in zip(*runs, strict=False):
-        if slot_name not in told and not torch.equal(before, after):
+    for (slot_name, operator, place, before), *others in zip(*runs, strict=False):
+        if slot_name not in told and not all(torch.equal(before, after) for *_, after in others):
             told.add(slot_name)
             whose = "live rows of slot" if slot_name in with_rows else "slot"
             refuse(CaptureError("mixed-rows", operator, f"{whose} {slot_name!r}", place))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphdecode.attention.layouts import PagedCache, check_layout, paged_caches
 from graphdecode.attention.paged_decode import FIXED_SPLIT
+from graphdecode.cache import require_tensors
 from graphdecode.kernels.attention.attention_plan import (
     WAVES_WHEN_FULL,
     check_page_lists,
@@ -20,7 +21,7 @@ from graphdecode.kernels.attention.attention_plan import (
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
 from .decode_problem import DecodeProblem, check_metadata
-from .limits import FP8_DTYPES, OUT_DTYPES, Q_DTYPE_LEFT_OUT, check_backend, check_options, exact_queries
+from .limits import FP8_DTYPES, OUT_DTYPES, Q_DTYPE_LEFT_OUT, check_backend, check_options, exact_queries, scale_of
 
 
 class BatchDecodeWithPagedKVCacheWrapper:
@@ -347,8 +348,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
             self._counters,
             q_len=problem.q_len,
             max_items=self._max_items,
-            sm_scale=problem.sm_scale * _scale(q_scale) * _scale(k_scale),
-            v_scale=_scale(v_scale),
+            sm_scale=problem.sm_scale * scale_of(q_scale=q_scale, k_scale=k_scale),
+            v_scale=scale_of(v_scale=v_scale),
             window_left=window,
             soft_cap=problem.soft_cap,
             position_mode=problem.position_mode,
@@ -440,10 +441,9 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
 
 
 def _check_result(name: str, tensor: Tensor | None, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if tensor is not None and (tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous()):
+    if tensor is None:
+        return
+    require_tensors(None, **{name: tensor})
+    if tensor.shape != shape or tensor.dtype not in dtypes or not tensor.is_contiguous():
         wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} must be contiguous {wanted} {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
-
-
-def _scale(value: float | None) -> float:
-    return 1.0 if value is None else float(value)

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from graphdecode.attention.paged_decode import wave_items_for
+from graphdecode.cache import require_integers, require_numbers, require_tensors
 
 from .limits import FP8_DTYPES, check_head_dim, check_heads, check_options, planned_dtypes
+
+_LARGEST = 1 << 20  # of tokens a page, and queries a row
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,11 @@ class DecodeProblem:
         scale = 1.0 if rope_scale is None else rope_scale
         theta = 1e4 if rope_theta is None else rope_theta
         check_options(window_left, cap, scale, theta)
+        require_integers(page_size=page_size, q_len_per_req=q_len)
+        require_numbers(sm_scale=sm_scale)
         for name, value in (("page_size", page_size), ("q_len_per_req", q_len)):
-            if value < 1:
-                raise ValueError(f"{name} must be >= 1, got {value}")
+            if not 1 <= value <= _LARGEST:
+                raise ValueError(f"{name} must be in 1..{_LARGEST}, got {value}")
         q_dtype, kv_dtype = planned_dtypes(q_data_type, kv_data_type, data_type)
         return cls(
             num_qo_heads=num_qo_heads,
@@ -86,6 +91,7 @@ class DecodeProblem:
         Raises:
             ValueError: they do not fit it.
         """
+        require_tensors(q=q)
         if q.dim() != 3 or tuple(q.shape[1:]) != (self.num_qo_heads, self.head_dim):
             raise ValueError(f"q must be [rows, {self.num_qo_heads}, {self.head_dim}] as planned, got {list(q.shape)}")
         if q.dtype != self.q_dtype or k_cache.dtype != self.kv_dtype:
@@ -121,7 +127,10 @@ def check_metadata(indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> in
     Raises:
         ValueError: the tensors do not fit each other.
     """
+    require_tensors(indptr=indptr, indices=indices, last_page_len=last_page_len)
     for name, tensor in (("indptr", indptr), ("indices", indices), ("last_page_len", last_page_len)):
+        if tensor.is_meta:
+            raise ValueError(f"{name} must hold numbers, and is on the meta device")
         if tensor.dim() != 1 or tensor.dtype != torch.int32:
             raise ValueError(f"{name} must be int32 of 1 dimension, got {tensor.dtype} {list(tensor.shape)}")
     rows = last_page_len.shape[0]

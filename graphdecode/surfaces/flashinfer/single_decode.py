@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphdecode.attention.layouts import check_layout
 from graphdecode.attention.paged_decode import decode_workspace, wave_items_for
+from graphdecode.cache import require_numbers, require_tensors
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention
 
@@ -60,6 +61,9 @@ def single_decode_with_kv_cache(
         ValueError: an argument does not fit.
     """
     check_layout(kv_layout)
+    require_tensors(q=q)
+    require_tensors(q.device, k=k, v=v)
+    require_numbers(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sm_scale=sm_scale)
     if q.dim() != 2 or k.dim() != 3 or v.dim() != 3:
         raise ValueError(f"q must have 2 dimensions, k and v 3, got {q.dim()}, {k.dim()} and {v.dim()}")
     if kv_layout == "HND":

@@ -5,13 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cache import require_positive, untouched_zeros
+from graphdecode.cache import require_positive, require_tensors, untouched_zeros
+from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.slot_cache import slot_scatter, slot_shift
 
 from .sharding import kv_heads_per_rank
@@ -295,15 +297,18 @@ class SlotKVCacheManager:
 
     @staticmethod
     def _check_seq_len(seq_len: int) -> None:
-        if seq_len < 1:
-            raise ValueError(f"seq_len must be >= 1, got {seq_len!r}")
+        if not isinstance(seq_len, Integral) or seq_len < 1:
+            raise ValueError(f"seq_len must be an integer >= 1, got {shown(seq_len)}")
 
     def _seen(self, stored: Tensor) -> Tensor:
         return stored.flatten(2, 3) if stored.dim() == 5 else stored
 
     def _check_new(self, new_key_values: Sequence[Sequence[Tensor]], limit: int) -> tuple[int, int]:
-        if len(new_key_values) != self.num_layers or any(len(pair) != 2 for pair in new_key_values):
+        are_pairs = _is_listed(new_key_values) and all(_is_listed(pair) and len(pair) == 2 for pair in new_key_values)
+        if not are_pairs or len(new_key_values) != self.num_layers:
             raise ValueError(f"new_key_values must have keys and values of {self.num_layers} layers")
+        for tensor in chain.from_iterable(new_key_values):
+            require_tensors(new_key_values=tensor)
         first, device = new_key_values[0][0], self._flat[0].device
         rows, tokens = (first.shape[0], first.shape[2]) if first.dim() == 4 else (0, 0)
         wanted = (rows, self.num_kv_heads, tokens, self.head_dim)
@@ -323,6 +328,8 @@ class SlotKVCacheManager:
     def _check_indices(
         self, rows: int, tokens: int, seq_ids: Tensor | None, positions: Tensor | None, active_mask: Tensor | None
     ) -> None:
+        given = {"seq_ids": seq_ids, "position_ids": positions, "active_mask": active_mask}
+        require_tensors(self._flat[0].device, **{name: each for name, each in given.items() if each is not None})
         if seq_ids is not None and (tuple(seq_ids.shape) != (rows,) or seq_ids.dtype not in _INDEX_DTYPES):
             raise ValueError(f"seq_ids must be int32 or int64 [{rows}], got {seq_ids.dtype} {tuple(seq_ids.shape)}")
         for name, tensor in (("position_ids", positions), ("active_mask", active_mask)):
@@ -334,10 +341,12 @@ class SlotKVCacheManager:
     def _targets(self, kvcache_buffer: Sequence[Sequence[Tensor]] | None) -> list[Tensor]:
         if kvcache_buffer is None:
             return [self._seen(stored) for stored in self._flat]
-        if len(kvcache_buffer) != self.num_layers:
-            raise ValueError(f"kvcache_buffer must have {self.num_layers} layers, got {len(kvcache_buffer)}")
+        are_pairs = _is_listed(kvcache_buffer) and all(_is_listed(pair) and len(pair) >= 2 for pair in kvcache_buffer)
+        if not are_pairs or len(kvcache_buffer) != self.num_layers:
+            raise ValueError(f"kvcache_buffer must have keys and values of {self.num_layers} layers")
         targets = []
         for tensor in chain.from_iterable(pair[:2] for pair in kvcache_buffer):
+            require_tensors(self._flat[0].device, kvcache_buffer=tensor)
             if tensor.dim() == 5 and not tensor.is_contiguous():
                 raise ValueError("a tiled kvcache_buffer must be contiguous")
             seen = self._seen(tensor)
@@ -359,3 +368,7 @@ class SlotKVCacheManager:
             f"padding_side={self.padding_side!r}{', tiled' if self._tiled else ''}{sharded}, "
             f"{size:.1f} MiB in all, on {self.device})"
         )
+
+
+def _is_listed(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

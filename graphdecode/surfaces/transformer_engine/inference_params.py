@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.cache import require_positive
+from graphdecode.cache import require_hashable, require_positive
 from graphdecode.kernels.surfaces.page_gather import page_gather
 
 from .metadata import StepMetadata
@@ -222,6 +222,7 @@ class InferenceParams:
         """
         if not self.is_paged:
             raise ValueError("convert_paged_to_nonpaged needs is_paged=True: this cache's rows are contiguous already")
+        require_hashable(layer_number=layer_number)
         if layer_number not in self.cache_manager.cache:
             raise ValueError(f"layer {layer_number!r} has no memory: call allocate_memory({layer_number!r}) first")
         converted = []

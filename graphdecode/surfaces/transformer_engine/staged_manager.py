@@ -8,7 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphdecode.cache import UnknownSequenceError, require_positive, untouched_zeros
+from graphdecode.cache import (
+    UnknownSequenceError,
+    require_hashable,
+    require_positive,
+    require_tensors,
+    untouched_zeros,
+)
+from graphdecode.errors import shown
 from graphdecode.kernels.surfaces.cache_append import cache_append
 
 from .manager import KVCacheManager
@@ -128,6 +135,8 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             ValueError: too many rows, a sequence too long, a step length that is not an integer >= 1.
             In each case nothing has changed.
         """
+        if not isinstance(step_dict, Mapping):
+            raise ValueError(f"step_dict must be a dict of sequences and their new tokens, got {shown(step_dict)}")
         ids = list(step_dict)
         steps = self._check_steps(step_dict)
         same_rows = ids == self._row_ids and ids == list(self.sequences)
@@ -155,11 +164,14 @@ class StagedKVCacheManager(KVCacheManager, ABC):
     def _check_steps(self, step_dict: Mapping[Hashable, int]) -> np.ndarray:
         if len(step_dict) > self.max_batch_size:
             raise ValueError(f"step_dict has {len(step_dict)} sequences, max_batch_size is {self.max_batch_size}")
-        steps = np.array(list(step_dict.values()))
+        try:
+            steps = np.array(list(step_dict.values()))
+        except ValueError:  # lists of several lengths
+            steps = np.array([0.5])
         if not len(steps):
             return steps.astype(np.int64)
         if steps.dtype.kind not in "iu" or steps.ndim != 1:
-            raise ValueError(f"the step lengths in step_dict must be integers, got {list(step_dict.values())!r}")
+            raise ValueError(f"the step lengths in step_dict must be integers, got {shown(list(step_dict.values()))}")
         limit = self.max_ctx_len
         if steps.min() < 1 or steps.max() > limit:
             wrong = [i for i, n in step_dict.items() if not 1 <= n <= limit]
@@ -235,6 +247,8 @@ class StagedKVCacheManager(KVCacheManager, ABC):
         qkv_format: str,
     ) -> int:
         """Check the arguments of `step`; return the rows of the cache that they are about."""
+        require_hashable(layer_number=layer)
+        require_tensors(new_k=new_k, new_v=new_v, cu_new_seqlens=cu_new_seqlens, cu_cached_seqlens=cu_cached_seqlens)
         if layer not in self.cache:
             raise ValueError(f"layer {layer!r} has no memory: call allocate_memory({layer!r}) first")
         if qkv_format not in QKV_FORMATS:
@@ -281,6 +295,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             ValueError: the child exists, or there is no row for it.
             In each case nothing has changed.
         """
+        require_hashable(parent_id=parent_id, child_id=child_id)
         length = self._length(parent_id)
         self._check_new(child_id)
         self._fork_places(parent_id, child_id, length)
@@ -296,6 +311,7 @@ class StagedKVCacheManager(KVCacheManager, ABC):
             ValueError: `length` is not in 0..the sequence's length.
             In each case nothing has changed.
         """
+        require_hashable(sequence_id=sequence_id)
         current = self._length(sequence_id)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= current:
             raise ValueError(f"length must be in 0..{current}, the length of {sequence_id!r}, got {length!r}")

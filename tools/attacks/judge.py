@@ -1,0 +1,281 @@
+"""What an answer has to be: by another model's logits, and by what the documents say of each parameter.
+
+Nothing of the engine is asked. The logits are those of transformers in float32, or for caches of 8 bits of a Llama in
+float64 whose keys and values are rounded as the cache rounds them; the parameters are applied to them here, in float64
+and by their definitions. A token is wrong where no logits within the tolerance of these give it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks.trial import Wrong
+from float64_model import Float64Model
+from graphdecode import CompletionOutput, RequestOutput, SamplingParams
+from graphdecode.kernels.sampling.philox import UNIFORM_BITS, uniform_bits
+
+# of a logit, of which the largest are 20: transformers' float32 alone is 4e-4 from float64 behind 120 tokens
+_APART = 1e-3
+# behind a key or value that 1e-6 has round to its other neighbour in 8 bits; what is not rounded is 0.7 from fp8 in the
+# mean
+_APART_BEHIND = {"auto": 1e-3, "int8": 0.6, "fp8": 12.0}
+_MEAN_APART = {"auto": 1e-4, "int8": 0.02, "fp8": 0.1}  # of the log-probabilities of all tokens
+_SUMS = 1e-5  # sums of probabilities
+
+
+class Judge:
+    """Compares the answers of one model.
+
+    Args:
+        path: of the demo's folder or file.
+        cache: "auto", "int8" or "fp8".
+        limit: tokens of a prompt with its answer, at most.
+        eos_token_ids: of the model.
+
+    Attributes:
+        tokens: that were compared.
+        unsure: of these, behind a key or value of 8 bits that float32 may round to another neighbour.
+        told: log-probabilities of these that were compared, and `apart` the sum of their differences.
+    """
+
+    def __init__(self, path: Path, cache: str, limit: int, eos_token_ids: tuple[int, ...]) -> None:
+        from transformers import AutoTokenizer
+
+        from graphdecode.models import resolve_model_path
+
+        self._rounding = None if cache == "auto" else Float64Model(path, cache=cache)
+        self._logits = _by_transformers(path) if self._rounding is None else self._rounding.logits
+        self._apart_behind, self._mean_apart = _APART_BEHIND[cache], _MEAN_APART[cache]
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(resolve_model_path("demo"))
+        self._limit, self._eos = limit, eos_token_ids
+        self.tokens = self.unsure = self.told = 0
+        self.apart = 0.0
+
+    def compare(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Compare all answers to one prompt.
+
+        Raises:
+            Wrong: one of them is not what it has to be.
+        """
+        if output.error is not None:
+            raise Wrong(f"{params} gives {output.error}")
+        for index, answer in enumerate(output.outputs):
+            try:
+                self._compare(output, answer, params, index)
+            except Wrong as error:
+                told = f"{error}; answer {index} {answer.token_ids} behind {output.prompt_token_ids}, {params}"
+                raise Wrong(told) from None
+
+    def compare_mean(self) -> None:
+        """Compare how far all log-probabilities that were told are from the exact ones in the mean.
+
+        Raises:
+            Wrong: too far.
+        """
+        if self.apart > self._mean_apart * self.told:
+            raise Wrong(f"log-probabilities are {self.apart / self.told:.3g} apart in the mean of {self.told}")
+
+    def _compare(self, output: RequestOutput, answer: CompletionOutput, params: SamplingParams, index: int) -> None:
+        prompt, tokens = output.prompt_token_ids, answer.token_ids
+        logits = self._logits([*prompt, *tokens]).double()
+        scores = logits.log_softmax(-1)
+        sure = len(logits) if self._rounding is None else self._rounding.sure
+
+        def apart(row: int) -> float:
+            return _APART if row < sure else self._apart_behind
+
+        if params.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            if len(output.prompt_logprobs) != len(prompt):
+                raise Wrong(f"{len(output.prompt_logprobs)} prompt_logprobs of {len(prompt)} tokens")
+            for row, entries in enumerate(output.prompt_logprobs[1:]):
+                self._compare_entries(entries, scores[row], prompt[row + 1], params.prompt_logprobs, apart(row))
+        seed = (params.seed or 0) + index
+        for place, token in enumerate(tokens):
+            row = len(prompt) - 1 + place
+            line = self._processed(logits[row], params, prompt, tokens[:place])
+            self._compare_token(line, token, params, uniform_bits(seed, len(prompt) + place), apart(row), place)
+            if params.logprobs is not None and answer.logprobs is not None:
+                self._compare_entries(answer.logprobs[place], scores[row], token, params.logprobs, apart(row))
+        if params.logprobs is not None:
+            total = sum(float(scores[len(prompt) - 1 + place, token]) for place, token in enumerate(tokens))
+            given = answer.cumulative_logprob
+            if given is None or abs(given - total) > apart(len(logits) - 1) * len(tokens):
+                raise Wrong(f"cumulative_logprob is {given}, not {total}")
+        self._compare_end(answer, params, len(prompt))
+        self.tokens += len(tokens)
+        self.unsure += len(tokens) - max(min(sure - len(prompt) + 1, len(tokens)), 0)
+
+    def _processed(self, logits: Tensor, params: SamplingParams, prompt: list[int], past: list[int]) -> Tensor:
+        """Return the logits [vocab] that a token is chosen by, before the temperature."""
+        line, everything = logits.clone(), torch.tensor([*prompt, *past])
+        for token, bias in (params.logit_bias or {}).items():
+            line[token] += bias
+        if params.repetition_penalty != 1.0:
+            seen = everything.unique()
+            by = params.repetition_penalty
+            line[seen] = torch.where(line[seen] > 0, line[seen] / by, line[seen] * by)
+        counts = torch.tensor(past, dtype=torch.int64).bincount(minlength=len(line)).double()
+        line -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        form = None if params.structured_outputs is None else params.structured_outputs.regex
+        if len(past) < params.min_tokens and form is None:
+            line[[*self._eos, *(params.stop_token_ids or ())]] = -math.inf
+        if params.allowed_token_ids is not None:
+            forbidden = torch.ones(len(line), dtype=torch.bool)
+            forbidden[list(params.allowed_token_ids)] = False
+            line[forbidden] = -math.inf
+        for word in params.bad_words or ():
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                *before, last = self._tokenizer(spelling, add_special_tokens=False).input_ids
+                if past[len(past) - len(before) :] == before:
+                    line[last] = -math.inf
+        if form is not None:
+            line[~_allowed_by(form, len(past), len(line), self._eos)] = -math.inf
+        return line
+
+    def _compare_token(
+        self, line: Tensor, token: int, params: SamplingParams, bits: int, apart: float, place: int
+    ) -> None:
+        """Compare the choice of one token from the logits that it is chosen by, at some uniform bits."""
+        apart *= 2 * max(params.repetition_penalty, 1 / params.repetition_penalty)
+        if line[token] == -math.inf:
+            raise Wrong(f"token {place} is forbidden")
+        if params.temperature == 0:
+            if line.max() - line[token] > apart:
+                raise Wrong(f"token {place} is {line.max() - line[token]:.3g} below the best")
+            return
+        wide, apart = line / params.temperature, apart / params.temperature
+        weights = (wide - wide.max()).exp()
+        sure, possible = _kept(wide, weights, params, apart)
+        drawn = bits / 2**UNIFORM_BITS
+        if not possible[token]:
+            raise Wrong(f"token {place} is none of those that the filters leave")
+        before, after = slice(0, token), slice(token + 1, None)
+        mine = float(weights[token])
+
+        def total(which: slice, kept: Tensor) -> float:
+            return float((weights[which] * kept[which]).sum())
+
+        least = total(before, sure) / (total(before, sure) + mine + total(after, possible))
+        most = (total(before, possible) + mine) / (total(before, possible) + mine + total(after, sure))
+        if not least - apart - _SUMS <= drawn <= most + apart + _SUMS:
+            raise Wrong(f"token {place} has the draws {least:.6f} to {most:.6f}, and {drawn:.6f} was drawn")
+
+    def _compare_entries(self, entries: Any, scores: Tensor, token: int, count: int, apart: float) -> None:
+        """Compare log-probabilities that were told with scores [vocab]."""
+        if entries is None or token not in entries or not max(count, 1) <= len(entries) <= count + 1:
+            raise Wrong(f"{count} log-probabilities beside {token} are {entries}")
+        for told, entry in entries.items():
+            exact = float(scores[told])
+            self.told += 1
+            self.apart += abs(entry.logprob - exact)
+            if abs(entry.logprob - exact) > apart:
+                raise Wrong(f"the log-probability of {told} beside {token} is {entry.logprob}, not {exact}")
+            above = int((scores > exact + 2 * apart).sum())
+            if not above < entry.rank <= int((scores >= exact - 2 * apart).sum()):
+                raise Wrong(f"the rank of {told} beside {token} is {entry.rank}, and {above} are likelier")
+        if sum(entry.rank <= count for entry in entries.values()) != count:
+            raise Wrong(f"not the {count} likeliest are told beside {token}: {entries}")
+
+    def _compare_end(self, answer: CompletionOutput, params: SamplingParams, prompt: int) -> None:
+        """Compare why an answer ended, that it did not have to end before, and its text."""
+        tokens, stops = answer.token_ids, set(params.stop_token_ids or ())
+        if not params.ignore_eos or params.structured_outputs is not None:
+            stops |= set(self._eos)
+        if any(token in stops for token in tokens[:-1]):
+            raise Wrong("it goes on behind a token that ends it")
+        room = self._limit - prompt
+        most = room if params.max_tokens is None else min(params.max_tokens, room)
+        form = None if params.structured_outputs is None else params.structured_outputs.regex
+        ended_by_token = bool(tokens) and tokens[-1] in stops
+        is_full = form is not None and len(tokens) == _bounds(form)[1]
+        expected = "stop" if isinstance(answer.stop_reason, str) or ended_by_token or is_full else "length"
+        if answer.finish_reason != expected or (expected == "length" and len(tokens) != most) or len(tokens) > most:
+            raise Wrong(f"it ends by {answer.finish_reason} with {len(tokens)} of {most} tokens, not by {expected}")
+        shown = tokens[:-1] if ended_by_token and not params.include_stop_str_in_output else tokens
+        text = str(self._tokenizer.decode(shown, skip_special_tokens=params.skip_special_tokens))
+        if isinstance(answer.stop_reason, str):
+            skipped = params.skip_special_tokens
+            before = str(self._tokenizer.decode(tokens[: params.min_tokens], skip_special_tokens=skipped))
+            at = text.find(answer.stop_reason, max(len(before) - len(answer.stop_reason) + 1, 0))
+            if answer.stop_reason not in params.stop_strings or at < 0:
+                raise Wrong(f"{answer.stop_reason!r} ended it, and is not in {text!r}")
+            text = text[: at + len(answer.stop_reason) * params.include_stop_str_in_output]
+        elif not params.min_tokens and any(stop in text for stop in params.stop_strings):
+            raise Wrong(f"a stop text is in {text!r}, and did not end it")
+        if answer.text != text:
+            raise Wrong(f"the text is {answer.text!r}, not {text!r}")
+        kept = str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+        if form is not None and answer.finish_reason == "stop" and not re.fullmatch(form, kept):
+            raise Wrong(f"{kept!r} has not the form {form!r}")
+
+
+def _by_transformers(path: Path) -> Callable[[list[int]], Tensor]:
+    import transformers
+
+    from graphdecode.models import resolve_model_path
+
+    folder = resolve_model_path("demo") if path.suffix == ".gguf" else path  # the file is made of the folder
+    model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    @torch.no_grad()
+    def logits(ids: list[int]) -> Tensor:
+        return model(torch.tensor([ids])).logits[0]  # type: ignore[no-any-return, operator]
+
+    return logits
+
+
+def form_of(letters: str, least: int, most: int) -> str:
+    """Return the one kind of form whose tokens are known here: so many of some letters or digits."""
+    return f"[{letters}]{{{least},{most}}}"
+
+
+def _bounds(form: str) -> tuple[int, int]:
+    found = re.fullmatch(r"\[\w+\]\{(\d+),(\d+)\}", form)
+    assert found is not None
+    return int(found[1]), int(found[2])
+
+
+def _allowed_by(form: str, length: int, vocab: int, eos_token_ids: tuple[int, ...]) -> Tensor:
+    """Return bool [vocab]: what may follow so many letters; a token is a byte."""
+    least, most = _bounds(form)
+    allowed = torch.zeros(vocab, dtype=torch.bool)
+    if length < most:
+        allowed[[ord(letter) for letter in form[1 : form.index("]")]]] = True
+    allowed[list(eos_token_ids)] = length >= least
+    return allowed
+
+
+def _kept(wide: Tensor, weights: Tensor, params: SamplingParams, apart: float) -> tuple[Tensor, Tensor]:
+    """Return which tokens [vocab] the filters surely and possibly keep, if logits are apart by so much at most."""
+    sure = wide > -math.inf
+    possible = sure.clone()
+    if 0 < params.top_k < len(wide):
+        least, below = wide.sort(descending=True).values[params.top_k - 1 : params.top_k + 1]
+        possible &= wide >= least - apart
+        sure &= (wide >= least) & ((wide > below + apart) | (below == -math.inf))
+    if params.top_p < 1:
+        order = wide.argsort(descending=True)
+        ascending = (-wide[order]).contiguous()
+
+        def mass_above(kept: Tensor, by: float) -> Tensor:
+            """Return for each token the mass of the kept ones whose logit is larger by more than this."""
+            sums = torch.cat([torch.zeros(1, dtype=torch.float64), (weights * kept)[order].cumsum(0)])
+            return sums[torch.searchsorted(ascending, -(wide + by))]
+
+        least_above = mass_above(sure, apart) / (weights * possible).sum()
+        most_above = (mass_above(possible, -apart) - weights * (apart > 0)).clamp(min=0) / (weights * sure).sum()
+        slack = apart + _SUMS
+        possible = possible & (least_above < params.top_p + slack)
+        sure = sure & (most_above < params.top_p - slack)
+    if params.min_p > 0:
+        bound = wide.max() + math.log(params.min_p)
+        possible = possible & (wide >= bound - apart)
+        sure = sure & (wide >= bound + apart)
+    return sure, possible
