@@ -20,6 +20,8 @@ from graphdecode.errors import ArgumentError, GraphdecodeError, shown
 
 _TAKING = threading.RLock()  # what is imported may look into the registries itself
 _LOADED: dict[Path, ModuleType] = {}  # files of this process, each of them once
+_Registry = dict[str, Any] | list[Any]
+_REGISTRIES: list[_Registry] = []  # that may be registered in from outside
 
 
 class EntryPoints:
@@ -30,28 +32,31 @@ class EntryPoints:
     Args:
         group: of the entry points.
         register: takes the name of an entry point, and its object.
+        registry: what it registers them in.
     """
 
-    def __init__(self, group: str, register: Callable[[str, Any], None]) -> None:
+    def __init__(self, group: str, register: Callable[[str, Any], None], registry: _Registry) -> None:
         self._group = group
         self._register = register
-        self._found = False
+        self._is_finding = self._found = False
+        _REGISTRIES.append(registry)
 
     def find(self) -> None:
         """Take them, the first time; one that cannot be taken is a warning, and the others serve."""
-        if self._found:
+        if self._found:  # where another thread is at it, it is waited for
             return
         with _TAKING:
-            if self._found:
+            if self._is_finding:
                 return
-            self._found = True
+            self._is_finding = True
             for entry in entry_points(group=self._group):
                 try:
                     given = entry.load()
                     if not isinstance(given, ModuleType):
                         self._register(entry.name, given)
-                except Exception as error:  # of a stranger's module, which must not stop all models
+                except (Exception, SystemExit) as error:  # of a stranger's module, which must not stop all models
                     warnings.warn(f"{_named(entry)} is left out: {_told(error)}", RuntimeWarning, stacklevel=3)
+            self._found = True
 
 
 def load_modules(files: Sequence[str | Path]) -> None:
@@ -84,14 +89,29 @@ def _imported(path: Path) -> ModuleType:
         raise ArgumentError(f"load_modules must name files of Python that exist, got {shown(str(path))}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    before = [registry.copy() for registry in _REGISTRIES]
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a stranger's file raises
+    except (Exception, SystemExit) as error:  # whatever a stranger's file raises
         del sys.modules[name]
+        _restore(before, name)
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         place = f"{path}:{lines[-1]}" if lines else str(path)
         raise ArgumentError(f"load_modules: {place}: {_told(error)}") from error
     return module
+
+
+def _restore(before: list[_Registry], failed: str) -> None:
+    """Take back what a module registered; of registries that it was the first to import, what it defines itself."""
+    for place, registry in enumerate(_REGISTRIES):
+        if isinstance(registry, dict):
+            held = before[place] if place < len(before) else registry
+            kept = {key: value for key, value in dict(held).items() if getattr(value, "__module__", None) != failed}
+            registry.clear()
+            registry.update(kept)
+        else:
+            held = before[place] if place < len(before) else registry
+            registry[:] = [value for value in held if getattr(value, "__module__", None) != failed]
 
 
 def _named(entry: EntryPoint) -> str:
@@ -99,5 +119,5 @@ def _named(entry: EntryPoint) -> str:
     return f"entry point {entry.name} = {entry.value}{package} in {entry.group}"
 
 
-def _told(error: Exception) -> str:
+def _told(error: BaseException) -> str:
     return str(error) if isinstance(error, GraphdecodeError) else f"{type(error).__name__}: {error}"

@@ -184,6 +184,16 @@ def test_a_word_that_reaches_the_edge_moves_to_the_next_line(
     assert lines == ["one two", "three", "45678901234", "56789", "日本語日本", "語 \\x1b[2J", "a       b"]
 
 
+def test_spaces_and_joiners_of_all_scripts_are_shown_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    plain = "5\u202f€\xa0! 日本\u3000語 👩\u200d💻 \u0645\u06cc\u200c\u062e"
+    WrappedText().write(f"{plain}\u202e\x07\ud800")
+    assert capsys.readouterr().out == f"{plain}\\u202e\\x07\\ud800"
+
+
 def screen(text: str, width: int) -> list[str]:
     """What a terminal shows that knows line feeds, and how to go back and clear to the end of a line."""
     lines: list[list[str]] = [[]]

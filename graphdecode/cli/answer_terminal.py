@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,6 +17,8 @@ from graphdecode.text import Conversation
 
 _SILENT_SECONDS = 1.0  # before the first token, until the progress of the prompt is shown
 _TAB = 8
+_OBEYED = ("Cc", "Cs")  # categories of Unicode: control characters, and halves of surrogate pairs
+_TURNING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # what stands around them
 _LONGEST_PERIOD = 64  # tokens
 _REPEATS, _REPEATED_TOKENS = 4, 48  # at the end of an answer that repeats itself, both at least
 
@@ -45,8 +48,8 @@ class WrappedText:
             return sign
         if sign == "\t":
             sign = " " * (_TAB - self._column % _TAB)
-        elif not sign.isprintable():
-            sign = repr(sign)[1:-1]
+        elif unicodedata.category(sign) in _OBEYED or sign in _TURNING:
+            sign = sign.encode("unicode_escape").decode()
         size = cell_len(sign)
         if self._column + size <= limit:
             self._column += size

@@ -104,16 +104,24 @@ class ChatSession:
                 return
 
     def _take(self, line: str) -> None:
-        found, said_before = _COMMAND.fullmatch(line), len(self._conversation.messages)
+        found = _COMMAND.fullmatch(line)
         try:
             if found is None:
-                with typing_kept():
-                    answer(self._conversation, line)
-                tell_figures(self._conversation)
+                self._answer(line)
             elif found[1] in self._commands:
                 self._commands[found[1]](found[2] or "")
             else:
                 print_error(f"there is no command /{found[1]}; /help lists those that there are")
+        except OSError as error:
+            print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
+        except GraphdecodeError as error:
+            print_error(" ".join(str(error).split()))
+
+    def _answer(self, line: str) -> None:
+        said_before = len(self._conversation.messages)
+        try:
+            with typing_kept():
+                answer(self._conversation, line)
         except KeyboardInterrupt:
             print(flush=True)
             if len(self._conversation.messages) == said_before:
@@ -121,10 +129,8 @@ class ChatSession:
             else:
                 _tell("stopped; what came of the answer stays in the conversation")
                 _tell_of_repeats(self._conversation)
-        except OSError as error:
-            print_error(f"{cause(error)}: {error.filename}" if error.filename else cause(error))
-        except GraphdecodeError as error:
-            print_error(" ".join(str(error).split()))
+        else:
+            tell_figures(self._conversation)
 
     def _help(self, _: str) -> None:
         _tell(_HELP)

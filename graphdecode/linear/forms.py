@@ -64,7 +64,7 @@ def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
     FORMS.insert(0, form)
 
 
-_OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form))
+_OUTSIDE = EntryPoints("graphdecode.forms", lambda _, form: register_form(form), FORMS)
 
 
 def _known_forms() -> list[type[WeightForm]]:

@@ -101,7 +101,7 @@ def register_family(family: Family, *, replace: bool = False) -> None:
     FAMILIES[family.architecture] = family
 
 
-_OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family(family()))
+_OUTSIDE = EntryPoints("graphdecode.families", lambda _, family: register_family(family()), FAMILIES)
 
 
 def known_families() -> Mapping[str, Family]:

@@ -53,7 +53,7 @@ def register_source(source: type[Source], *, replace: bool = False) -> None:
     SOURCES.insert(0, source)
 
 
-_OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source))
+_OUTSIDE = EntryPoints("graphdecode.sources", lambda _, source: register_source(source), SOURCES)
 
 
 def open_source(model: str | Path) -> Source:

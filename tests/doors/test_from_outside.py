@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import urllib.request
 from pathlib import Path
 
@@ -117,9 +118,41 @@ def test_a_module_that_is_an_entry_point_registers_by_itself(tmp_path: Path, mon
     site = packaged(tmp_path, {"outside_alone.py": "done = True"}, {"somewhere": "alone = outside_alone"})
     monkeypatch.syspath_prepend(site)
     given: list[str] = []
-    EntryPoints("graphdecode.somewhere", lambda name, _: given.append(name)).find()
+    EntryPoints("graphdecode.somewhere", lambda name, _: given.append(name), given).find()
     assert given == []
     assert sys.modules.pop("outside_alone").done
+
+
+def test_who_comes_while_entry_points_are_imported_waits_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "import time\ntime.sleep(0.3)\nbrought = 'it'"
+    monkeypatch.syspath_prepend(packaged(tmp_path, {"slow_outside.py": slow}, {"slowly": "a = slow_outside:brought"}))
+    given: list[str] = []
+    points = EntryPoints("graphdecode.slowly", lambda _, brought: given.append(brought), given)
+    seen: list[int] = []
+
+    def look() -> None:
+        points.find()
+        seen.append(len(given))
+
+    threads = [threading.Thread(target=look) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [1, 1, 1]
+
+
+@pytest.mark.parametrize("end", ["1 / 0", "raise SystemExit(3)"])
+def test_a_file_that_fails_registers_nothing_and_says_the_same_again(tmp_path: Path, end: str) -> None:
+    file, known = tmp_path / "half.py", dict(FAMILIES)
+    text = FAMILY.replace("PlainForCausalLM", "HalfForCausalLM")
+    file.write_text(f"{text}\nfrom graphdecode.models import register_family\nregister_family(Plain())\n{end}\n")
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"half.py:\d+: (ZeroDivisionError|SystemExit)"):
+            load_modules([file])
+        assert known == FAMILIES
 
 
 def test_a_file_is_loaded_once_and_what_is_wrong_with_one_is_said(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
     STEPS[name] = make
 
 
-_OUTSIDE = EntryPoints("graphdecode.steps", register_step)
+_OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
 
 
 def step_named(name: str) -> StepMaker:
