@@ -41,7 +41,7 @@ buckets = typer.Typer(
     no_args_is_help=True,
     help="Print the buckets of a configuration file, or the default ones: which batch sizes each serves, how much of "
     "it may be padding, and the memory that a model's weights and cache take; or tune them to a recorded load.",
-    epilog="Examples: graphdecode buckets show; graphdecode buckets my-buckets.toml --model smollm2",
+    epilog="Example: graphdecode buckets my-buckets.toml --model smollm2",
 )
 
 
