@@ -115,7 +115,7 @@ class CudaLoops:
             try:
                 self._condition = _Condition(self._device)
             except RuntimeError as error:
-                self._condition = error
+                self._condition = error.with_traceback(None)  # whose frames would keep the step's graph
         if isinstance(self._condition, RuntimeError):
             raise LoopRefusedError(str(self._condition))
         return WhileLoop(self._control, step, epilogue, self._device, self._condition)

@@ -90,9 +90,19 @@ class Node:
 
 
 class StepGraph(ABC):
-    """One bucket's step, captured: replayed any number of times, closed once; see `BucketReport` of its figures."""
+    """One bucket's step, captured: replayed any number of times, closed once.
 
-    nodes: list[Node]  # the operations in order
+    Attributes:
+        nodes: the operations in order.
+        pool_bytes: memory of intermediates that this capture added to the pool, where others left too little.
+        driver_bytes: device memory that the driver took to make the graph fit to launch; 0 where there is none.
+        moved_bytes: what one replay reads and writes at most; 0 where it is not known. What is read in part (the live
+            pages of a cache, the gathered rows of a table) is counted whole.
+        capture_ms: time that it took to capture the graph and make it fit to launch, without warm-up.
+        instantiate_ms: time of it that the driver took; 0 where there is none.
+    """
+
+    nodes: list[Node]
     pool_bytes: int
     moved_bytes: int
     capture_ms: float

@@ -199,6 +199,8 @@ class GraphTable:
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in the graph has lost its owner.
         """
+        if meanwhile is not None and wanted.part == "whole":
+            raise RuntimeError(f"{wanted} does not run in halves")
         shape = self.ladder.fit(wanted)
         rows, prompt_tokens = wanted.rows, wanted.prompt_tokens
         if shape is None or (prompt_tokens and shape.kind not in self._open):

@@ -7,6 +7,8 @@ import shlex
 import shutil
 import signal
 import subprocess
+import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -15,7 +17,7 @@ from .instructions import instructions
 
 # Vectors and threads are GCC's and Clang's own; nothing of these is x86's.
 PORTABLE_FLAGS = ("-O3", "-fno-math-errno", "-std=gnu11", "-Wno-psabi", "-pthread", "-fPIC")
-COMPILE_SECONDS = 300  # of the clock: some 10 of one core, which others may want too
+COMPILE_SECONDS = 300  # of the clock: some 20 of one core, which others may want too
 _VERSION_SECONDS = 20
 _DISK_ERRORS = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EROFS))
 
@@ -68,7 +70,7 @@ class Compiler(NamedTuple):
             raise NotCompiled(f"{told}: install it, or name one in CC") from error
 
     def compile(self, texts: list[str], options: list[str], made: Path) -> None:
-        """Compile source texts side by side and link them into the library `made`, with no file but in its folder.
+        """Compile source texts, one on a core, and link them into the library `made`, with no file but in its folder.
 
         Raises:
             NotCompiled: the compiler refuses one, or takes too long.
@@ -76,22 +78,20 @@ class Compiler(NamedTuple):
         """
         sources = [made.with_suffix(f".{place}.c") for place in range(len(texts))]
         objects = [str(source.with_suffix(".o")) for source in sources]
-        running: list[subprocess.Popen[str]] = []
+        end, cores = time.monotonic() + COMPILE_SECONDS, len(os.sched_getaffinity(0))
+        running: deque[subprocess.Popen[str]] = deque()
         try:
             for source, text, to in zip(sources, texts, objects, strict=True):
                 source.write_text(text, encoding="utf-8")
+                if len(running) == cores:
+                    self._finish(running.popleft(), end)
                 running.append(self._started([*options, "-c", "-x", "c", "-", "-o", to], made.parent, source))
+            while running:
+                self._finish(running.popleft(), end)
+            self._finish(self._started(["-shared", *objects, "-lm", "-o", str(made)], made.parent), end)
+        finally:
             for process in running:
-                self._finish(process)
-            running.append(self._started(["-shared", *objects, "-lm", "-o", str(made)], made.parent))
-            self._finish(running[-1])
-        finally:  # what a compiler started is of its group, and may outlive it
-            for process in running:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                assert process.stderr is not None
-                process.stderr.close()
+                _stop(process)
 
     def _started(self, arguments: list[str], folder: Path, source: Path | None = None) -> subprocess.Popen[str]:
         environment = {**_environment(), "TMPDIR": str(folder)}
@@ -101,18 +101,29 @@ class Compiler(NamedTuple):
                 encoding="utf-8", errors="replace", start_new_session=True, env=environment,
             )  # fmt: skip
 
-    def _finish(self, process: subprocess.Popen[str]) -> None:
-        """Wait for a compiler; raise what it says if it fails."""
+    def _finish(self, process: subprocess.Popen[str], end: float) -> None:
+        """Wait for a compiler; raise what it says if it fails, or is not done at the end."""
         try:
-            _, told = process.communicate(timeout=COMPILE_SECONDS)
+            _, told = process.communicate(timeout=max(end - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             raise NotCompiled(f"{self.command[0]} was stopped after {COMPILE_SECONDS} s") from None
+        finally:
+            _stop(process)
         if process.returncode != 0:
             said = told.strip()[-500:]
             if any(problem in told for problem in _DISK_ERRORS):
                 raise OSError(said)
             said = said or f"exit code {process.returncode}"
             raise NotCompiled(f"{self.command[0]} could not compile the kernels: {said}; CC names another")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a compiler, and what it started, which is of its group and may outlive it."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert process.stderr is not None
+    process.stderr.close()
 
 
 def _environment() -> dict[str, str]:

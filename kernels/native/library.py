@@ -201,7 +201,7 @@ def _announced() -> Iterator[None]:
     done = threading.Event()
 
     def tell() -> None:
-        line = f"graphdecode: compiling kernels for {instructions().name}, once; it takes some ten seconds"
+        line = f"graphdecode: compiling kernels for {instructions().name}, once; it takes ten seconds or more"
         seconds = _SILENT_SECONDS
         if done.wait(seconds):
             return

@@ -1,7 +1,7 @@
 /* What the CPU kernels share: vectors of floats, bf16 and fp16, the exponential, and how arguments arrive.
  *
- * Each kernel's file is compiled once for each element type, in one unit: ELEMENT_F32, ELEMENT_BF16 or ELEMENT_F16 is
- * defined, and NAME() gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
+ * Each kernel's file is compiled once for each element type, in an object of its own: ELEMENT_F32, ELEMENT_BF16 or
+ * ELEMENT_F16 is defined, and NAME() gives every function its type's ending. Vectors are GCC's and Clang's own, so that the same source serves AVX-512,
  * AVX2 and NEON (AVX-512 and AVX2 have been run). Sums run in an order that depends on the row alone: not on how many
  * rows there are, which other rows, or how many threads.
  */

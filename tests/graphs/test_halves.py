@@ -86,6 +86,14 @@ def test_law_5_the_halves_give_the_bits_of_the_whole(buffers: StepBuffers, backe
     assert {bucket.bucket: bucket.replays for bucket in graphs.report().buckets} == {2: 4, 4: 8, 8: 2}
 
 
+def test_a_whole_step_waits_for_nothing_of_the_host(buffers: StepBuffers) -> None:
+    graphs = made(buffers)
+    before = {name: tensor.clone() for name, tensor in buffers.tensors.items()}
+    with pytest.raises(RuntimeError, match="does not run in halves"):
+        graphs.run(StepShape(3), meanwhile=lambda: None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in buffers.tensors.items())
+
+
 def test_only_what_runs_in_halves_is_captured_so_and_only_once(buffers: StepBuffers) -> None:
     graphs = made(buffers)
     before = {bucket.bucket: bucket.capture_ms for bucket in graphs.report().buckets}

@@ -30,7 +30,16 @@ _Call = tuple[str, Any, _Place]
 
 @dataclass(frozen=True)
 class Finding:
-    """One hazard of a step: its kind, the operator and the line to blame, what a graph would get wrong, a remedy."""
+    """One hazard of a step.
+
+    Attributes:
+        kind: a key of `HAZARDS`.
+        operator: the operator to blame.
+        file: of the step's line.
+        line: its number.
+        why: what a graph would get wrong.
+        remedy: what to do instead.
+    """
 
     kind: str
     operator: str
