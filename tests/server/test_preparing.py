@@ -42,7 +42,7 @@ class Counting:
 @pytest.fixture(scope="module")
 def desk() -> Desk:
     tokenizer = Counting(load_tokenizer(resolve_model_path("demo")))
-    return Desk("demo", tokenizer, ServerConfig(), SamplingParams(), Serves(RULES, 0), "auto", max_open=300)
+    return Desk("demo", tokenizer, ServerConfig(), SamplingParams(), Serves(RULES, 0), max_open=300)
 
 
 def prepared(desk: Desk, *, in_child: bool = True, **fields: Any) -> Any:
