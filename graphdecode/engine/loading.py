@@ -86,7 +86,7 @@ def load_runner(
         ArgumentError: something cannot be used; the message says what and why.
     """
     settings = EngineConfig.of(config, **keywords)
-    load_modules(settings.load_modules)
+    _load_outside(settings)
     if ranks is None and settings.tensor_parallel_size > 1:
         raise ArgumentError(f"tensor_parallel_size is {settings.tensor_parallel_size}, and one process runs one rank")
     device = resolve_device(settings.device) if ranks is None else ranks.device
@@ -134,6 +134,17 @@ def load_runner(
     return load_runner(model, settings, progress=progress, ranks=ranks, times_products=times_products)
 
 
+def _load_outside(settings: EngineConfig) -> None:
+    """Import what settings name, and see that the step they ask for is there, before anything is loaded or started.
+
+    Raises:
+        ArgumentError: it cannot be imported, or there is no such step.
+    """
+    load_modules(settings.load_modules)
+    if settings.step_kind is not None:
+        step_named(settings.step_kind)
+
+
 def describe_shard(model: str | Path, settings: EngineConfig) -> ModelShape:
     """Return what the part of a model looks like that one rank has; with one rank, the model.
 
@@ -165,7 +176,7 @@ def load_engine(
         ArgumentError: something cannot be used; the message says what and why.
         RankError: another rank failed.
     """
-    load_modules(config.load_modules)
+    _load_outside(config)
     if config.tensor_parallel_size == 1:
         runner = captured_runner(model, config, progress=progress)
     else:

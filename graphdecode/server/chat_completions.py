@@ -137,7 +137,7 @@ def prepared_chat(desk: Desk, body: ChatCompletion) -> PreparedChat:
         raise HttpError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     wants_tools = bool(body.tools) and body.tool_choice != "none"
     names = frozenset(tool_names(body))
-    tools = _tool_format(desk, body) if wants_tools else None
+    tools = _tool_format(desk, body, body.tools) if wants_tools else None
     form = _form(desk, body, tools)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -195,7 +195,7 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
         )
     continues = bool(body.continue_final_message)
     begins = (not continues) if body.add_generation_prompt is None else body.add_generation_prompt
-    messages, tools = body.messages or [], body.tools if with_tools else None
+    messages, tools = body.messages or [], (body.tools or None) if with_tools else None
 
     def rendered(messages: Sequence[Any], tools: Sequence[dict[str, Any]] | None) -> RenderedChat:
         return render_chat(
@@ -208,7 +208,7 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
             chat_template_kwargs=body.chat_template_kwargs,
         )
 
-    if not tools or _tool_format(desk, body) is not BARE_JSON:
+    if _tool_format(desk, body, tools) is not BARE_JSON:
         return rendered(messages, tools)
     choice = getattr(body, "tool_choice", None)
     try:
@@ -217,9 +217,13 @@ def rendered_chat(desk: Desk, body: ChatCompletion | Tokenize, *, with_tools: bo
         return rendered(told_messages(messages, tools, choice, to_user=True), None)
 
 
-def _tool_format(desk: Desk, body: ChatCompletion | Tokenize) -> ToolFormat:
+def _tool_format(desk: Desk, body: ChatCompletion | Tokenize, tools: Sequence[dict[str, Any]] | None) -> ToolFormat:
     """Return how the model writes calls; bare JSON where its template does not teach it."""
-    return format_of(body.chat_template or desk.tokenizer.chat_template) or BARE_JSON
+    try:
+        template = desk.tokenizer.get_chat_template(body.chat_template, tools)
+    except ValueError:  # there is none, or several by name and none of them the default
+        template = None
+    return format_of(template) or BARE_JSON
 
 
 def tool_names(body: ChatCompletion) -> list[str]:

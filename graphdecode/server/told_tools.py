@@ -13,20 +13,22 @@ _SHAPE = '{"name": "...", "arguments": {...}}'
 
 
 def told_messages(
-    messages: Sequence[Any], tools: Sequence[Mapping[str, Any]], choice: Any, *, to_user: bool = False
+    messages: Sequence[Any], tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, to_user: bool = False
 ) -> list[Any]:
-    """Return a conversation that says which tools there are, in messages that every template knows.
+    """Return a conversation that says which tools there are, if any, in messages that every template knows.
 
     Earlier calls become the words of the assistant that they were, and what tools returned comes from the user.
 
     Args:
         messages: in OpenAI's form; what is malformed is left for whoever reads them.
-        tools: likewise.
+        tools: likewise; without any nothing is told of them.
         choice: the request's `tool_choice`.
         to_user: tell it in the first message of the user, for templates without a system's.
     """
-    told = _instructions(tools, choice)
     said = _in_words(messages)
+    if not tools:
+        return said
+    told = _instructions(tools, choice)
     role = "user" if to_user else "system"
     place = next((n for n, each in enumerate(said) if isinstance(each, Mapping) and each.get("role") == role), None)
     if place is None or (not to_user and place > 0):

@@ -36,8 +36,9 @@ def converted_copy(
     config = source.config()
     names = [part.name for part in parts(family_of(config.architecture).weights(config))]
     check_room(out.absolute().parent, sum(bytes_of(source.tensors[name]) for name in names))
+    tokenizer = source.tokenizer()
     with at_once(out) as partial:
         partial.mkdir()
         write_weights(source, partial, counted(names, progress, "converting"))
-        source.write_rest(partial)
+        source.write_rest(partial, tokenizer)
     return out

@@ -69,16 +69,24 @@ class PlainGguf:
         """Write one tensor, or a part of it, into `out`."""
         self._source.read(name, out, shard)
 
-    def write_rest(self, folder: Path, more: Mapping[str, Any] | None = None) -> None:
+    def tokenizer(self) -> Any:
+        """Return the file's tokenizer, which `write_rest` takes; to be read before anything is written.
+
+        Raises:
+            ModelSourceError: there is none that can be read.
+        """
+        return load_tokenizer(self.path, replaceable=False)
+
+    def write_rest(self, folder: Path, tokenizer: Any, more: Mapping[str, Any] | None = None) -> None:
         """Write all but the weights into a folder.
 
         Args:
             folder: that is there.
+            tokenizer: of the file.
             more: fields of config.json beside those of the model.
         """
         import transformers  # here, for it takes a second
 
-        tokenizer = load_tokenizer(self.path)
         tokenizer.save_pretrained(folder)
         kind = getattr(transformers, self._config.architecture).config_class.model_type
         eos = list(self._config.eos_token_ids)

@@ -20,14 +20,18 @@ _SPACE = "\u2581"  # SentencePiece's mark for a space
 _KEEPS_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
 
-def load_gguf_tokenizer(path: Path) -> Any:
+def load_gguf_tokenizer(path: Path, *, replaceable: bool = True) -> Any:
     """Return the file's tokenizer, as one of transformers.
+
+    Args:
+        path: of the file.
+        replaceable: errors say how to give another one.
 
     Raises:
         ModelSourceError: there is none, it is damaged, or of a kind that is not known.
         CheckpointError: the file is damaged.
     """
-    vocabulary = _Vocabulary(path, GgufFile(path).fields)
+    vocabulary = _Vocabulary(path, GgufFile(path).fields, replaceable)
     kind = vocabulary.fields.get(f"{_PREFIX}model")
     if not isinstance(kind, str):  # of numbers it may be an array, which compares like one
         raise vocabulary.fault(f"model must be str, got {kind!r:.80}")
@@ -42,8 +46,9 @@ def load_gguf_tokenizer(path: Path) -> Any:
 class _Vocabulary:
     """What a file says of its tokens; a field that is wrong is named with the file."""
 
-    def __init__(self, path: Path, fields: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, fields: Mapping[str, Any], replaceable: bool) -> None:
         self._path = path
+        self._instead = "; give another tokenizer (--tokenizer, `tokenizer=`)" if replaceable else ""
         self.fields = fields
         self.tokens: list[str] = self.array("tokens", str)
         self.ids = {token: index for index, token in enumerate(self.tokens)}
@@ -97,7 +102,7 @@ class _Vocabulary:
 
     def fault(self, wrong: str) -> ModelSourceError:
         """Return the error for a field, whose name begins what is wrong."""
-        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}; give another tokenizer (--tokenizer, `tokenizer=`)")
+        return ModelSourceError(f"{self._path}: {_PREFIX}{wrong}{self._instead}")
 
 
 class _Uncopied:

@@ -18,6 +18,7 @@ from graphdecode.errors import ArgumentError
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.fields import read_json
+from graphdecode.models.gguf.files import shards_of
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.load import check_model
@@ -83,15 +84,16 @@ def quantised_copy(
     check_room(out.absolute().parent, sum(bytes_of(rounded.tensors[name]) for name in names))
     if isinstance(rounded, QuantisedBlocks):
         file = GgufModel(rounded, config)
-        vocabulary = vocabulary_fields(load_tokenizer(path), config.vocab_size)
+        vocabulary = vocabulary_fields(load_tokenizer(path, replaceable=False), config.vocab_size)
         with at_once(out) as partial:
             file.write(partial, vocabulary, counted(file.names, progress))
     else:
+        tokenizer = source.tokenizer() if isinstance(source, PlainGguf) else None
         with at_once(out) as partial:
             partial.mkdir()
             write_weights(rounded, partial, counted(names, progress))
             if isinstance(source, PlainGguf):
-                source.write_rest(partial, {"quantization_config": quantization_config(rounded)})
+                source.write_rest(partial, tokenizer, {"quantization_config": quantization_config(rounded)})
             else:
                 _write_rest(source, rounded, partial)
     return out
@@ -135,7 +137,8 @@ def check_out(out: Path, model: Path, file_format: str, overwrite: bool) -> None
         raise ArgumentError(f"{out.absolute().parent} is no folder, so {out.name} cannot be made in it")
     if not out.exists():
         return
-    if out.resolve() == model.resolve() or model.resolve().is_relative_to(out.resolve()):
+    files = [model.parent / name for name in shards_of(model.name)]
+    if any(file.resolve().is_relative_to(out.resolve()) for file in files):
         raise ArgumentError(f"{out} holds the model itself, which is read while the copy is written")
     if not overwrite:
         raise ArgumentError(f"{out} is there already; --overwrite (overwrite=True) replaces it, or give another name")

@@ -16,18 +16,19 @@ _READ_BY_TRANSFORMERS = (".json", ".jinja", ".model", ".txt", ".py")
 _PROMPT_OF_ONE_LETTER = "a"
 
 
-def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def load_tokenizer(folder: Path, *, trust_remote_code: bool = False, replaceable: bool = True) -> Any:
     """Return the tokenizer of a folder, or of a GGUF file.
 
     Args:
         folder: of the checkpoint.
         trust_remote_code: run a tokenizer that is Python code of the folder's own; it can do what its user can.
+        replaceable: errors may say how to give another one, which whoever asks takes.
 
     Raises:
         ModelSourceError: there is none, it is not one that transformers can read, or it is code that is not trusted.
     """
     if folder.suffix == SUFFIX and folder.is_file():
-        return load_gguf_tokenizer(folder)
+        return load_gguf_tokenizer(folder, replaceable=replaceable)
     for name in ("tokenizer.json", "tokenizer.model"):
         refuse_pointer(folder / name)
     _refuse_pipes(folder)

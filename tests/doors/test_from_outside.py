@@ -13,6 +13,8 @@ from command_line import ROOT, spawn_command
 from served import serving
 
 from graphdecode import LLM
+from graphdecode.config import EngineConfig
+from graphdecode.engine import loading
 from graphdecode.engine.steps import register_step
 from graphdecode.engine.steps.kinds import STEPS
 from graphdecode.errors import ArgumentError
@@ -100,6 +102,21 @@ def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:
     assert "802" in ran.stdout
     with pytest.raises(ArgumentError, match="step_kind quiet is not registered; registered are none: they come with"):
         LLM("demo", step_kind="quiet")
+
+
+def test_a_step_that_there_is_not_is_said_before_weights_are_loaded_or_ranks_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def too_late(*_: object, **__: object) -> None:
+        raise AssertionError("loaded or started first")
+
+    monkeypatch.setattr(loading, "load_model", too_late)
+    monkeypatch.setattr(loading, "start_ranks", too_late)
+    for ranks in (1, 2):
+        with pytest.raises(ArgumentError, match="step_kind quiet is not registered"):
+            loading.load_engine("demo", EngineConfig(step_kind="quiet", tensor_parallel_size=ranks))
+    with pytest.raises(ArgumentError, match="step_kind quiet is not registered"):
+        loading.load_runner("demo", step_kind="quiet")
 
 
 def test_a_package_that_fails_is_a_warning_and_none_is_imported_before_a_model_is_loaded(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A GGUF file is written as a checkpoint folder that transformers, and we, read as the same model."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.errors import ArgumentError
+from graphdecode.models import ModelSourceError
+from graphdecode.text import converted_copy as converted
+from graphdecode.text import quantised_copy as quantised
 from graphdecode.text.converted_copy import converted_copy
 from graphdecode.text.tokenizer import load_tokenizer
 
@@ -100,6 +104,36 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_left(tmp_path: Path)
     converted_copy(file, tmp_path / "folder")
     with pytest.raises(ArgumentError, match="is there already; --overwrite"):
         converted_copy(file, tmp_path / "folder")
+
+
+def test_a_tokenizer_that_cannot_be_read_is_said_before_weights_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_another(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("unheard-of")
+        writer.add_token_list(["a"])
+        writer.add_token_types([gguf.TokenType.NORMAL])
+
+    def too_late(*_: object) -> None:
+        raise AssertionError("weights are written first")
+
+    file = write(random_model("llama"), "llama", tmp_path / "model.gguf", with_another)
+    for module in (converted, quantised):
+        monkeypatch.setattr(module, "write_weights", too_late)
+    says = "tokenizer.ggml.pre 'unheard-of' is not supported; supported are"
+    copies: list[Callable[[], Path]] = [
+        lambda: converted_copy(file, tmp_path / "folder"),
+        lambda: quantised.quantised_copy(file, tmp_path / "folder", "int8"),
+        lambda: quantised.quantised_copy(file, tmp_path / "copy.gguf", "q8_0"),
+    ]
+    for copy in copies:
+        with pytest.raises(ModelSourceError, match=says) as refused:
+            copy()
+        assert "--tokenizer" not in str(refused.value)
+    with pytest.raises(ModelSourceError, match="--tokenizer"):
+        load_tokenizer(file)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
 
 
 def test_the_command_says_where_it_is(tmp_path: Path) -> None:

@@ -16,11 +16,13 @@ from gguf_checkpoints import random_model, write
 from huggingface_hub.utils import filter_repo_objects
 
 from graphdecode import GraphdecodeError
+from graphdecode.errors import ArgumentError
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
 from graphdecode.models.gguf.block_types import BLOCK_TYPES
 from graphdecode.models.gguf.container import GgufFile
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer
+from graphdecode.text.quantised_copy import quantised_copy
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,11 @@ def test_shards_are_one_model_whichever_is_named(file: Path) -> None:
     assert Gguf(shards[1]).tensors == {name: Gguf(file).tensors[name] for name in Gguf(shards[1]).tensors}
     file.unlink()
     assert resolve_model_path(file.parent) == shards[0]
+    before = shards[1].read_bytes()
+    for taken in shards:
+        with pytest.raises(ArgumentError, match="holds the model itself"):
+            quantised_copy(shards[0], taken, "q8_0", overwrite=True)
+    assert shards[1].read_bytes() == before
     shards[1].unlink()
     with pytest.raises(GraphdecodeError, match="m-00002-of-00003.gguf"):
         check_model(shards[0])

@@ -8,14 +8,31 @@ import httpx2 as httpx
 import pytest
 from served import Served, serving
 
+from graphdecode import SamplingParams
+from graphdecode.config import ServerConfig
+from graphdecode.engine.capacity import Capacity
+from graphdecode.engine.request import RequestRules
+from graphdecode.errors import ArgumentError
+from graphdecode.kernels.sampling.sampling_slots import SamplingCapacity
+from graphdecode.models import resolve_model_path
 from graphdecode.models.installable import installable
-from graphdecode.server.told_tools import told_messages
+from graphdecode.server.chat_completions import PreparedChat, prepared_chat
+from graphdecode.server.desk import Desk, Serves
+from graphdecode.server.protocol import ChatCompletion
+from graphdecode.server.told_tools import BARE_JSON, told_messages
+from graphdecode.server.tool_calls import format_of
+from graphdecode.text.tokenizer import load_tokenizer
 
 # as SmolLM2's: no tools, and a system's message of its own where there is none
 TEMPLATE = """{% if messages[0].role != 'system' %}system: none\n{% endif %}{% for message in messages -%}
 {{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}" + TEMPLATE
+# as Mistral's: users and assistants by turns, and no other roles
+ALTERNATING = (
+    "{% for message in messages %}{% if message.role != ('assistant' if loop.index0 % 2 else 'user') %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+) + TEMPLATE
 # short ones: the demo's tokens are bytes, and it has 512 of them
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"enum": [{"place": "Oslo"}]}}}
 SQUARE = {"type": "function", "function": {"name": "square", "parameters": {"enum": [{"n": 7}, {"n": 8}]}}}
@@ -91,6 +108,45 @@ def test_the_prompt_tells_of_the_tools_and_of_what_was_called(served: Served) ->
     in_user = prompt_of(served, tools=[SQUARE], chat_template=NO_SYSTEM)
     assert "user: You can call these functions" in in_user
     assert in_user.rstrip().endswith("What is 7 times 7?\nassistant:")
+
+
+def test_earlier_calls_are_in_words_where_no_tools_are_offered(served: Served) -> None:
+    answered = [*CALLED, {"role": "assistant", "content": "49."}, {"role": "user", "content": "And 8?"}]
+    said = 'assistant: {"name": "square", "arguments": {"n": 7}}\nuser: square returned:\n49\nassistant: 49.\n'
+    for template in (TEMPLATE, ALTERNATING):
+        for tools in ({}, {"tools": []}):
+            prompt = prompt_of(served, messages=answered, chat_template=template, **tools)
+            assert prompt.startswith("system: none\nuser: What is 7 times 7?\n")
+            assert said in prompt
+    refused = answer_of(served, answered, chat_template=ALTERNATING, tool_choice="none", return_token_ids=True)
+    assert "tool_calls" not in refused["message"]
+    ids = {"tokens": refused["prompt_token_ids"]}
+    prompt = httpx.post(f"{served.address}/detokenize", json=ids, timeout=60).json()["prompt"]
+    assert said in prompt
+    assert "functions" not in prompt
+
+
+def test_of_several_templates_the_one_for_tools_says_how_calls_are_written() -> None:
+    tokenizer = load_tokenizer(resolve_model_path("demo"))
+    rules = RequestRules(512, (0,), Capacity(2048, 128, 512, 1, 16, 2048), 16, SamplingCapacity())
+    desk = Desk("demo", tokenizer, ServerConfig(), SamplingParams(), Serves(rules, 0), max_open=1)
+
+    def prepared(**fields: Any) -> PreparedChat:
+        return prepared_chat(desk, ChatCompletion(messages=ASKED, **fields))
+
+    taught = "{{ tools | tojson }}<tool_call>" + TEMPLATE
+    tokenizer.chat_template = {"default": TEMPLATE, "tool_use": taught}
+    offered, refused = prepared(tools=[SQUARE]), prepared(tools=[SQUARE], tool_choice="none")
+    assert offered.tools == format_of(taught)
+    assert str(offered.prompt.prompt).startswith('[{"type"')
+    assert "You can call" not in str(offered.prompt.prompt)
+    assert str(refused.prompt.prompt).startswith("system: none")
+    tokenizer.chat_template = {"default": TEMPLATE}
+    assert prepared(tools=[SQUARE]).tools is BARE_JSON
+    for none in (None, {"other": TEMPLATE}):
+        tokenizer.chat_template = none
+        with pytest.raises(ArgumentError, match="chat.template"):
+            prepared(tools=[SQUARE])
 
 
 def test_what_is_said_follows_the_choice_and_the_messages() -> None:
