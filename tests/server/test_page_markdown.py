@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(NODE is None, reason="no node")
 def trees_of(*texts: str) -> list[tuple[list[Any], float]]:
     assert NODE is not None
     given = json.dumps([SCRIPT.read_text(), texts])
-    ran = subprocess.run([NODE, "-e", RUN], input=given, capture_output=True, text=True, check=True)
+    ran = subprocess.run([NODE, "-e", RUN], input=given, capture_output=True, text=True, check=True, timeout=100)
     return [(tree, ms) for tree, ms in json.loads(ran.stdout)]
 
 
@@ -43,7 +43,7 @@ CASES = {
     "plain": "<p>plain</>",
     "one\ntwo\n\nthree": "<p>one<br></>two</><p>three</>",
     "**a *b* c** and *d*, _e_, ***f***, ~~g~~": (
-        "<p><strong>a <em>b</> c</> and <em>d</>, <em>e</>, <strong><em>f</></>, <del>g</></>"
+        "<p><strong>a <em>b</> c</> and <em>d</>, <em>e</>, <em><strong>f</></>, <del>g</></>"
     ),
     "snake_case_name and 2 * 3 * 4 and **open": "<p>snake_case_name and 2 * 3 * 4 and **open</>",
     "`**a**` \\*b\\*": "<p><code>**a**</> *b*</>",
@@ -63,6 +63,31 @@ CASES = {
     "[x](javascript:alert(1)) [y](data:text/html,z)": "<p>[x](javascript:alert(1)) [y](data:text/html,z)</>",
     "![i](https://a.b/c.png)": "<p>!<a href=https://a.b/c.png target=_blank rel=noopener noreferrer>i</></>",
     "<script>alert(1)</script>": "<p><script>alert(1)</script></>",
+    # a fence of tildes may tell of backticks; one of backticks may not
+    "~~~ a`b c\n*x*\n~~~": "<pre data-language=a`b><code>*x*\n</></>",
+    "``` a`\nb": "<p>``` a`<br></>b</>",
+    "| 1||3|\n|-|-|-|\n|a\\|b|`c\\|d`||\n**e** | f\\\\|": (
+        "<table><tr><th>1</><th></><th>3</></><tr><td>a|b</><td><code>c|d</></><td></></>"
+        "<tr><td><strong>e</></><td>f\\</></></>"
+    ),
+    "``a`b`` and `` `c` `` and ``d`": "<p><code>a`b</> and <code>`c`</> and ``d`</>",
+    "**a\nb** `c\nd` [e\nf](https://a.b)": (
+        "<p><strong>a<br></>b</> <code>c<br></>d</> "
+        "<a href=https://a.b target=_blank rel=noopener noreferrer>e<br></>f</></>"
+    ),
+    "> *a\n> b*\n>\n> - `c\n>   d`": "<blockquote><p><em>a<br></>b</></><ul><li><p><code>c<br></>d</></></></></>",
+    "*a **b** c* **d *e***, ***f** g*, **`h*i`**": (
+        "<p><em>a <strong>b</> c</> <strong>d <em>e</></>, <em><strong>f</> g</>, <strong><code>h*i</></></>"
+    ),
+    "__init__ *a **b* c, 2*": "<p>__init__ <em>a **b</> c, 2*</>",
+    "[x](https://a.b/c_(d)_e) [y [z](https://a.b) w](https://c.d)": (
+        "<p><a href=https://a.b/c_(d)_e target=_blank rel=noopener noreferrer>x</> "
+        "[y <a href=https://a.b target=_blank rel=noopener noreferrer>z</> w](https://c.d)</>"
+    ),
+    "It was in\n1986. A year\n- b": "<p>It was in<br></>1986. A year</><ul><li><p>b</></></>",
+    "So\n1) a\n2) b\n\nand\n\n7) c": (
+        "<p>So</><ol start=1><li><p>a</></><li><p>b</></></><p>and</><ol start=7><li><p>c</></></>"
+    ),
     "": "",
 }
 
@@ -88,3 +113,28 @@ def test_no_answer_takes_long_or_nests_without_end() -> None:
     signs = ("*a ", "[", "`", "> ", "- ", "- a\n", "_a", "**a *b ", "|", "~~a", "* * ", "[a](", "\\", "|-\n", "```\n")
     for sign, (_, ms) in zip(signs, trees_of(*(sign * (60_000 // len(sign)) for sign in signs)), strict=True):
         assert ms < 5000, f"{sign!r} took {ms:.0f} ms"  # what grows with the square of it takes minutes
+
+
+def test_a_hostile_text_takes_time_in_proportion_to_its_length() -> None:
+    n = 20_000
+    repeated = "`~|:- \t*_#>[](){}\\<&1.a="
+    texts = [sign * n + end for sign in repeated for end in ("", "`", "x", "\\", " x")]
+    texts += [
+        f"{start}{sign * n}{end}"
+        for start in ("```", "~~~", "- ", "[a](", "|", "`a")
+        for sign in "x~ |-("
+        for end in "`) "
+    ]
+    texts += [
+        pair * (n // len(pair))
+        for pair in ("](a", "](a(", "]()", "[a](b(c)", "*a_", "a**", "``a`", "`a``", "\\|", "- * ")
+    ]
+    texts += [
+        "[a](x" + "](y)" * (n // 4),
+        "*a " * (n // 6) + "b* " * (n // 6),
+        "a\n" + "|-" * n + "x",
+        "a|b\n" + "-|" * n + "x",
+    ]
+    texts += [" ".join("`" * length + "a" for length in range(1, 200)), "*" * n + "a" + "*" * n]
+    for text, (_, ms) in zip(texts, trees_of(*texts), strict=True):
+        assert ms < 500, f"{text[:12]!r}...{text[-12:]!r} took {ms:.0f} ms"
