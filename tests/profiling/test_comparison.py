@@ -145,6 +145,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> di
         runner.close()
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_ten_repeats_pass_and_a_real_slow_down_of_a_fifth_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
