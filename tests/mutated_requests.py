@@ -58,7 +58,7 @@ def mutated_request(seed: int) -> MutatedRequest:
         else:
             fields[name] = value(name, draw)
     items = list(fields.items())
-    if draw.random() < 0.1:
+    if draw.random() < 0.1 and items:
         items.append((items[0][0], value("", draw)))
     content = as_json(items)
     if draw.random() < 0.3:
