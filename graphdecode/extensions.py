@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -103,15 +104,17 @@ def _imported(path: Path) -> ModuleType:
 
 def _restore(before: list[_Registry], failed: str) -> None:
     """Take back what a module registered; of registries that it was the first to import, what it defines itself."""
-    for place, registry in enumerate(_REGISTRIES):
+    for registry, saved in zip_longest(_REGISTRIES, before):
+        held = registry.copy() if saved is None else saved
+        registry.clear()
         if isinstance(registry, dict):
-            held = before[place] if place < len(before) else registry
-            kept = {key: value for key, value in dict(held).items() if getattr(value, "__module__", None) != failed}
-            registry.clear()
-            registry.update(kept)
+            registry.update((key, value) for key, value in dict(held).items() if not _is_of(failed, value))
         else:
-            held = before[place] if place < len(before) else registry
-            registry[:] = [value for value in held if getattr(value, "__module__", None) != failed]
+            registry.extend(value for value in held if not _is_of(failed, value))
+
+
+def _is_of(module: str, value: Any) -> bool:
+    return getattr(value, "__module__", None) == module
 
 
 def _named(entry: EntryPoint) -> str:
