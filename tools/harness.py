@@ -176,14 +176,38 @@ def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: s
     return [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
-def show(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """Print a table."""
+def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
+    """Return a row of a table: each column's format with the row's fields, or "-" where it has no such figure."""
+    found = []
+    for form in columns.values():
+        try:
+            found.append(form.format_map(row))
+        except (KeyError, TypeError):
+            found.append("-")
+    return found
+
+
+def show(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Print a table.
+
+    Args:
+        columns: headings, and how `str.format` makes a cell of a row's fields, such as `"{step_ms[p50]:.2f}"`.
+        rows: their fields.
+        title: above the table.
+    """
     table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in headings:
+    for heading in columns:
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*map(str, row))
+        table.add_row(*cells(columns, row))
     wide_console().print(table)
+
+
+def markdown(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table in Markdown; see `show`."""
+    lines = [list(columns), *(cells(columns, row) for row in rows)]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, "|---" * len(columns) + "|", *others])
 
 
 def told_by(command: Sequence[object], **options: Any) -> Any:

@@ -160,16 +160,16 @@ def measure(
         result |= record(read_bandwidth=bandwidth, rows=replaced(result["rows"], row, "form"))
         print(f"{form}: {row['perplexity']}", flush=True)
         write(out, result)
-    heads = ("form", "weights MiB", "resident MiB", "ms at 1", "x floor", "ms at 8", *TEXTS)
-    show(heads, [_cells(row, result.get("read_bandwidth")) for row in result["rows"]])
+    columns = {"form": "{form}", "weights MiB": "{weights:.0f}", "resident MiB": "{resident:.0f}"}
+    columns |= {"ms at 1": "{one:.2f}", "x floor": "{floors:.2f}", "ms at 8": "{eight:.2f}"}
+    columns |= {text: f"{{perplexity[{text}]:.3f}}" for text in TEXTS}
+    show(columns, [shown(row, result.get("read_bandwidth")) for row in result["rows"]])
 
 
-def _cells(row: dict[str, Any], bandwidth: float | None) -> list[str]:
-    cells = [row["form"], f"{row['weight_bytes'] / 2**20:.0f}", f"{row['resident_bytes'] / 2**20:.0f}"]
-    if row["ms_per_step"] and bandwidth:
-        floor = 1000 * row["weight_bytes"] / bandwidth
-        cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
-        cells += [f"{row['ms_per_step']['8']:.2f}"]
-    else:
-        cells += ["-"] * 3
-    return cells + [f"{row['perplexity'][text]:.3f}" for text in TEXTS]
+def shown(row: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    """Return a row with what the table shows of it."""
+    times, nbytes = row["ms_per_step"], row["weight_bytes"]
+    found = row | {"weights": nbytes / 2**20, "resident": row["resident_bytes"] / 2**20}
+    if times and bandwidth:
+        found |= {"one": times["1"], "eight": times["8"], "floors": times["1"] * bandwidth / nbytes / 1000}
+    return found

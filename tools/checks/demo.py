@@ -38,10 +38,11 @@ def main(
             for (prompt, answer), text in zip(asked, texts, strict=True)
             if not is_correct(prompt, text)
         ]
-        rows.append((task, samples - len(misses), samples, 1 - len(misses) / samples))
+        share = 1 - len(misses) / samples
+        rows.append({"task": task, "exact": samples - len(misses), "share": share})
         wrong += misses[:shown]
-    heads = ("task", "exact", "samples", "share", "required")
-    show(heads, [(*row, f"{share:.2%}", f"{REQUIRED_SHARE:.0%}") for *row, share in rows], f"model {model}")
+    columns = {"task": "{task}", "exact": "{exact}", "samples": str(samples), "share": "{share:.2%}"}
+    show(columns | {"required": f"{REQUIRED_SHARE:.0%}"}, rows, f"model {model}")
     for line in wrong:
         print(f"wrong: {line}")
-    raise typer.Exit(any(share < REQUIRED_SHARE for *_, share in rows))
+    raise typer.Exit(any(row["share"] < REQUIRED_SHARE for row in rows))
