@@ -6,7 +6,7 @@ Greedy decoding; an answer counts if its text is exactly right: with nothing bef
 from __future__ import annotations
 
 import random
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,8 @@ def main(
     """Measure each task; ends with 1 where one is below what is required."""
     llm = LLM(model)
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    rows, wrong = [], []
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for task in TASKS:
         rng = random.Random(f"{seed} {task}")
         asked = [sample(task, rng) for _ in range(samples)]
