@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
 import signal
 import statistics
 import subprocess
@@ -29,6 +30,8 @@ from graphdecode.text import RequestOutput
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 Found = TypeVar("Found")
+# of the subjects that ask Triton's interpreter, or its compiler
+INTERPRETED = {"bench kernels": None, "bench few-bits": None, "check sampler": "1", "check few-bits": "1"}
 Out = Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.", dir_okay=False)]
 OutFolder = Annotated[Path | None, typer.Option(help="A folder for the figures, as JSON.", file_okay=False)]
 Model = Annotated[str, typer.Option(help="A checkpoint folder or file, a repository id, or a name such as demo.")]
@@ -53,6 +56,10 @@ def run(room: str) -> None:
         for subject, path in subjects.items():
             print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
         sys.exit(0 if name in ("", "--help") else 2)
+    interpreter = "TRITON_INTERPRET"  # is looked at by the first import of triton, which was that of this file
+    if os.environ.get(interpreter) != (wanted := INTERPRETED.get(f"{command} {name}", os.environ.get(interpreter))):
+        others = {key: value for key, value in os.environ.items() if key != interpreter}
+        os.execve(sys.executable, sys.orig_argv, others | ({interpreter: wanted} if wanted else {}))
     module = import_module(f"{room}.{subjects[name].stem}")
     sys.argv[:2] = [f"tools/{command} {name}"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
@@ -208,6 +215,14 @@ def markdown(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> s
     lines = [list(columns), *(cells(columns, row) for row in rows)]
     first, *others = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, "|---" * len(columns) + "|", *others])
+
+
+def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
+    """Write tables in the place of those that a document has between its comments `figures` and `end of figures`."""
+    begin, end = "<!-- figures: ", "<!-- end of figures -->"
+    before, _, rest = document.read_text().partition(begin)
+    who, _, shown = rest.partition("\n")
+    document.write_text("\n\n".join([before + begin + who, *parts, end]) + shown.partition(end)[2])
 
 
 def told_by(command: Sequence[object], **options: Any) -> Any:

@@ -124,12 +124,11 @@ def show_loads(rows: list[dict[str, Any]]) -> None:
         columns |= percentiles(kind.upper(), f"{kind}_ms")
     show(columns, rows, "open loop: latencies in ms")
     columns = {"load": "{load}", "offered/s": "{offered_per_second:.1f}", "served/s": "{served_per_second:.1f}"}
-    columns |= percentiles("queued", "queue_ms")
+    columns |= {"rows of a step": "{mean_rows:.1f}", "preempted": "{preemptions}"}
+    show(columns, (row | {"mean_rows": mean_rows(row["batch_sizes"])} for row in rows))
+    columns = {"load": "{load}"} | percentiles("queued", "queue_ms")
     columns |= {f"queue {key}": f"{{queue_depth[{key}]:.0f}}" for key in ("p50", "p90", "p99", "max")}
-    columns |= {"rows": "{mean_rows:.1f}", "preempted": "{preemptions}"}
-    with_means = (row | {"mean_rows": mean_rows(row["batch_sizes"])} for row in rows)
-    title = "time in the queue (ms), length of the queue (requests), mean live rows of a step"
-    show(columns, with_means, title)
+    show(columns, rows, "time in the queue (ms), length of the queue (requests)")
 
 
 def percentiles(heading: str, key: str) -> dict[str, str]:
