@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,7 @@ from graphdecode.models.config import ModelConfig
 from graphdecode.models.families import Llama
 from graphdecode.models.transformers_backend import AdoptedConfig
 
-_LAYER_TENSORS = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-_FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
+_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
 _TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 
 
@@ -62,7 +50,6 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
 
     config = Checkpoint(folder).config()
     writer = gguf.GGUFWriter(file, "llama")
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -76,7 +63,17 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("no_vocab")
-    for name, tensor in _tensors(config, Checkpoint(folder), getattr(torch, dtype)):
+    checkpoint = Checkpoint(folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for stored in checkpoint.tensors:
+        name = names.get_name(stored, (".weight",))
+        if name is None or (name == "output.weight" and config.tie_word_embeddings):
+            continue
+        tensor = read_fused(checkpoint, (stored,), None, getattr(torch, dtype), torch.device("cpu"))
+        part = name.split(".")[-2]
+        if part in heads:
+            tensor = interleaved(tensor, heads[part])
         if tensor.ndim == 1:
             writer.add_tensor(name, tensor.float().numpy())
         else:
@@ -85,21 +82,6 @@ def write_gguf(folder: Path, file: Path, dtype: str) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def _tensors(config: ModelConfig, checkpoint: Checkpoint, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    def read(name: str) -> Tensor:
-        return read_fused(checkpoint, (name,), None, dtype, torch.device("cpu"))
-
-    yield "token_embd.weight", read("model.embed_tokens.weight")
-    yield "output_norm.weight", read("model.norm.weight")
-    if not config.tie_word_embeddings:
-        yield "output.weight", read("lm_head.weight")
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
-    for layer in range(config.num_hidden_layers):
-        for theirs, ours in _LAYER_TENSORS.items():
-            tensor = read(f"model.layers.{layer}.{theirs}.weight")
-            yield f"blk.{layer}.{ours}.weight", interleaved(tensor, heads[ours]) if ours in heads else tensor
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:

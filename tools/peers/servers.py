@@ -19,23 +19,10 @@ from typing import ClassVar, NamedTuple
 import httpx2 as httpx
 
 from graphdecode.errors import ArgumentError
+from harness import elsewhere
 
 _START_SECONDS = 600
 _END_SECONDS = 20
-# ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration of
-# which they have not set all bytes, and the processor refuses it): where there is AMX, llama.cpp does without
-_WITHOUT_AMX = """
-import runpy
-import llama_cpp
-import llama_cpp.llama_cpp as low
-default_params = low.llama_model_default_params
-def params():
-    found = default_params()
-    found.use_extra_bufts = False
-    return found
-llama_cpp.llama_model_default_params = low.llama_model_default_params = params
-runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
-"""
 
 
 class Setting(NamedTuple):
@@ -109,10 +96,13 @@ class LlamaCppServer(Server):
 
     def command(self, setting: Setting, port: int) -> list[str]:
         """Return what starts it; a request behind another one is to wait for it, and not to end it."""
-        how = ["-c", _WITHOUT_AMX] if " amx_tile " in Path("/proc/cpuinfo").read_text() else ["-m", "llama_cpp.server"]
+        # ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration
+        # of which they have not set all bytes, and the processor refuses it): where there is AMX, it does without
+        plain = "plain" if " amx_tile " in Path("/proc/cpuinfo").read_text() else ""
         threads = str(len(setting.cores))
         return [
-            self.python, *how, "--model", str(setting.weights), "--host", "127.0.0.1", "--port", str(port),
+            *elsewhere(self.python, "llama-server", plain), "--model", str(setting.weights), "--host", "127.0.0.1",
+            "--port", str(port),
             "--n_ctx", str(setting.capacity), "--n_threads", threads, "--n_threads_batch", threads,
             "--interrupt_requests", "false", "--verbose", "false",
         ]  # fmt: skip
