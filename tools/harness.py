@@ -1,18 +1,14 @@
-"""What the subjects of `tools/bench` and `tools/check` share: how they start, take turns, and write what they saw."""
+"""What the subjects of `tools/bench` and `tools/check` share: how they take turns, and write what they saw."""
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-import os
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -21,17 +17,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.cli.options import print_error, wide_console
+from graphdecode.cli.options import wide_console
 from graphdecode.engine.loading import resolve_device
-from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import RequestOutput
 
 TOOLS = Path(__file__).resolve().parent
 ROOT = TOOLS.parent
 Found = TypeVar("Found")
-# of the subjects that ask Triton's interpreter, or its compiler
-INTERPRETED = {"bench kernels": None, "bench few-bits": None, "check sampler": "1", "check few-bits": "1"}
 Out = Annotated[Path | None, typer.Option(help="A file for the figures, as JSON.", dir_okay=False)]
 OutFolder = Annotated[Path | None, typer.Option(help="A folder for the figures, as JSON.", file_okay=False)]
 Model = Annotated[str, typer.Option(help="A checkpoint folder or file, a repository id, or a name such as demo.")]
@@ -40,38 +34,6 @@ Dtype = Annotated[str, typer.Option(help="Of the weights: float32, bfloat16 or f
 Sizes = Annotated[str, typer.Option(help="Numbers, with commas between.")]
 Rounds = Annotated[int, typer.Option(help="Turns of each that count.", min=1)]
 LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")]
-
-
-def run(room: str) -> None:
-    """Run the subject that the command line names with its options, or list the subjects.
-
-    Args:
-        room: the package beside this file that has a module for each subject.
-    """
-    command, paths = Path(sys.argv[0]).name, sorted((TOOLS / room).glob("[!_]*.py"))
-    subjects = {path.stem.replace("_", "-"): path for path in paths}
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in subjects:
-        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help tells the options\n")
-        for subject, path in subjects.items():
-            print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
-        sys.exit(0 if name in ("", "--help") else 2)
-    interpreter = "TRITON_INTERPRET"  # is looked at by the first import of triton, which was that of this file
-    if os.environ.get(interpreter) != (wanted := INTERPRETED.get(f"{command} {name}", os.environ.get(interpreter))):
-        others = {key: value for key, value in os.environ.items() if key != interpreter}
-        os.execve(sys.executable, sys.orig_argv, others | ({interpreter: wanted} if wanted else {}))
-    module = import_module(f"{room}.{subjects[name].stem}")
-    sys.argv[:2] = [f"tools/{command} {name}"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
-    app = getattr(module, "app", None)
-    if app is None:
-        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        app.command(help="\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n"))(module.main)
-    try:
-        app()
-    except GraphdecodeError as error:
-        print_error(str(error))
-        sys.exit(2)
 
 
 def command_of(program: str, *arguments: object) -> list[str]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-import triton  # noqa: F401 - before the kernels, which nothing would compile else
 import typer
 
 from benchmarks.kernels import MODELS
