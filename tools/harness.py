@@ -156,24 +156,29 @@ def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def show(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
-    """Print a table.
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> Table:
+    """Return a table for the terminal.
 
     Args:
         columns: headings, and how `str.format` makes a cell of a row's fields, such as `"{step_ms[p50]:.2f}"`.
         rows: their fields.
         title: above the table.
     """
-    table = Table(title=title, box=SIMPLE_HEAD)
+    made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for heading in columns:
-        table.add_column(heading, justify="right")
+        made.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*cells(columns, row))
-    wide_console().print(table)
+        made.add_row(*cells(columns, row))
+    return made
+
+
+def show(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Print a table; see `table`."""
+    wide_console().print(table(columns, rows, title))
 
 
 def markdown(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return a table in Markdown; see `show`."""
+    """Return a table in Markdown; see `table`."""
     lines = [list(columns), *(cells(columns, row) for row in rows)]
     first, *others = (f"| {' | '.join(line)} |" for line in lines)
     return "\n".join([first, "|---" * len(columns) + "|", *others])
