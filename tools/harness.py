@@ -193,8 +193,15 @@ def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
 
 
 def told_by(command: Sequence[object], **options: Any) -> Any:
-    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`."""
-    ran = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, text=True, **options)
+    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`.
+
+    Raises:
+        RuntimeError: it failed; with the last line of its errors, all of which are shown.
+    """
+    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    print(ran.stderr, end="", file=sys.stderr)
+    if ran.returncode:
+        raise RuntimeError((ran.stderr.strip().splitlines() or [f"it ended with {ran.returncode}"])[-1])
     return json.loads(ran.stdout.splitlines()[-1])
 
 

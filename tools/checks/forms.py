@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
 from safetensors.torch import load_file, save_file
 
 from benchmarks.quantised import AS_IT_COMES, CONFIG, PLAIN, TEXT_TOKENS, TEXTS, expand, perplexities
@@ -30,9 +30,6 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
 from harness import ROOT, command_of, elsewhere, read, record, replaced, told_by, write
-
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
 
 MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
 ANSWER_TOKENS = 64

@@ -7,19 +7,15 @@ with lists of candidates that are long enough or too short. Tokens have to be th
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Annotated
 
 import torch
 import typer
-
-from graphdecode.kernels.native.registration import versions
-from harness import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "kernels"))
 from hostile_rows import hostile_rows, quick_interpreter
 from sampling_rows import ended_step
+
+from graphdecode.kernels.native.registration import versions
 
 ROWS = 50
 
