@@ -36,6 +36,26 @@ Rounds = Annotated[int, typer.Option(help="Turns of each that count.", min=1)]
 LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")]
 
 
+def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0.2) -> Found:
+    """Return what a call gives as soon as that is true.
+
+    Args:
+        ready: is called again and again.
+        seconds: to wait at most.
+        why: what is said else.
+        every: seconds between two calls.
+
+    Raises:
+        TimeoutError: it did not come.
+    """
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{why} after {seconds:g} s")
+        time.sleep(every)
+    return found
+
+
 def command_of(program: str, *arguments: object) -> list[str]:
     """Return what starts a program of this folder, such as `bench`, by this interpreter."""
     return [sys.executable, str(TOOLS / program), *map(str, arguments)]

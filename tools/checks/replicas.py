@@ -25,33 +25,31 @@ from typing import Annotated, Any
 
 import typer
 
-from harness import Model, Out, read, record, write
-from replica_trials.server import (
+from harness import Model, Out, read, record, until, write
+from replica_trials import (
+    ANSWERED,
     END_SECONDS,
     GENERATED,
     LARGE_CACHE,
     ROWS,
     START_SECONDS,
     Server,
-    begun,
-    command_of,
-    processes_of,
-    ray_environment,
-    replicas_of,
-    served,
-    until_none_is_left,
-)
-from replica_trials.streams import (
-    ANSWERED,
     Stream,
     ask,
     ask_all,
+    begun,
     by_replica,
     client_of,
+    command_of,
     longest_gap,
     outcomes,
+    processes_of,
+    ray_environment,
+    replicas_of,
     requests_of,
-)
+    served,
+    until_none_is_left,
+)  # fmt: skip
 
 KILL_STREAMS = 200
 CLIENTS = 16
@@ -173,7 +171,7 @@ def cluster() -> Iterator[tuple[str, str]]:
         null = subprocess.DEVNULL
         head = subprocess.Popen(command, env=ray_environment(folder), stdin=null, stdout=null, stderr=null)
         try:
-            _until_it_listens(address)
+            until(lambda: _listens(address), START_SECONDS, "Ray does not begin")
             yield folder, address
         finally:
             head.terminate()
@@ -181,18 +179,10 @@ def cluster() -> Iterator[tuple[str, str]]:
             until_none_is_left(folder)
 
 
-def _until_it_listens(address: str) -> None:
+def _listens(address: str) -> bool:
     host, _, port = address.partition(":")
-    end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection((host, int(port)), 1.0).close()
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
-        else:
-            return
+    with socket.socket() as asking:
+        return asking.connect_ex((host, int(port))) == 0
 
 
 def free_port() -> int:
@@ -283,7 +273,13 @@ def batch(model: str, *options: str) -> dict[str, Any]:
         for run in range(RUNS):
             moments.append(min(_line_count(answers) + draw.randrange(LINES // 4), LINES - 100))
             with begun(arguments, log, folder) as process:
-                _until_lines(answers, moments[-1], process, log)
+
+                def is_there() -> bool:
+                    if process.poll() is not None:
+                        raise RuntimeError(log.read_text()[-2000:])
+                    return _line_count(answers) > moments[-1]
+
+                until(is_there, 2 * START_SECONDS, "the answers do not come", every=0.02)
                 if run < RUNS - 1:
                     process.kill()
                 else:
@@ -322,15 +318,6 @@ def _lines() -> Iterator[dict[str, Any]]:
 
 def _line_count(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
-def _until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a file has so many lines."""
-    end = time.monotonic() + 2 * START_SECONDS
-    while _line_count(file) <= count:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(log.read_text()[-2000:])
-        time.sleep(0.02)
 
 
 def ends(model: str, *options: str) -> dict[str, Any]:
