@@ -15,8 +15,7 @@ import typer
 
 from graphdecode.models import resolve_model_path
 from harness import Model, OutFolder, Rounds, medians, record, show, write
-from peers.servers import parse_servers
-from peers.serving_contest import Contest, compare
+from peers.servers import Contest, compare, parse_servers
 
 
 def main(
