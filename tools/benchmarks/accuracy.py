@@ -28,10 +28,11 @@ import typer
 from torch import Tensor
 
 from float64_model import Float64Model
-from graphdecode.attention import PagedDecodeAttention
+from graphdecode import BucketConfig
 from graphdecode.buffers import Batch
-from graphdecode.cache import PagedKVCache
-from graphdecode.engine.capacity import resolve_cache_dtype
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.steps import StepSetting
+from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import load_model, resolve_model_path
@@ -130,33 +131,18 @@ class Scored:
         rows: of a step at most.
     """
 
-    def __init__(self, model: Model, kv_cache_dtype: str = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
+    def __init__(self, model: Model, kv_cache_dtype: Any = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
         self._model, self._pages = model, -(-tokens // PAGE)
-        config, device = model.config, model.device
-        kv_dtype = resolve_cache_dtype(kv_cache_dtype, model.dtype)
-        self._cache = PagedKVCache(
-            num_layers=model.num_layers,
-            total_num_pages=rows * self._pages,
-            page_size=PAGE,
-            max_pages_per_row=self._pages,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=kv_dtype,
-            device=device,
-            scales=model.cache_scales,
-        )
-        self._attention = PagedDecodeAttention(
+        config = BucketConfig(
             max_batch_size=rows,
-            num_qo_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            batch_sizes=[rows],
+            max_sequence_length=tokens,
             page_size=PAGE,
-            max_pages_per_row=self._pages,
-            dtype=model.dtype,
-            kv_dtype=kv_dtype,
-            windows=config.windows,
-            device=device,
+            total_num_pages=rows * self._pages,
         )
+        self._caches = make_runner(model, config, kv_cache_dtype=kv_cache_dtype, prefix_cache=False).cache.layers
+        setting = StepSetting(model, self._caches, PAGE, self._pages, config)
+        self._attention = decode_attention_of(setting, rows, batch_invariant=False)
 
     def _int32(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)
@@ -171,7 +157,7 @@ class Scored:
             count = self._int32([end - begin])
             places = (torch.zeros_like(given[begin:end], dtype=torch.int32), self._int32(range(begin, end)), count)
             lengths = (self._int32([0, end - begin]), self._int32([0, end]))
-            passed = self._model.prefill(given[begin:end], *places, *lengths, pages, self._cache.layers)
+            passed = self._model.prefill(given[begin:end], *places, *lengths, pages, self._caches)
             for first in range(0, end - begin, 128):
                 last = min(first + 128, end - begin)
                 found.append(self._model.logits(passed, first, last).float().cpu())
@@ -191,7 +177,7 @@ class Scored:
                 live_rows=self._int32([rows]),
                 page_table=table,
             )
-            logits = self._model.decode(cast(Batch, batch), self._cache.layers, self._attention)
+            logits = self._model.decode(cast(Batch, batch), self._caches, self._attention)
             found.append(logits[-1].float().cpu())
         return torch.stack(found)
 
