@@ -20,9 +20,17 @@ from graphdecode import LLM
 from graphdecode.errors import ArgumentError
 from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 from harness import Device, Dtype, Model, OutFolder, record, show, write
-from serving_load.arrivals import Arrival, Lengths, at_rate, poisson_arrivals, read_trace
-from serving_load.picture import plot_serving
-from serving_load.play import SCHEMA_VERSION, check_fits, serve
+from serving_load import (
+    SCHEMA_VERSION,
+    Arrival,
+    Lengths,
+    at_rate,
+    check_fits,
+    plot_serving,
+    poisson_arrivals,
+    read_trace,
+    serve,
+)
 
 DEFAULT_RATES = "5,20,80"
 WARM_UP = [Arrival(0.0, 8, 4)] * 4
