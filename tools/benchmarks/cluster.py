@@ -34,14 +34,8 @@ DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
 FIXED = 14  # replicas, as the bursts of a day need
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
 DRAWN_DAYS = ("fixed", "6 to 24", "2 to 24", "2 to 24, at once to fewer")
-STYLE: Any = {
-    "svg.hashsalt": "graphdecode",
-    "svg.fonttype": "none",
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-}
-STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
+STYLE: Any = {"svg.hashsalt": "graphdecode", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
+STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
 _POINTS = 600  # of a day, at most
 _SIZE = (8.0, 3.2)
 START_S = 10.0  # from the wish for a replica to its first request, as `tools/check replicas` measured it

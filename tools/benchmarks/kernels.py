@@ -122,7 +122,8 @@ def step_table(steps: dict[str, dict[str, Any]], limits: dict[str, dict[str, Any
     """Return the table of what steps come to in Markdown, beside their goals."""
     columns = {"step": "{name}", "launches": "{launches}", "made for itself, KiB": "{kib:.0f}"}
     columns |= {"floor, µs": "{floor_us:.0f}"}
-    columns |= {part: f"{{{part}_us:.0f}}" for part in ("gaps", "latency", "hidden", "step")}
+    columns |= {part: f"{{{part}_us:.0f}}" for part in ("gaps", "latency", "hidden")}
+    columns["whole step"] = "{step_us:.0f}"
     columns |= {"step/floor": "{times_floor:.2f}", "goal": "{goal}"}
     rows = []
     for name, cost in steps.items():
