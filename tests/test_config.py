@@ -10,8 +10,8 @@ import torch
 from graphdecode import ArgumentError
 from graphdecode.config import BucketConfig, ConfigError, EngineConfig, EngineKeywords
 from graphdecode.config.key import keys_of
-from graphdecode.config.reference import default_file, reference
 from graphdecode.config.toml_file import toml_value
+from render_configuration import default_file, reference
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = """\

@@ -1,10 +1,68 @@
-"""Write what is made from the configuration's fields: docs/configuration.md and buckets.toml."""
+"""Write what is made from the configurations' fields: docs/configuration.md and buckets.toml."""
 
+from __future__ import annotations
+
+import textwrap
+from itertools import groupby
 from pathlib import Path
 
-from graphdecode.config.reference import default_file, reference
+from graphdecode.config.key import Key, keys_of
+from graphdecode.config.replicas import ReplicaConfig
+from graphdecode.config.server import ServerConfig
+from graphdecode.config.settings import BucketConfig, EngineConfig
+from graphdecode.config.toml_file import toml_value
 
 ROOT = Path(__file__).parent.parent
+_COLUMNS = 100
+_INTRODUCTION = """\
+# Configuration
+
+<!-- Written by tools/render_configuration.py from the fields of the configurations: change those. -->
+
+One file in TOML holds all settings of a runtime. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a
+`BucketConfig`; so does `--config` of the commands (a path). Every section and key may be left out, and keeps its
+default then. What is given to `LLM` as a keyword, or to a command as an option, overrides the file. Keys of
+`EngineConfig` have the same names as `LLM`'s keywords. `BucketConfig.load` takes the first four sections of the same
+file. [server] is for `graphdecode serve` alone, and [replicas] for it and for `graphdecode batch --ray`.
+
+An unknown key, a wrong type and an impossible value are errors (`ConfigError`) that name the file, the line, the key
+and what it takes. `buckets.toml` at the root of the repository is a file to start from: it holds all keys at their
+defaults.
+"""
+_FILE_HEADER = "# The defaults of graphdecode: every key may be left out, or changed in a copy of this file.\n"
+
+
+def reference() -> str:
+    """Return `docs/configuration.md`."""
+    parts = [_INTRODUCTION]
+    for section, keys in _sections():
+        rows = [f"| `{key.name}` | {key.values.expected} | {_default(key)} | {key.meaning} |" for key in keys]
+        parts.append("\n".join([f"## [{section}]\n", "| key | takes | default | |", "|---|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def default_file() -> str:
+    """Return a file that holds each key at its default, with its meaning above it."""
+    parts = [_FILE_HEADER]
+    for section, keys in _sections():
+        lines = [f"[{section}]"]
+        for key in keys:
+            lines += [f"# {line}" for line in textwrap.wrap(f"{key.meaning} Takes {key.values.expected}.", _COLUMNS)]
+            left_out = key.default is None
+            value = key.values.example if left_out else toml_value(key.default)
+            lines.append(f"{'# ' if left_out else ''}{key.name} = {value}")
+        parts.append("\n".join([*lines, ""]))
+    return "\n".join(parts)
+
+
+def _sections() -> list[tuple[str, list[Key]]]:
+    keys = [*keys_of(BucketConfig), *keys_of(EngineConfig), *keys_of(ServerConfig), *keys_of(ReplicaConfig)]
+    return [(section, list(group)) for section, group in groupby(keys, lambda key: key.section)]
+
+
+def _default(key: Key) -> str:
+    return "left out" if key.default is None else f"`{toml_value(key.default)}`"
+
 
 if __name__ == "__main__":
     (ROOT / "docs").mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.logging import disable_progress_bar
 
 from demo_tasks import TASKS, sample
@@ -30,7 +31,8 @@ BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 256, 257, 258
 MAX_POSITIONS = 512
 
-SAMPLES_PER_STEP = {"add": 128, "rev": 64, "sort": 64}  # carries make addition the slowest to learn
+# of each batch of a step: sums are half as long as words, and carries make addition the slowest to learn
+SAMPLES_PER_STEP = ({"add": 128}, {"rev": 64, "sort": 64})
 PEAK_LR = 2e-3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
@@ -38,16 +40,10 @@ MAX_GRAD_NORM = 1.0
 IGNORED = -100  # the label of a position that has no part in the loss (torch's cross_entropy)
 
 
-def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table), by byte value."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    return [chr(byte if byte in printable else NUM_BYTES + others.index(byte)) for byte in range(NUM_BYTES)]
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose id i < 256 is byte i; it adds nothing to a prompt and every unicode string round-trips."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's table
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -66,6 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> LlamaForCausalLM:
     """The untrained model; draws its weights from torch's global generator."""
+    tokens = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
         vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
         hidden_size=128,
@@ -76,14 +73,10 @@ def build_model() -> LlamaForCausalLM:
         max_position_embeddings=MAX_POSITIONS,
         rope_theta=10000.0,
         tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
+        **tokens,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-    )
+    model.generation_config = GenerationConfig(do_sample=False, **tokens)
     return model
 
 
@@ -156,18 +149,13 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
     )
-    # Sums are half as long as words: batches of their own save their padding.
-    groups = [
-        {task: count for task, count in SAMPLES_PER_STEP.items() if task == "add"},
-        {task: count for task, count in SAMPLES_PER_STEP.items() if task != "add"},
-    ]
     start = time.monotonic()
     bar = tqdm(range(steps), desc="train", unit="step", mininterval=5)
     for step in bar:
         progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
         for parameter_group in optimizer.param_groups:
             parameter_group["lr"] = learning_rate(step, progress)
-        batches = [make_batch(group, rng) for group in groups]
+        batches = [make_batch(group, rng) for group in SAMPLES_PER_STEP]
         num_answer_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batches)
         step_loss = 0.0
         for ids, labels in batches:
