@@ -70,12 +70,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def served(model: str, *options: str, settings: str = LARGE_CACHE, folder: str | None = None) -> Iterator[Server]:
+def served(
+    model: str, *options: str, replicas: int = 0, settings: str = LARGE_CACHE, folder: str | None = None
+) -> Iterator[Server]:
     """Serve a model, and leave no process of it.
 
     Args:
         model: as the command takes it.
         options: of the command.
+        replicas: that there are, and are waited for; 0: as the options say.
         settings: the text of its configuration file.
         folder: of a Ray that others began and will end; None: of one that is begun here.
     """
@@ -83,9 +86,13 @@ def served(model: str, *options: str, settings: str = LARGE_CACHE, folder: str |
         config, log = Path(own) / "server.toml", Path(own) / "log"
         config.write_text(settings)
         options = ("--max-batch-size", str(ROWS), "--config", str(config), *options)
+        options += ("--replicas", str(replicas)) if replicas else ()
         try:
             with begun(("serve", "--model", model, "--port", "0", *options), log, folder or own) as process:
-                yield Server(model, _address_in(log, process), folder or own, process)
+                server = Server(model, _address_in(log, process), folder or own, process)
+                if replicas:
+                    server.until_replicas(replicas)
+                yield server
         finally:
             if folder is None:
                 until_none_is_left(own)

@@ -50,8 +50,7 @@ def attacked_replicas(minutes: float, first: int, told: Callable[[str], object])
         first: seed of the first request.
         told: takes each failure as it is found.
     """
-    with served("demo", "--replicas", "2") as server:
-        server.until_replicas(2)
+    with served("demo", replicas=2) as server:
         first_two = set(replicas_of(server.folder))
         statuses, failures, answers = asyncio.run(_attack(server, minutes, first, told))
         again = server.until_replicas(2)

@@ -73,8 +73,7 @@ SPEED_STREAMS = 32
 
 def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
     """Kill one of two replicas while 200 streams run; the other one answers what had not begun."""
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         streams, killed, again = asyncio.run(_storm(server, tokens))
         calm = asyncio.run(ask_all(server.address, model, requests_of(KILL_STREAMS, 1, tokens)))
     later = [stream for stream in streams if stream.ended > killed]
@@ -142,12 +141,10 @@ def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
     async def scaled(stack: ExitStack, folder: str, options: tuple[str, ...]) -> tuple[list[Stream], dict[str, float]]:
         async def to(count: int) -> float:
             began = time.monotonic()
-            one_more = served(model, *options, "--replicas", str(count), folder=folder)
-            server = await asyncio.to_thread(stack.enter_context, one_more)
-            await asyncio.to_thread(server.until_replicas, count)
+            await asyncio.to_thread(stack.enter_context, served(model, *options, replicas=count, folder=folder))
             return time.monotonic() - began
 
-        first = stack.enter_context(served(model, *options, "--replicas", "1", folder=folder))
+        first = stack.enter_context(served(model, *options, replicas=1, folder=folder))
         async with Load(first, tokens) as load:
             await asyncio.sleep(3)
             up = await to(2)
@@ -245,8 +242,7 @@ def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
     found: dict[str, Any] = {"prompts": len(bodies), "beginnings": groups}
     for routing in ("random", "prefix"):
         settings = SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
-        with served(model, "--replicas", "2", settings=settings) as server:
-            server.until_replicas(2)
+        with served(model, replicas=2, settings=settings) as server:
             began, streams = time.monotonic(), []
             for start in range(0, len(bodies), AT_A_TIME):
                 streams += asyncio.run(ask_all(server.address, model, bodies[start : start + AT_A_TIME]))
@@ -344,8 +340,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
             told["none_left_after_s"] = time.monotonic() - asked
             return await asyncio.gather(*tasks), told
 
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         processes = len(processes_of(server.folder))
         streams, told = asyncio.run(under_load(server))
     about = {"processes": processes, "outcomes": outcomes(streams), "exit_code": server.process.returncode}
@@ -354,8 +349,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
 
 def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
     """Ask for 32 streams at once: how many tokens come per second, and how long does the first one take?"""
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         asyncio.run(ask_all(server.address, model, requests_of(8, 6, tokens)))
         began = time.monotonic()
         streams = asyncio.run(ask_all(server.address, model, requests_of(SPEED_STREAMS, 5, tokens)))
@@ -373,9 +367,9 @@ def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
 def split(model: str, tokens: int) -> dict[str, Any]:
     """Serve one replica of two ranks: the same answers as from one rank; a rank is killed, and it serves again."""
     bodies = [body | {"temperature": 0.0} for body in requests_of(SPEED_STREAMS, 5, tokens)]
-    with served(model, "--replicas", "1") as whole:
+    with served(model, replicas=1) as whole:
         expected = asyncio.run(ask_all(whole.address, model, bodies))
-    with served(model, "--replicas", "1", "--tensor-parallel", "2") as server:
+    with served(model, "--tensor-parallel", "2", replicas=1) as server:
         streams = asyncio.run(ask_all(server.address, model, bodies))
         began = time.monotonic()
         lost = asyncio.run(_rank_killed(server, bodies))
