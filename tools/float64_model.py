@@ -107,18 +107,16 @@ class Float64Model:
         self.sure = len(ids)
         hidden = self._read("token_embd.weight")[ids]
         count, head_dim = len(ids), hidden.shape[1] // self.heads
-        angles = torch.arange(count).double()[:, None] * self.base ** (
-            -torch.arange(0, head_dim, 2).double() / head_dim
-        )
+        frequencies = self.base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+        angles = torch.arange(count).double()[:, None] * frequencies
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         hidden_later = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
 
         def norm(x: Tensor, name: str) -> Tensor:
             return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self._read(name)
 
-        def rotated(
-            x: Tensor,
-        ) -> Tensor:  # GGUF keeps the channels of a pair beside each other, folders half a head apart
+        def rotated(x: Tensor) -> Tensor:
+            # GGUF keeps the channels of a pair beside each other, folders half a head apart
             pairs = x.unflatten(-1, (-1, 2)) if self._is_gguf else x.unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
             return turned.flatten(-2)  # any order will do that is the same for queries and keys

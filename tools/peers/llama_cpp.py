@@ -1,17 +1,101 @@
-"""llama.cpp through llama-cpp-python, on a CPU: the same weights, one sequence of a batch for each row."""
+"""llama.cpp through llama-cpp-python, on a CPU: the same weights, one sequence of a batch for each row.
+
+A Llama checkpoint is written as a GGUF file, so that llama.cpp runs the very same weights.
+"""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from elsewhere import Sequences, llama_cpp_of, llama_model
+from graphdecode.linear.weight_form import read_fused
 from graphdecode.models import describe_model
-from peers.gguf_file import gguf_type, why_not_gguf, write_gguf
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families import Llama
+from graphdecode.models.transformers_backend import AdoptedConfig
 from peers.peer import Peer, Tokens, Workload
+
+_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
+    """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
+    if not isinstance(config, ModelConfig) or config.architecture != Llama.architecture:
+        return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
+    if config.rope.rope_type != "default":
+        return f"only the default rope is written as GGUF here, this is {config.rope.rope_type}"
+    if config.qkv_bias or config.o_bias or config.mlp_bias or config.activation != "silu":
+        return "only Llamas without biases and with silu are written as GGUF here"
+    return ""
+
+
+def gguf_type(dtype: str) -> Any:
+    """Return the number that GGUF, and llama.cpp with it, has for a dtype of torch."""
+    import gguf
+
+    return gguf.GGMLQuantizationType[_TYPES[dtype]]
+
+
+def write_gguf(folder: Path, file: Path, dtype: str) -> None:
+    """Write a checkpoint of safetensors as GGUF, without a vocabulary: prompts are token ids.
+
+    Weights are rounded to `dtype`, norms too, which llama.cpp keeps in float32.
+
+    Args:
+        folder: the checkpoint; `why_not_gguf` has nothing against it.
+        file: to write.
+        dtype: "float32", "float16" or "bfloat16".
+    """
+    import gguf
+
+    config = Checkpoint(folder).config()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("no_vocab")
+    checkpoint = Checkpoint(folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for stored in checkpoint.tensors:
+        name = names.get_name(stored, (".weight",))
+        if name is None or (name == "output.weight" and config.tie_word_embeddings):
+            continue
+        tensor = read_fused(checkpoint, (stored,), None, getattr(torch, dtype), torch.device("cpu"))
+        part = name.split(".")[-2]
+        if part in heads:
+            tensor = interleaved(tensor, heads[part])
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf_type(dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a head [head_dim, hidden]: the rotary pairs (i, i + head_dim / 2) become neighbours."""
+    rows, hidden = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)
 
 
 class LlamaCpp(Peer):
