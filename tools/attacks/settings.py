@@ -17,7 +17,7 @@ from graphdecode.engine.capacity import plan_room
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.models import describe_model
-from render_configuration import default_file
+from making.configuration import default_file
 
 
 class TomlAttack:

@@ -1,6 +1,6 @@
-"""Train the demo model that ships in graphdecode/models/demo: about 20 minutes on two CPU cores.
+"""The demo model that ships in graphdecode/models/demo, trained: about 20 minutes on two CPU cores.
 
-    python tools/train_demo_model.py --out graphdecode/models/demo
+    tools/make demo-model --out graphdecode/models/demo
 
 The model is a byte-level Llama of 0.82 million parameters (tasks: tools/demo_tasks.py), trained by AdamW
 with a cosine schedule and a loss on the answer's tokens only. Token id i < 256 is byte i. With a fixed --seed, number
@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -62,7 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> LlamaForCausalLM:
     """The untrained model; draws its weights from torch's global generator."""
-    tokens = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
+    tokens: Any = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
         vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
         hidden_size=128,
@@ -132,7 +132,7 @@ def learning_rate(step: int, progress: float) -> float:
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def train(
+def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("graphdecode/models/demo"),
     steps: Annotated[int, typer.Option(help="Optimizer steps of 256 samples.", min=1)] = 6000,
     minutes: Annotated[float, typer.Option(help="End earlier, with the schedule shortened.", min=1e-9)] = math.inf,
@@ -142,6 +142,7 @@ def train(
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
 ) -> None:
     """Train until `steps` or `minutes` are spent, whichever is first."""
+    disable_progress_bar()  # of the save, which would tear ours apart
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(f"train {seed}")
@@ -177,8 +178,3 @@ def train(
         if last:
             break
     bar.close()
-
-
-if __name__ == "__main__":
-    disable_progress_bar()  # of the save, which would tear ours apart
-    typer.run(train)
