@@ -62,6 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> LlamaForCausalLM:
     """The untrained model; draws its weights from torch's global generator."""
+    rope: Any = {"rope_theta": 10000.0}  # which transformers keeps under another name
     tokens: Any = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
         vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
@@ -71,8 +72,8 @@ def build_model() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
-        rope_theta=10000.0,
         tie_word_embeddings=True,
+        **rope,
         **tokens,
     )
     model = LlamaForCausalLM(config)
