@@ -41,8 +41,8 @@ def main(
         "": "{name}",
         "tokens/s": "{tokens_per_second:.0f}",
         "of the library's": "{share:.2f}",
-        "first token alone, ms": "{first_token_ms:.2f}",
-        "over the engine's own": "{over_engine_ms:.2f}",
+        "first token, ms": "{first_token_ms:.2f}",
+        "over engine's": "{over_engine_ms:.2f}",
         "step, ms": "{step_ms:.2f}",
     }
     shares = {name: figures["tokens_per_second"] / library for name, figures in middle.items()}
