@@ -9,8 +9,18 @@ from statistics import mean
 
 import pytest
 
-from cluster_model.load import arrivals, day, requests
-from cluster_model.simulation import Autoscaler, Bounds, Cluster, Replica, Request, StepCosts, read_costs
+from cluster_model import (
+    Autoscaler,
+    Bounds,
+    Cluster,
+    Replica,
+    Request,
+    StepCosts,
+    arrivals,
+    day,
+    read_costs,
+    requests,
+)
 
 SECOND = StepCosts([0.0, 0.1], 0.0)  # one row, ten tokens a second
 LENGTH = 10

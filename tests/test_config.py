@@ -10,8 +10,8 @@ import torch
 from graphdecode import ArgumentError
 from graphdecode.config import BucketConfig, ConfigError, EngineConfig, EngineKeywords
 from graphdecode.config.key import keys_of
-from graphdecode.config.reference import default_file, reference
 from graphdecode.config.toml_file import toml_value
+from making.configuration import default_file, reference
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = """\
@@ -244,6 +244,6 @@ def test_the_committed_file_holds_the_defaults() -> None:
 
 
 def test_the_committed_reference_and_file_are_those_of_the_code() -> None:
-    again = "run tools/render_configuration.py"
+    again = "run tools/make configuration"
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), again
     assert (ROOT / "buckets.toml").read_text() == default_file(), again

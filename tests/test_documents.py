@@ -172,7 +172,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_performance_table_is_the_committed_results() -> None:
-    command = [sys.executable, "tools/show_results.py"]
+    command = [sys.executable, "tools/bench", "results"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert shown.strip() in README.read_text()
 

@@ -2,6 +2,8 @@
 
     python tools/elsewhere.py llama-gguf FILE.gguf THREADS [plain]            seconds of llama.cpp, line by line
     python tools/elsewhere.py llama-lookup FILE.gguf DRAFTS THREADS [plain]   tokens of its prompt lookup, line by line
+    python tools/elsewhere.py llama-server PLAIN OPTIONS                      its server
+    python tools/elsewhere.py llama-logits FILE.gguf FILE OUT                 its logits behind token ids
     python tools/elsewhere.py llama-ids FILE.gguf FILE                        its token ids of lines of text
     python tools/elsewhere.py llama-quantize FILE.gguf OUT TYPE               a file in another of its types
     python tools/elsewhere.py vllm-tokens FOLDER                              seconds of vLLM in bf16, line by line
@@ -20,6 +22,7 @@ import ctypes
 import json
 import math
 import os
+import runpy
 import shutil
 import sys
 import time
@@ -45,14 +48,39 @@ def answer_lines(answered: Callable[[Prompts, int], dict[str, Any]], answers: Te
         print(json.dumps(answered(asked["prompts"], asked["new_tokens"])), file=answers, flush=True)
 
 
-def llama_cpp_quietly() -> Any:
-    """Return the module, which says nothing from now on."""
+def llama_cpp_of(is_plain: bool = False) -> Any:
+    """Return the module, which says nothing from now on.
+
+    Args:
+        is_plain: let it repack no weights, by default of whatever loads a model.
+    """
     import llama_cpp
 
+    low = llama_cpp.llama_cpp
     quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
     llama_cpp.llama_log_set(quiet, None)
     llama_cpp.kept_quiet = quiet  # else the callback is freed
+    defaults = low.llama_model_default_params
+
+    def without_repacking() -> Any:
+        params = defaults()
+        params.use_extra_bufts = False
+        return params
+
+    if is_plain:
+        llama_cpp.llama_model_default_params = low.llama_model_default_params = without_repacking
     return llama_cpp
+
+
+def llama_model(api: Any, file: str) -> Any:
+    """Return a model of llama.cpp's own interface."""
+    api.llama_backend_init()
+    params = api.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = api.llama_model_load_from_file(file.encode(), params)
+    if not model:
+        raise RuntimeError(f"llama.cpp does not load {file}")
+    return model
 
 
 class Sequences:
@@ -64,84 +92,110 @@ class Sequences:
         count: of the sequences.
         length: that each may have.
         threads: to use.
+        cache_type: GGUF's number for the type of keys and values; None: llama.cpp's own choice.
     """
 
-    def __init__(self, api: Any, model: Any, count: int, length: int, threads: int) -> None:
+    def __init__(
+        self, api: Any, model: Any, count: int, length: int, threads: int, cache_type: int | None = None
+    ) -> None:
         self._api, self._count = api, count
         params = api.llama_context_default_params()
         params.n_ctx, params.n_seq_max = count * length, count
         params.n_threads = params.n_threads_batch = threads
+        if cache_type is not None:
+            params.type_k = params.type_v = cache_type
         self._context = api.llama_init_from_model(model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp makes no context for {count} sequences of {length} tokens")
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(model))
+        self._batches: dict[int, Any] = {}  # by the tokens of each sequence
+
+    def _batch(self, length: int) -> Any:
+        """Return llama.cpp's memory for so many tokens of each sequence; logits are asked for behind the last."""
+        if length not in self._batches:
+            total = self._count * length
+            batch = self._batches[length] = self._api.llama_batch_init(total, 0, 1)
+            batch.n_tokens = total
+            for index in range(total):
+                batch.n_seq_id[index], batch.seq_id[index][0] = 1, index // length
+                batch.logits[index] = index % length == length - 1
+        return self._batches[length]
 
     def decode(self, tokens: Any, position: int) -> Any:
         """Append tokens [sequences, new] from a position on, and return the greedy next ones."""
         import numpy as np
 
-        total = tokens.size
-        batch = self._api.llama_batch_init(total, 0, 1)
-        batch.n_tokens = total
-        for index in range(total):
-            sequence, place = divmod(index, tokens.shape[1])
-            batch.token[index], batch.pos[index] = int(tokens[sequence, place]), position + place
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, sequence
-            batch.logits[index] = place == tokens.shape[1] - 1
+        batch = self._batch(tokens.shape[1])
+        np.ctypeslib.as_array(batch.token, (tokens.size,))[:] = tokens.ravel()
+        positions = np.ctypeslib.as_array(batch.pos, (tokens.size,)).reshape(tokens.shape)
+        positions[:] = position + np.arange(tokens.shape[1])
         status = self._api.llama_decode(self._context, batch)
-        self._api.llama_batch_free(batch)
         if status:
             raise RuntimeError(f"llama_decode gives {status}")
         logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), (self._count, self._vocab_size))
         return logits.argmax(axis=1)
 
-    def timed(self, prompts: Any, new_tokens: int) -> dict[str, float]:
-        """Return the seconds up to the first tokens, and those of a step behind them, all rows together."""
+    def answer(self, prompts: Any, new_tokens: int) -> tuple[list[Any], dict[str, float]]:
+        """Return the greedy tokens by step, and the seconds up to the first and of a step behind it."""
         self._api.llama_memory_clear(self._api.llama_get_memory(self._context), False)
         began = time.perf_counter()
-        tokens = self.decode(prompts, 0)
+        found = [self.decode(prompts, 0)]
         first = time.perf_counter()
         for step in range(new_tokens - 1):
-            tokens = self.decode(tokens[:, None], prompts.shape[1] + step)
+            found.append(self.decode(found[-1][:, None], prompts.shape[1] + step))
         steps = max(new_tokens - 1, 1)
-        return {"seconds": first - began, "step_seconds": (time.perf_counter() - first) / steps}
+        return found, {"seconds": first - began, "step_seconds": (time.perf_counter() - first) / steps}
+
+    def close(self) -> None:
+        """Free the batches and the cache."""
+        for batch in self._batches.values():
+            self._api.llama_batch_free(batch)
+        self._api.llama_free(self._context)
 
 
 def llama_gguf(file: str, threads: str, plain: str = "") -> None:
     """Answer with the `seconds` up to the first tokens and `step_seconds` behind them; prompts have one length."""
     import numpy as np
 
-    api = llama_cpp_quietly()
-    api.llama_backend_init()
-    params = api.llama_model_default_params()
-    params.use_extra_bufts = not plain
-    model = api.llama_model_load_from_file(file.encode(), params)
+    api = llama_cpp_of(bool(plain))
+    model = llama_model(api, file)
     contexts: dict[tuple[int, int], Sequences] = {}
 
     def answered(prompts: Prompts, new_tokens: int) -> dict[str, Any]:
         key = (len(prompts), len(prompts[0]) + new_tokens)
         if key not in contexts:
             contexts[key] = Sequences(api, model, *key, int(threads))
-        return contexts[key].timed(np.array(prompts), new_tokens)
+        return contexts[key].answer(np.array(prompts), new_tokens)[1]
 
     answer_lines(answered, sys.stdout)
 
 
+def llama_server(plain: str, *options: str) -> None:
+    """Be llama-cpp-python's server; `plain` is empty, or not."""
+    llama_cpp_of(bool(plain))
+    sys.argv[1:] = options
+    runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
+
+
+def llama_logits(file: str, ids: str, out: str) -> None:
+    """Write the logits behind each of some token ids, a list in a file of JSON, as an array of numpy's."""
+    import numpy as np
+
+    given = json.loads(Path(ids).read_text())
+    options = {"n_ctx": len(given), "n_batch": len(given), "logits_all": True, "n_threads": 2, "verbose": False}
+    llama = llama_cpp_of().Llama(file, **options)
+    llama.eval(given)
+    np.save(out, np.asarray(llama.scores[: len(given)], dtype=np.float32))
+
+
 def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
     """Answer with the `tokens` of each prompt, one behind the other, and `tokens_per_second` behind the first ones."""
-    import llama_cpp
+    api = llama_cpp_of(bool(plain))
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-    if plain:
-        defaults = llama_cpp.llama_cpp.llama_model_default_params
-
-        def without_repacking() -> Any:
-            params = defaults()
-            params.use_extra_bufts = False
-            return params
-
-        llama_cpp.llama_cpp.llama_model_default_params = without_repacking
     draft = LlamaPromptLookupDecoding(num_pred_tokens=int(drafts)) if int(drafts) else None
     count = int(threads)
-    llama = llama_cpp.Llama(file, n_ctx=2048, n_threads=count, n_threads_batch=count, verbose=False, draft_model=draft)
+    llama = api.Llama(file, n_ctx=2048, n_threads=count, n_threads_batch=count, verbose=False, draft_model=draft)
 
     def one(prompt: list[int], new_tokens: int) -> tuple[list[int], float]:
         llama.reset()
@@ -165,7 +219,7 @@ def llama_lookup(file: str, drafts: str, threads: str, plain: str = "") -> None:
 
 def llama_ids(file: str, lines: str) -> None:
     """Print the token ids of lines, a list of texts in a file of JSON; special tokens are read as such."""
-    model = llama_cpp_quietly().Llama(file, vocab_only=True, verbose=False)
+    model = llama_cpp_of().Llama(file, vocab_only=True, verbose=False)
     texts = json.loads(Path(lines).read_text())
     print(json.dumps([model.tokenize(text.encode(), add_bos=True, special=True) for text in texts]))
 
@@ -180,24 +234,23 @@ def llama_quantize(file: str, out: str, kind: str) -> None:
     sys.exit(llama_cpp.llama_model_quantize(file.encode(), out.encode(), ctypes.byref(params)))
 
 
+def vllm_of(model: str, dtype: str, cache_gib: int, **options: Any) -> tuple[Any, Any]:
+    """Return vLLM's engine on a CPU, in this process, and its class of sampling parameters."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(cache_gib))
+    from vllm import LLM, SamplingParams
+
+    return LLM(model, dtype=dtype, **options), SamplingParams
+
+
 def vllm_tokens(folder: str) -> None:
     """Answer as `llama-gguf` does; a step's time is that of a whole answer less that of one token."""
     answers = answers_alone()
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(
-        folder,
-        dtype="bfloat16",
-        max_model_len=4096,
-        max_num_seqs=32,
-        max_num_batched_tokens=4096,
-        enable_prefix_caching=False,
-    )
+    sizes = {"max_model_len": 4096, "max_num_seqs": 32, "max_num_batched_tokens": 4096}
+    llm, params_of = vllm_of(folder, "bfloat16", 2, enable_prefix_caching=False, **sizes)
 
     def seconds(prompts: Prompts, new_tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        params = params_of(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         began = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         return time.perf_counter() - began
@@ -230,14 +283,10 @@ def perplexity_by_transformers(model: str, dtype: str) -> Callable[[list[int]], 
 
 def perplexity_by_vllm(model: str, dtype: str) -> Callable[[list[int]], float]:
     """Return what finds the perplexity of ids with vLLM's build for CPUs."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM, SamplingParams
-
-    llm = LLM(model, dtype=dtype, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
+    llm, params_of = vllm_of(model, dtype, 1, max_model_len=1024, max_num_seqs=1, enforce_eager=True)
 
     def perplexity(ids: list[int]) -> float:
-        params = SamplingParams(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        params = params_of(prompt_logprobs=0, max_tokens=1, detokenize=False)
         (output,) = llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
         scored = [entry[token].logprob for entry, token in zip(output.prompt_logprobs, ids, strict=True) if entry]
         return math.exp(-sum(scored) / len(scored))
@@ -304,16 +353,18 @@ def unpack(model: str, out: str) -> None:
     save_file(weights, out)
 
 
-PROGRAMS: dict[str, Callable[..., None]] = {
-    "llama-gguf": llama_gguf,
-    "llama-lookup": llama_lookup,
-    "llama-ids": llama_ids,
-    "llama-quantize": llama_quantize,
-    "vllm-tokens": vllm_tokens,
-    "perplexity": perplexity,
-    "write-nf4": write_nf4,
-    "unpack": unpack,
-}
+PROGRAMS: tuple[Callable[..., None], ...] = (
+    llama_gguf,
+    llama_lookup,
+    llama_server,
+    llama_logits,
+    llama_ids,
+    llama_quantize,
+    vllm_tokens,
+    perplexity,
+    write_nf4,
+    unpack,
+)
 
 if __name__ == "__main__":
-    PROGRAMS[sys.argv[1]](*sys.argv[2:])
+    {program.__name__.replace("_", "-"): program for program in PROGRAMS}[sys.argv[1]](*sys.argv[2:])

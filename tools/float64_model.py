@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +60,7 @@ class Float64Model:
         return read
 
     def _folder(self, path: Path) -> Callable[[str], Tensor]:
+        from gguf import MODEL_ARCH, get_tensor_name_map  # type: ignore[attr-defined]
         from safetensors import safe_open
 
         config = json.loads((path / "config.json").read_text())
@@ -70,21 +70,11 @@ class Float64Model:
         self.kv_heads, self.eps = config["num_key_value_heads"], config["rms_norm_eps"]
         self.base = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
         file = safe_open(next(path.glob("*.safetensors")), "pt")
-        names = set(file.keys())
-        of_parts = {
-            "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-            "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-        }  # fmt: skip
-        wholes = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+        named = get_tensor_name_map(MODEL_ARCH.LLAMA, self.layers)
+        names = {named.get_name(stored, (".weight",)): stored for stored in file.keys()}  # noqa: SIM118 (no mapping)
 
         def read(name: str) -> Tensor:
-            layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-            if layer is None:
-                stored = f"{wholes[name.removesuffix('.weight')]}.weight"
-            else:
-                stored = f"model.layers.{layer[1]}.{of_parts[layer[2]]}.weight"
-            return file.get_tensor(stored if stored in names else "model.embed_tokens.weight").double()
+            return file.get_tensor(names.get(name, names["token_embd.weight"])).double()
 
         return read
 
@@ -117,18 +107,16 @@ class Float64Model:
         self.sure = len(ids)
         hidden = self._read("token_embd.weight")[ids]
         count, head_dim = len(ids), hidden.shape[1] // self.heads
-        angles = torch.arange(count).double()[:, None] * self.base ** (
-            -torch.arange(0, head_dim, 2).double() / head_dim
-        )
+        frequencies = self.base ** (-torch.arange(0, head_dim, 2).double() / head_dim)
+        angles = torch.arange(count).double()[:, None] * frequencies
         turn = torch.polar(torch.ones_like(angles), angles)[:, None]
         hidden_later = torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
 
         def norm(x: Tensor, name: str) -> Tensor:
             return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self._read(name)
 
-        def rotated(
-            x: Tensor,
-        ) -> Tensor:  # GGUF keeps the channels of a pair beside each other, folders half a head apart
+        def rotated(x: Tensor) -> Tensor:
+            # GGUF keeps the channels of a pair beside each other, folders half a head apart
             pairs = x.unflatten(-1, (-1, 2)) if self._is_gguf else x.unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
             return turned.flatten(-2)  # any order will do that is the same for queries and keys

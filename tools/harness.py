@@ -1,17 +1,14 @@
-"""What the subjects of `tools/bench` and `tools/check` share: how they start, take turns, and write what they saw."""
+"""What the subjects of `tools/bench` and `tools/check` share: how they take turns, and write what they saw."""
 
 from __future__ import annotations
 
-import ast
 import json
 import math
-import signal
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -20,9 +17,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from graphdecode import LLM, SamplingParams
-from graphdecode.cli.options import print_error, wide_console
+from graphdecode.cli.options import wide_console
 from graphdecode.engine.loading import resolve_device
-from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.errors import ArgumentError
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import RequestOutput
 
@@ -39,32 +36,24 @@ Rounds = Annotated[int, typer.Option(help="Turns of each that count.", min=1)]
 LlamaPython = Annotated[Path | None, typer.Option(help="The interpreter that has llama-cpp-python.")]
 
 
-def run(room: str) -> None:
-    """Run the subject that the command line names with its options, or list the subjects.
+def until(ready: Callable[[], Found], seconds: float, why: str, every: float = 0.2) -> Found:
+    """Return what a call gives as soon as that is true.
 
     Args:
-        room: the package beside this file that has a module for each subject.
+        ready: is called again and again.
+        seconds: to wait at most.
+        why: what is said else.
+        every: seconds between two calls.
+
+    Raises:
+        TimeoutError: it did not come.
     """
-    command, paths = Path(sys.argv[0]).name, sorted((TOOLS / room).glob("[!_]*.py"))
-    subjects = {path.stem.replace("_", "-"): path for path in paths}
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name not in subjects:
-        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help tells the options\n")
-        for subject, path in subjects.items():
-            print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
-        sys.exit(0 if name in ("", "--help") else 2)
-    module = import_module(f"{room}.{subjects[name].stem}")
-    sys.argv[:2] = [f"tools/{command} {name}"]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
-    app = getattr(module, "app", None)
-    if app is None:
-        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-        app.command(help="\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n"))(module.main)
-    try:
-        app()
-    except GraphdecodeError as error:
-        print_error(str(error))
-        sys.exit(2)
+    end = time.monotonic() + seconds
+    while not (found := ready()):
+        if time.monotonic() > end:
+            raise TimeoutError(f"{why} after {seconds:g} s")
+        time.sleep(every)
+    return found
 
 
 def command_of(program: str, *arguments: object) -> list[str]:
@@ -176,19 +165,63 @@ def replaced(rows: Iterable[Mapping[str, Any]], new: Mapping[str, Any], *keys: s
     return [row for row in rows if any(row[key] != new[key] for key in keys)] + [new]
 
 
-def show(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> None:
-    """Print a table."""
-    table = Table(title=title, box=SIMPLE_HEAD)
-    for heading in headings:
-        table.add_column(heading, justify="right")
+def cells(columns: Mapping[str, str], row: Mapping[str, Any]) -> list[str]:
+    """Return a row of a table: each column's format with the row's fields, or "-" where it has no such figure."""
+    found = []
+    for form in columns.values():
+        try:
+            found.append(form.format_map(row))
+        except (KeyError, TypeError):
+            found.append("-")
+    return found
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> Table:
+    """Return a table for the terminal.
+
+    Args:
+        columns: headings, and how `str.format` makes a cell of a row's fields, such as `"{step_ms[p50]:.2f}"`.
+        rows: their fields.
+        title: above the table.
+    """
+    made = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
+    for heading in columns:
+        made.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(*map(str, row))
-    wide_console().print(table)
+        made.add_row(*cells(columns, row))
+    return made
+
+
+def show(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]], title: str | None = None) -> None:
+    """Print a table; see `table`."""
+    wide_console().print(table(columns, rows, title))
+
+
+def markdown(columns: Mapping[str, str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return a table in Markdown; see `table`."""
+    lines = [list(columns), *(cells(columns, row) for row in rows)]
+    first, *others = (f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join([first, "|---" * len(columns) + "|", *others])
+
+
+def rewrite_tables(document: Path, parts: Iterable[str]) -> None:
+    """Write tables in the place of those that a document has between its comments `figures` and `end of figures`."""
+    begin, end = "<!-- figures: ", "<!-- end of figures -->"
+    before, _, rest = document.read_text().partition(begin)
+    who, _, shown = rest.partition("\n")
+    document.write_text("\n\n".join([before + begin + who, *parts, end]) + shown.partition(end)[2])
 
 
 def told_by(command: Sequence[object], **options: Any) -> Any:
-    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`."""
-    ran = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, check=True, text=True, **options)
+    """Return what a command prints as its last line, in JSON; `options` are those of `subprocess.run`.
+
+    Raises:
+        RuntimeError: it failed; with the last line of its errors, all of which are shown.
+    """
+    ran = subprocess.run([*map(str, command)], capture_output=True, text=True, **options)
+    print(ran.stderr, end="", file=sys.stderr)
+    if ran.returncode:
+        raise RuntimeError((ran.stderr.strip().splitlines() or [f"it ended with {ran.returncode}"])[-1])
     return json.loads(ran.stdout.splitlines()[-1])
 
 

@@ -23,7 +23,13 @@ from graphdecode.kernels.native.unit import include_flags, object_texts
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"no compiled kernels: {native.why_not()}")
 
 ROOT = Path(__file__).parents[2]
-ORACLE = str(ROOT / "tools" / "few_bits_oracle.py")
+TOOLS = ROOT / "tools"
+ORACLE = f"""
+import runpy, sys
+sys.path.insert(0, {str(TOOLS)!r})
+sys.argv = ["check", "few-bits", "one"]
+runpy.run_path({str(TOOLS / "check")!r}, run_name="__main__")
+"""
 ANSWER = """
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
@@ -90,9 +96,7 @@ def test_on_a_processor_with_shorter_vectors_the_answers_are_the_same():
     environment = {"GRAPHDECODE_CACHE_DIR": os.environ["GRAPHDECODE_TEST_RUN"], VARIABLE: "avx2"}
     assert run(ANSWER, **environment)[0] == ["None", *ANSWERS]
     # and all forms of few bits, caches of 8 bits, and fp16, are as near to float64
-    (line,), _ = run(
-        f"import runpy, sys; sys.argv = ['', 'one']; runpy.run_path({ORACLE!r}, run_name='__main__')", **environment
-    )
+    (line,), _ = run(ORACLE, **environment)
     seen = json.loads(line)
     assert not {"AVX512F", "AVX512BF16"} & set(seen["extensions"])
     shares = {

@@ -1,7 +1,7 @@
 """The kernels of a step as machine code for sm_90: the rules of the early start, budgets, and the model of the step.
 
 `step_budgets.json` holds what each kernel may take, `step_limits.json` what each step may, with the goals. After a
-change for the better, or with a new kernel, `python tools/kernel_figures.py --write` writes both; it raises no limit of
+change for the better, or with a new kernel, `tools/bench kernels --write` writes both; it raises no limit of
 a step, for that takes a person and a reason.
 """
 
@@ -59,7 +59,7 @@ def cache(pytestconfig, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(cache) -> dict[str, Any]:
-    return output_of(ROOT / "tools" / "kernel_figures.py", ["--json", "--cache", str(cache)])
+    return output_of(ROOT / "tools" / "bench", ["kernels", "--json", "--cache", str(cache)])
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_no_kernel_of_a_step_breaks_a_rule_of_the_early_start_or_has_a_grid_that
 def test_every_kernel_of_a_step_keeps_its_budget_and_spills_nothing(kernels):
     for case, label, figures in kernels:
         where = f"{label} of {case}: {figures}"
-        assert label in BUDGETS, f"{where} has no budget: python tools/kernel_figures.py --write"
+        assert label in BUDGETS, f"{where} has no budget: tools/bench kernels --write"
         budget = BUDGETS[label]
         assert figures["stack"] <= budget.get("stack", 0), where
         assert figures["registers"] <= budget["registers"] + REGISTER_SLACK, where
@@ -123,7 +123,7 @@ def test_the_document_shows_the_kernels_that_there_are(seen):
     for case in ("llama-3.1-8b, 1 row", "llama-3.1-8b, 64 rows", "qwen3-0.6b, 1 row"):
         _, _, shown = text.partition(f"### {case}\n")
         labels = [line.split("`")[1] for line in shown.partition("\n### ")[0].splitlines() if line.startswith("| `")]
-        assert labels == [row["label"] for row in seen["kernels"][case]], "python tools/kernel_figures.py --write"
+        assert labels == [row["label"] for row in seen["kernels"][case]], "tools/bench kernels --write"
 
 
 @pytest.mark.slow

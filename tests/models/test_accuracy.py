@@ -1,6 +1,6 @@
 """How far each dtype, weight form and cache is from float64 of the same weights: bounds that only ever go down.
 
-The reference and the comparison are those of `tools/accuracy.py`; which figures they gave is in `tools/results/`.
+The reference and the comparison are those of `tools/bench accuracy`; which figures they gave is in `tools/results/`.
 """
 
 import os
@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-import accuracy
-from accuracy import SUBJECTS, Distance, Scored, distances, text_ids
+from benchmarks import accuracy
+from benchmarks.accuracy import SUBJECTS, Distance, Scored, distances, text_ids
 from float64_model import Float64Model
 from graphdecode.kernels.native import library as native
 from graphdecode.models import load_model, resolve_model_path

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from peers import attention as attention_module
 from peers.attention import (
     ATTENTION_PEERS,
     SHAPES,
@@ -23,8 +24,6 @@ from peers.attention import (
     compare_attention,
     parse_attention_peers,
 )
-from peers.attention import contest as contest_module
-from peers.attention import problem as problem_module
 
 ROOT = Path(__file__).parents[2]
 SMALL = AttentionShape("small", 4, 2, 16, torch.float16, torch.float16)
@@ -58,8 +57,8 @@ class OneKeyShort(AttentionPeer):
 
 @pytest.fixture
 def problem(monkeypatch: pytest.MonkeyPatch, device: str) -> AttentionProblem:
-    monkeypatch.setattr(problem_module, "_MOST_COPIES", 2)
-    monkeypatch.setattr(contest_module, "read_bandwidth", lambda device, repeats: 1e10)
+    monkeypatch.setattr(attention_module, "_MOST_COPIES", 2)
+    monkeypatch.setattr(attention_module, "read_bandwidth", lambda device, repeats: 1e10)
     torch.manual_seed(0)
     return AttentionProblem(SMALL, 3, 37, torch.device(device))
 
@@ -72,20 +71,20 @@ def test_outputs_are_compared_before_times_and_wrong_ones_have_none(
     problem.q, problem.out = problem.q.to(dtype), problem.out.to(dtype)
     problem.caches = [(k.to(dtype), v.to(dtype)) for k, v in problem.caches]
     peers = [*parse_attention_peers("sdpa,gather+sdpa"), Absent(), Broken(), OneKeyShort()]
-    results = {result.peer: result for result in compare_attention(peers, problem)}
+    results = {row["peer"]: row for row in compare_attention(peers, problem)}
     assert list(results) == ["graphdecode", "sdpa", "gather+sdpa", "absent", "broken", "short"]
     for name in ("graphdecode", "sdpa", "gather+sdpa"):
-        assert results[name].note == ""
-        assert results[name].error <= problem.shape.tolerance
-        assert len(results[name].rounds_us) == contest_module.ROUNDS
-        assert results[name].us > 0
-        assert results[name].of_read_bandwidth == pytest.approx(results[name].bytes_per_s / 1e10)
-    assert results["graphdecode"].times_graphdecode == 1.0
-    assert results["absent"].note == "not installed: no-such-package"
-    assert results["broken"].note == "RuntimeError: no kernel"
-    assert results["short"].note.startswith("gives another output: ")
-    assert results["short"].error > problem.shape.tolerance
-    assert [results[name].us for name in ("absent", "broken", "short")] == [None] * 3
+        assert results[name]["note"] == ""
+        assert results[name]["error"] <= problem.shape.tolerance
+        assert len(results[name]["rounds_us"]) == attention_module.ROUNDS
+        assert results[name]["us"] > 0
+        assert results[name]["of_read_bandwidth"] == pytest.approx(results[name]["bytes_per_s"] / 1e10)
+    assert results["graphdecode"]["times_graphdecode"] == 1.0
+    assert results["absent"]["note"] == "not installed: no-such-package"
+    assert results["broken"]["note"] == "RuntimeError: no kernel"
+    assert results["short"]["note"].startswith("gives another output: ")
+    assert results["short"]["error"] > problem.shape.tolerance
+    assert [results[name]["us"] for name in ("absent", "broken", "short")] == [None] * 3
 
 
 def test_every_cache_is_attended_over(problem: AttentionProblem) -> None:
@@ -98,7 +97,7 @@ def test_every_cache_is_attended_over(problem: AttentionProblem) -> None:
             return [parse_attention_peers("sdpa")[0].calls(problem)[0]] * len(problem.caches)
 
     assert len(problem.caches) == 2
-    assert compare_attention([Stuck()], problem)[1].note.startswith("gives another output: ")
+    assert compare_attention([Stuck()], problem)[1]["note"].startswith("gives another output: ")
 
 
 def test_an_output_that_is_no_number_is_infinitely_far(problem: AttentionProblem) -> None:
@@ -117,7 +116,7 @@ def test_flashinfer_says_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_flex_attention_is_compiled_or_says_why_not(problem: AttentionProblem) -> None:
     result = compare_attention(parse_attention_peers("flex"), problem)[1]
-    assert result.note or result.error <= SMALL.tolerance
+    assert result["note"] or result["error"] <= SMALL.tolerance
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from graphdecode.models import describe_model
 from peers import PEERS, Workload
-from peers.gguf_file import interleaved, why_not_gguf
 from peers.greedy import Reference
+from peers.llama_cpp import interleaved, why_not_gguf
 
 SMALL: dict[str, Any] = {
     "vocab_size": 301,

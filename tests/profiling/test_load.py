@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serving_load.arrivals import Arrival, Lengths, at_rate, offered_rate, poisson_arrivals, read_trace
+from serving_load import Arrival, Lengths, at_rate, offered_rate, poisson_arrivals, read_trace
 
 
 def test_poisson_arrivals_keep_rate_and_lengths() -> None:

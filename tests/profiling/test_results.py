@@ -33,7 +33,7 @@ def test_every_key_of_a_committed_result_is_described(path: Path) -> None:
 
 def test_the_tools_that_write_results_are_there() -> None:
     tools = set(re.findall(r"tools/\w+(?:\.py)?", README)) - {"tools/results"}
-    assert {"tools/bench", "tools/check", "tools/show_results.py", "tools/gpu_check"} <= tools
+    assert {"tools/bench", "tools/check", "tools/gpu_check"} <= tools
     assert all((RESULTS.parents[1] / tool).exists() for tool in tools)
     subjects = set(re.findall(r"tools/(bench|check)\s+([a-z][\w-]*)", README))
     assert {("bench", "serving"), ("bench", "step"), ("check", "replicas")} <= subjects

@@ -14,9 +14,7 @@ import pytest
 from benchmarks.serving import main
 from graphdecode import LLM, BucketConfig
 from graphdecode.profiling.percentiles import Percentiles
-from serving_load.arrivals import Arrival
-from serving_load.picture import plot_serving
-from serving_load.play import check_fits, serve
+from serving_load import Arrival, check_fits, plot_serving, serve
 
 ROOT = Path(__file__).parent.parent.parent
 TOOL = [sys.executable, str(ROOT / "tools" / "bench"), "serving"]

@@ -19,7 +19,7 @@ def result(model: str, ms: dict[str, float]) -> str:
 
 
 def show(results: Path, *options: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(ROOT / "tools" / "show_results.py"), "--results", str(results), *options]
+    command = [sys.executable, str(ROOT / "tools" / "bench"), "results", "--results", str(results), *options]
     return subprocess.run(command, cwd=results, capture_output=True, text=True, check=False)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.step import EAGER, FULL, captured_variants, kernel_summary, measure_steps
 from graphdecode.config import BucketConfig
 from graphdecode.kernels.native import library as native
-from step_costs import EAGER, FULL, captured_variants, kernel_summary, measure_steps
 
 ROOT = Path(__file__).parents[2]
 # the demo model: 4 layers, d 128, 4 query and 2 key heads of 32, ff 384, vocabulary 259 (tied)
@@ -83,7 +83,7 @@ def test_bad_arguments_are_refused(options, message):
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("step_costs.free_bytes", lambda device: 2**30)
+    monkeypatch.setattr("benchmarks.step.free_bytes", lambda device: 2**30)
     with pytest.raises(ValueError, match=r"shape:llama-3.1-8b takes .* GiB, and 1.0 GiB are free"):
         measure_steps("shape:llama-3.1-8b", progress=False)
 

@@ -1,4 +1,7 @@
-"""A server under stress: hostile requests, storms, killed engines. `tools/try_server` runs all of it at full length."""
+"""A server under stress: hostile requests, storms, killed engines.
+
+`tools/check at-length server` runs all of it at full length.
+"""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """A GGUF file's tokenizer gives llama.cpp's token ids, whatever its vocabulary; what is not known is refused by name.
 
-The ids were written by `tools/write_gguf_vocabularies.py`, which asks llama.cpp.
+The ids were written by `tools/make gguf-vocabularies`, which asks llama.cpp.
 """
 
 import json

@@ -15,7 +15,7 @@ import httpx2 as httpx
 from mutated_requests import greedy_request, mutated_request
 
 from attacks.http import asked
-from replica_trials.server import Server, replicas_of, served
+from replica_trials import Server, replicas_of, served
 
 _AT_A_TIME = 4
 _SHARE_BEFORE = 0.4  # of the time, until one is killed
@@ -50,8 +50,7 @@ def attacked_replicas(minutes: float, first: int, told: Callable[[str], object])
         first: seed of the first request.
         told: takes each failure as it is found.
     """
-    with served("demo", "--replicas", "2") as server:
-        server.until_replicas(2)
+    with served("demo", replicas=2) as server:
         first_two = set(replicas_of(server.folder))
         statuses, failures, answers = asyncio.run(_attack(server, minutes, first, told))
         again = server.until_replicas(2)

@@ -13,11 +13,11 @@ import torch
 from attacks.mutation import hostile_value, mutated_bytes, mutated_json
 from attacks.trial import Wrong
 from graphdecode import EngineConfig
-from graphdecode.config.reference import default_file
 from graphdecode.engine.capacity import plan_room
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.models import describe_model
+from making.configuration import default_file
 
 
 class TomlAttack:

@@ -10,9 +10,8 @@ attention.json after every point.
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -25,7 +24,6 @@ from peers.attention import (
     PAGE_SIZE,
     SHAPES,
     AttentionProblem,
-    AttentionResult,
     compare_attention,
     parse_attention_peers,
     plan_us,
@@ -57,7 +55,6 @@ def main(
     report = record(place, schema=3, read_bandwidth=bandwidth, page_size=PAGE_SIZE, plans=[], rows=[])
     report["tolerance"] = {shape.name: shape.tolerance for shape in SHAPES}
     print(f"read bandwidth {bandwidth / 1e9:.1f} GB/s")
-    results: list[AttentionResult] = []
     points = [
         (_SHAPES[name], context, batch)
         for name in names(shapes, _SHAPES, "--shapes")
@@ -69,25 +66,25 @@ def main(
             try:
                 problem = AttentionProblem(shape, batch, context, place)
             except torch.OutOfMemoryError as error:
-                results.append(AttentionResult(shape.name, batch, context, "all", 0, note=str(error)[:80]))
+                where = {"shape": shape.name, "batch": batch, "context": context}
+                report["rows"].append(where | {"peer": "all", "kv_bytes": 0, "note": str(error)[:80]})
                 continue
-            for result in compare_attention(chosen, problem):
-                results.append(result)
-                print(line(result))
+            for row in compare_attention(chosen, problem):
+                report["rows"].append(row)
+                print(line(row))
             if cuda:
                 overhead = {"shape": shape.name, "batch": batch, "context": context}
                 report["plans"].append(overhead | {"plan_us": plan_us(problem)})
             del problem
-            report["rows"] = [asdict(result) for result in results]
             write(out / "attention.json", report)
-    if any(result.peer == "graphdecode" and result.us is None for result in results):
+    if any(row["peer"] == "graphdecode" and row["us"] is None for row in report["rows"]):
         raise SystemExit("graphdecode itself was left out of a point")
 
 
-def line(result: AttentionResult) -> str:
-    where = f"{result.shape:14} {result.batch:4} x {result.context:6}  {result.peer:14}"
-    if result.us is None or result.bytes_per_s is None:
-        return f"{where} left out: {result.note}"
-    ratio = "" if result.times_graphdecode is None else f"{result.times_graphdecode:6.2f} x graphdecode"
-    speed = f"{result.bytes_per_s / 1e9:8.1f} GB/s  {result.of_read_bandwidth:5.2f} of what the device reads"
-    return f"{where} {result.us:10.1f} us {ratio} {speed}"
+def line(row: dict[str, Any]) -> str:
+    where = f"{row['shape']:14} {row['batch']:4} x {row['context']:6}  {row['peer']:14}"
+    if row["us"] is None:
+        return f"{where} left out: {row['note']}"
+    ratio = "" if row["times_graphdecode"] is None else f"{row['times_graphdecode']:6.2f} x graphdecode"
+    speed = f"{row['bytes_per_s'] / 1e9:8.1f} GB/s  {row['of_read_bandwidth']:5.2f} of what the device reads"
+    return f"{where} {row['us']:10.1f} us {ratio} {speed}"

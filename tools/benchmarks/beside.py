@@ -73,6 +73,6 @@ def main(
             here, other = (statistics.median(each) for each in zip(*both, strict=True))
             times = statistics.median(one / two for one, two in both)
             rows.append({"figure": place, "here": here, "there": other, "times_there": times})
-    cells = ((row["figure"], *(f"{row[key]:.4g}" for key in ("here", "there", "times_there"))) for row in rows)
-    show(("figure", "here", commit, "ratio"), cells)
+    columns = {"figure": "{figure}", "here": "{here:.4g}", commit: "{there:.4g}", "ratio": "{times_there:.4g}"}
+    show(columns, rows)
     write(out, record(schema=1, subject=subject, against=commit, rows=rows))

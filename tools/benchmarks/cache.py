@@ -88,20 +88,12 @@ def main(
         measured = {name: measure(make_params(batch, paged, place), batch, rounds) for name, paged in kinds.items()}
         rows.append({"batch": batch, **measured})
         gc.collect()
-    show(
-        ("batch", "paged", "a row", "new page", "join+leave", "shuffle", "copies", "contiguous", "shuffle"),
-        (
-            (
-                row["batch"],
-                *(f"{us:.1f}" for us in (row["paged"]["steady"], row["paged"]["steady"] / row["batch"])),
-                *(f"{row['paged'][kind]:.1f}" for kind in ("page", "join", "shuffle")),
-                row["paged"]["copies"],
-                *(f"{row['contiguous'][kind]:.1f}" for kind in ("steady", "shuffle")),
-            )
-            for row in rows
-        ),
-        f"pre_step on {place}: host microseconds (median)",
-    )
+    columns = {"batch": "{batch}", "paged": "{paged[steady]:.1f}", "a row": "{of_row:.1f}"}
+    columns |= {"new page": "{paged[page]:.1f}", "join+leave": "{paged[join]:.1f}", "shuffle": "{paged[shuffle]:.1f}"}
+    columns |= {"copies": "{paged[copies]}", "contiguous": "{contiguous[steady]:.1f}"}
+    columns |= {"contiguous shuffle": "{contiguous[shuffle]:.1f}"}
+    with_shares = (row | {"of_row": row["paged"]["steady"] / row["batch"]} for row in rows)
+    show(columns, with_shares, f"pre_step on {place}: host microseconds (median)")
     at_target = next(row for row in rows if row["batch"] == TARGET_BATCH)["paged"]["steady"]
     print(f"batch {TARGET_BATCH}, no page change: {at_target:.1f} us, target {TARGET_US:.0f} us")
     write(out, {"device": place, "rows": rows})

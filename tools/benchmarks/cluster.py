@@ -10,16 +10,16 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib as mpl
 import typer
+from matplotlib import pyplot as plt
 
-from cluster_model.load import arrivals, day, requests
-from cluster_model.pictures import draw_day, draw_policies, draw_slack
-from cluster_model.simulation import Bounds, Cluster, Outcome, Request, StepCosts, read_costs
+from cluster_model import Bounds, Cluster, Outcome, Request, StepCosts, arrivals, day, read_costs, requests
 from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
 from harness import TOOLS, Out, write
 
@@ -34,20 +34,29 @@ DAY_S, DAY_MEAN, DAY_BURST = 86_400.0, 15.0, 3.0
 FIXED = 14  # replicas, as the bursts of a day need
 BURSTS = [(begin, begin + 300.0, DAY_BURST) for begin in (20_000.0, 43_000.0, 70_000.0)]
 DRAWN_DAYS = ("fixed", "6 to 24", "2 to 24", "2 to 24, at once to fewer")
+STYLE: Any = {"svg.hashsalt": "graphdecode", "svg.fonttype": "none", "font.size": 9, "axes.grid": True}
+STYLE |= {"grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False, "figure.facecolor": "white"}
+_POINTS = 600  # of a day, at most
+_SIZE = (8.0, 3.2)
 START_S = 10.0  # from the wish for a replica to its first request, as `tools/check replicas` measured it
+
+
+def percentile(values: Iterable[float], percent: int) -> float:
+    """Return the value that so many in a hundred are below."""
+    ordered = sorted(values)
+    return ordered[len(ordered) * percent // 100]
 
 
 def figures(done: Iterable[Request], seconds: float) -> dict[str, float]:
     """Return what users saw of the second half of the requests: in the first one caches fill."""
     half = [request for request in done if request.arrived > seconds / 2]
-    first = sorted(1e3 * (request.first_token - request.arrived) for request in half)
-    whole = sorted(request.finished - request.arrived for request in half)
+    first = [1e3 * (request.first_token - request.arrived) for request in half]
     return {
         "requests": len(half),
         "hit_rate": statistics.fmean(request.cached for request in half),
-        "ttft_ms_p50": first[len(first) // 2],
-        "ttft_ms_p99": first[len(first) * 99 // 100],
-        "whole_s_p50": whole[len(whole) // 2],
+        "ttft_ms_p50": percentile(first, 50),
+        "ttft_ms_p99": percentile(first, 99),
+        "whole_s_p50": percentile((request.finished - request.arrived for request in half), 50),
     }
 
 
@@ -70,14 +79,14 @@ def through_a_day(costs: StepCosts, name: str, replicas: int, bounds: Bounds | N
     times = arrivals(day(DAY_MEAN, DAY_S, BURSTS), peak, DAY_S, random.Random(3))
     asked = requests(times, prefixes=PREFIXES, sizes=SIZES, seed=4)
     outcome = Cluster(costs, "prefix", replicas, kept_prefixes=KEPT_PREFIXES, bounds=bounds).run(asked)
-    first = sorted(request.first_token - request.arrived for request in outcome.requests)
+    first = [request.first_token - request.arrived for request in outcome.requests]
     told = {
         "name": name,
         "requests": len(first),
         "replica_hours": outcome.replica_seconds / 3600,
         "most_replicas": max(count for _, _, count in outcome.looks),
-        "ttft_ms_p50": 1e3 * first[len(first) // 2],
-        "ttft_ms_p99": 1e3 * first[len(first) * 99 // 100],
+        "ttft_ms_p50": 1e3 * percentile(first, 50),
+        "ttft_ms_p99": 1e3 * percentile(first, 99),
         "later_than_a_second": sum(each > 1.0 for each in first) / len(first),
     }
     print(told, file=sys.stderr, flush=True)
@@ -103,6 +112,55 @@ def days(costs: StepCosts) -> tuple[list[dict[str, Any]], dict[str, Outcome]]:
         told, outcomes[name] = through_a_day(costs, name, replicas, bounds)
         rows.append(told)
     return rows, outcomes
+
+
+def draw_policies(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw times to the first token and hits in the caches by load, for each policy."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=_SIZE)
+    for policy in dict.fromkeys(row["policy"] for row in rows):
+        own = [row for row in rows if row["policy"] == policy]
+        rates = [row["rate_per_replica"] for row in own]
+        left.plot(rates, [row["ttft_ms_p99"] for row in own], marker="o", label=policy)
+        right.plot(rates, [100 * row["hit_rate"] for row in own], marker="o", label=policy)
+    left.set(yscale="log", xlabel="requests/s of each replica", ylabel="first token, ms (p99)")
+    right.set(ylim=(0, 100), xlabel="requests/s of each replica", ylabel="beginnings found in the cache, %")
+    left.legend()
+    _save(figure, file)
+
+
+def draw_slack(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw what it does to let a replica be ahead of the others for the sake of its cache."""
+    figure, left = plt.subplots(figsize=(5.0, 3.0))
+    right = left.twinx()
+    slacks = [str(row["slack"]) for row in rows]
+    times = left.plot(slacks, [row["ttft_ms_p99"] for row in rows], marker="o", label="first token, ms (p99)")
+    hits = right.plot(slacks, [100 * row["hit_rate"] for row in rows], "C1", marker="s", label="found in the cache, %")
+    left.set(xlabel="slack, requests", ylabel="first token, ms (p99)", ylim=(0, None))
+    right.set(ylabel="beginnings found in the cache, %", ylim=(0, 100))
+    right.grid(visible=False)
+    left.legend(handles=[*times, *hits], loc="center right")
+    _save(figure, file)
+
+
+def draw_day(outcomes: Mapping[str, Outcome], file: Path) -> None:
+    """Draw the requests under way and the replicas of a day."""
+    figure, (top, below) = plt.subplots(2, 1, figsize=(8.0, 4.6), sharex=True)
+    for name, outcome in outcomes.items():
+        every = max(len(outcome.looks) // _POINTS, 1)
+        chunks = [outcome.looks[start : start + every] for start in range(0, len(outcome.looks), every)]
+        hours = [chunk[0][0] / 3600 for chunk in chunks]
+        top.plot(hours, [max(count for _, count, _ in chunk) for chunk in chunks], label=name, linewidth=0.8)
+        below.plot(hours, [max(count for _, _, count in chunk) for chunk in chunks], label=name, linewidth=0.8)
+    top.set(ylabel="requests under way", yscale="log")
+    below.set(xlabel="hour of the day", ylabel="replicas", ylim=(0, None))
+    below.legend(ncols=2)
+    _save(figure, file)
+
+
+def _save(figure: Any, file: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(file, metadata={"Date": None})
+    plt.close(figure)
 
 
 def main(
@@ -132,6 +190,8 @@ def main(
     write(out, found)
     if pictures is not None:
         pictures.mkdir(parents=True, exist_ok=True)
+        mpl.use("svg")
+        mpl.rcParams |= STYLE
         draw_policies(steady, pictures / "routing-policies.svg")
         draw_slack(slacks, pictures / "routing-slack.svg")
         draw_day({name: outcomes[name] for name in DRAWN_DAYS}, pictures / "autoscaling-day.svg")

@@ -108,20 +108,9 @@ def main(
             }
         )
         engines[name].llm.close()
-    show(
-        ("steps a launch", "loop", "us/token", "host us/token", "same tokens"),
-        (
-            (
-                row["steps_per_launch"],
-                row["loop"] or "none",
-                f"{row['us_per_token']:.1f}",
-                f"{row['host_us_per_token']:.1f}",
-                row["same_tokens"],
-            )
-            for row in rows
-        ),
-        f"{model} on {place}",
-    )
+    columns = {"steps a launch": "{steps_per_launch}", "loop": "{loop}", "us/token": "{us_per_token:.1f}"}
+    columns |= {"host us/token": "{host_us_per_token:.1f}", "same tokens": "{same_tokens}"}
+    show(columns, rows, f"{model} on {place}")
     facts = {"model": model, "dtype": dtype, "device": place, "batch_size": batch_size, "new_tokens": new_tokens}
     write(out, record(place, **facts, rows=rows))
     if not all(row["same_tokens"] for row in rows):

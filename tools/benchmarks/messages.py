@@ -9,6 +9,7 @@ import re
 import statistics
 from collections import Counter, defaultdict
 from typing import Any
+from unittest import mock
 
 import httpx2 as httpx
 
@@ -43,13 +44,16 @@ def between_ranks(model: str) -> dict[str, Any]:
         told.append((message.kind, 24 + len(message.payload)))
         send(self, message)
 
-    collectives.Collectives.__init__, Link.send = noted, counted  # type: ignore[method-assign,assignment]
-    with LLM(model, device="cpu", tensor_parallel_size=2, max_batch_size=ROWS, max_sequence_length=512) as llm:
+    sizes: Any = {"tensor_parallel_size": 2, "max_batch_size": ROWS, "max_sequence_length": 512}
+    with (
+        mock.patch.object(collectives.Collectives, "__init__", noted),
+        mock.patch.object(Link, "send", counted),
+        LLM(model, device="cpu", **sizes) as llm,
+    ):
         lines = made[0].manifests[f"bucket {ROWS}"]
         told.clear()
         llm.generate([PROMPT] * ROWS, SamplingParams(max_tokens=TOKENS, ignore_eos=True, temperature=0.0))
         dtype = str(llm.model.dtype)
-    collectives.Collectives.__init__, Link.send = begin, send  # type: ignore[method-assign]
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     passes = sum(line.endswith(" at embedding") for line in lines)  # a capture runs the step some times before
     for line in lines[: len(lines) // passes]:
@@ -79,7 +83,6 @@ def to_clients(model: str) -> dict[str, Any]:
             events.extend(len(framed(message)) // len(message) for _ in message)
         return message
 
-    engine_client.receive = counted
     config = EngineConfig.of(None, device="cpu")
     service = service_maker(model, None, config, ServerConfig())()
     body = {"model": model, "prompt": PROMPT * 4, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
@@ -92,8 +95,8 @@ def to_clients(model: str) -> dict[str, Any]:
         service.close()
         return [piece + b"\n\n" for piece in answer.content.split(b"\n\n") if b"choices" in piece]
 
-    pieces = asyncio.run(ask())
-    engine_client.receive = receive
+    with mock.patch.object(engine_client, "receive", counted):
+        pieces = asyncio.run(ask())
     message = {"type": "http.response.body", "body": pieces[0], "more_body": True}
     return {
         "prompt_characters": len(str(body["prompt"])),

@@ -28,6 +28,7 @@ from graphdecode.text import load_tokenizer
 from graphdecode.text.quantised_copy import quantised_copy
 from harness import (
     ROOT,
+    Dtype,
     LlamaPython,
     Out,
     command_of,
@@ -61,6 +62,21 @@ LLAMA_TYPES = {"Q2_K": "Q2_K", "Q3_K": "Q3_K_S", "Q4_K": "Q4_K_S", "Q5_K": "Q5_K
     name: name for name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q8_0", "IQ4_NL", "IQ4_XS")
 }
 AS_IT_COMES = "Q4_1 as it comes"
+ANSWER_TOKENS = 64
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time there was a",
+    "A hash table is a data structure that",
+    "def fibonacci(n):\n",
+    "The three primary colours are",
+    "In the beginning",
+    "To make a good cup of tea,",
+    "The speed of light is about",
+    "Dear Sir or Madam,\n",
+    "1, 2, 3, 4, 5,",
+    "Water boils at",
+    "Shakespeare wrote",
+)
 CONFIG = BucketConfig(max_batch_size=8, batch_sizes=list(BATCH_SIZES), max_sequence_length=1024)
 app = typer.Typer(add_completion=False)
 
@@ -117,29 +133,39 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+def margin(entry: dict[int, Any]) -> float:
+    """Return how far the second best token is behind the best one, in logarithms."""
+    best, second = sorted((found.logprob for found in entry.values()), reverse=True)[:2]
+    return float(best - second)
+
+
+def answers_of(llm: LLM) -> list[dict[str, Any]]:
+    """Return greedy answers, with the margins of their tokens."""
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=2)
+    outputs = [output.outputs[0] for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
+    return [
+        {"token_ids": list(output.token_ids), "margins": [margin(entry) for entry in output.logprobs or ()]}
+        for output in outputs
+    ]
+
+
 @app.command()
 def one(
     model: Path,
-    form: str,
+    dtype: Dtype = "bfloat16",
+    quantize: Annotated[str | None, typer.Option(help="As LLM's keyword.")] = None,
     times: Annotated[bool, typer.Option(help="Time steps, too, which wants a quiet machine.")] = True,
+    answers: Annotated[bool, typer.Option(help="Give greedy answers, too, with the margins of their tokens.")] = False,
 ) -> None:
     """Print a JSON line of one model; a process of its own, for its memory is that of one model."""
-    quantize = "gguf" if model.suffix == ".gguf" else None
     before = resident_bytes()
     began = time.perf_counter()
-    with LLM(model, quantize=quantize, dtype="bfloat16", config=CONFIG) as llm:
-        load_seconds = time.perf_counter() - began
+    with LLM(model, quantize=quantize, dtype=dtype, config=CONFIG) as llm:
+        found: dict[str, Any] = {"load_seconds": time.perf_counter() - began, "weight_bytes": llm.model.weight_bytes}
         turns = {str(size): step_ms(llm, size) for size in BATCH_SIZES if times}
-        record = {
-            "form": form,
-            "load_seconds": load_seconds,
-            "weight_bytes": llm.model.weight_bytes,
-            "resident_bytes": resident_bytes() - before,
-            "turns_ms": turns,
-            "ms_per_step": medians(turns),
-            "perplexity": perplexities(llm),
-        }
-    print(json.dumps(record))
+        found |= {"resident_bytes": resident_bytes() - before, "turns_ms": turns, "ms_per_step": medians(turns)}
+        found |= {"perplexity": perplexities(llm)} | ({"answers": answers_of(llm)} if answers else {})
+    print(json.dumps(found))
 
 
 @app.command()
@@ -156,20 +182,21 @@ def measure(
     bandwidth = read_bandwidth("cpu") if times else None
     for form in only.split(",") if only else [form for form in there if form not in done]:
         model = resolve_model_path("smollm2") if form == AS_IT_COMES else folder / form
-        row = told_by(command_of("bench", "quantised", "one", model, form, "--times" if times else "--no-times"))
+        options = ["--quantize", "gguf"] * (model.suffix == ".gguf") + ["--no-times"] * (not times)
+        row = {"form": form} | told_by(command_of("bench", "quantised", "one", model, *options))
         result |= record(read_bandwidth=bandwidth, rows=replaced(result["rows"], row, "form"))
         print(f"{form}: {row['perplexity']}", flush=True)
         write(out, result)
-    heads = ("form", "weights MiB", "resident MiB", "ms at 1", "x floor", "ms at 8", *TEXTS)
-    show(heads, [_cells(row, result.get("read_bandwidth")) for row in result["rows"]])
+    columns = {"form": "{form}", "weights MiB": "{weights:.0f}", "resident MiB": "{resident:.0f}"}
+    columns |= {"ms at 1": "{one:.2f}", "x floor": "{floors:.2f}", "ms at 8": "{eight:.2f}"}
+    columns |= {text: f"{{perplexity[{text}]:.3f}}" for text in TEXTS}
+    show(columns, [shown(row, result.get("read_bandwidth")) for row in result["rows"]])
 
 
-def _cells(row: dict[str, Any], bandwidth: float | None) -> list[str]:
-    cells = [row["form"], f"{row['weight_bytes'] / 2**20:.0f}", f"{row['resident_bytes'] / 2**20:.0f}"]
-    if row["ms_per_step"] and bandwidth:
-        floor = 1000 * row["weight_bytes"] / bandwidth
-        cells += [f"{row['ms_per_step']['1']:.2f}", f"{row['ms_per_step']['1'] / floor:.2f}"]
-        cells += [f"{row['ms_per_step']['8']:.2f}"]
-    else:
-        cells += ["-"] * 3
-    return cells + [f"{row['perplexity'][text]:.3f}" for text in TEXTS]
+def shown(row: dict[str, Any], bandwidth: float | None) -> dict[str, Any]:
+    """Return a row with what the table shows of it."""
+    times, nbytes = row["ms_per_step"], row["weight_bytes"]
+    found = row | {"weights": nbytes / 2**20, "resident": row["resident_bytes"] / 2**20}
+    if times and bandwidth:
+        found |= {"one": times["1"], "eight": times["8"], "floors": times["1"] * bandwidth / nbytes / 1000}
+    return found

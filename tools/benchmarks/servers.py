@@ -15,8 +15,7 @@ import typer
 
 from graphdecode.models import resolve_model_path
 from harness import Model, OutFolder, Rounds, medians, record, show, write
-from peers.servers import parse_servers
-from peers.serving_contest import Contest, compare
+from peers.servers import Contest, compare, parse_servers
 
 
 def main(
@@ -38,19 +37,16 @@ def main(
     found = compare(contest, parse_servers(peer or []), lambda: print("measuring", file=sys.stderr, flush=True))
     middle = {name: medians({key: [row[key] for row in rows] for key in rows[0]}) for name, rows in found.items()}
     library = middle["library"]["tokens_per_second"]
-    show(
-        ("", "tokens/s", "of the library's", "first token alone, ms", "over the engine's own", "step, ms"),
-        (
-            (
-                name,
-                f"{figures['tokens_per_second']:.0f}",
-                f"{figures['tokens_per_second'] / library:.2f}",
-                f"{figures['first_token_ms']:.2f}",
-                *(f"{figures[key]:.2f}" if key in figures else "-" for key in ("over_engine_ms", "step_ms")),
-            )
-            for name, figures in middle.items()
-        ),
-        "servers",
-    )
+    columns = {
+        "": "{name}",
+        "tokens/s": "{tokens_per_second:.0f}",
+        "of the library's": "{share:.2f}",
+        "first token, ms": "{first_token_ms:.2f}",
+        "over engine's": "{over_engine_ms:.2f}",
+        "step, ms": "{step_ms:.2f}",
+    }
+    shares = {name: figures["tokens_per_second"] / library for name, figures in middle.items()}
+    rows = ({"name": name, "share": shares[name]} | figures for name, figures in middle.items())
+    show(columns, rows, "servers")
     about = record(schema=1, model=model, clients=clients, answer_tokens=answer_tokens)
     write(out and out / "server.json", about | {"medians": middle, "rounds": found})

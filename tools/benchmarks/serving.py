@@ -20,9 +20,17 @@ from graphdecode import LLM
 from graphdecode.errors import ArgumentError
 from graphdecode.profiling.batch_record import check_record, record_batch_sizes
 from harness import Device, Dtype, Model, OutFolder, record, show, write
-from serving_load.arrivals import Arrival, Lengths, at_rate, poisson_arrivals, read_trace
-from serving_load.picture import plot_serving
-from serving_load.play import SCHEMA_VERSION, check_fits, serve
+from serving_load import (
+    SCHEMA_VERSION,
+    Arrival,
+    Lengths,
+    at_rate,
+    check_fits,
+    plot_serving,
+    poisson_arrivals,
+    read_trace,
+    serve,
+)
 
 DEFAULT_RATES = "5,20,80"
 WARM_UP = [Arrival(0.0, 8, 4)] * 4
@@ -119,38 +127,23 @@ def batch_sizes_of(rows: list[dict[str, Any]]) -> Counter[int]:
 
 def show_loads(rows: list[dict[str, Any]]) -> None:
     """Print what users would see of each load, and how it was served."""
-    kinds = ("TTFT p50", "p90", "p99", "TPOT p50", "p90", "p99", "ITL p50", "p90", "p99")
-    users = (
-        (
-            row["load"],
-            f"{row['tokens_per_second']:.0f}",
-            *(each for kind in ("ttft_ms", "tpot_ms", "itl_ms") for each in percentiles(row[kind])),
-        )
-        for row in rows
-    )
-    show(("load", "tokens/s", *kinds), users, "open loop: latencies in ms")
-    heads = ("load", "offered/s", "served/s", "queued p50", "p90", "p99")
-    engine = (
-        (
-            row["load"],
-            "-" if row["offered_per_second"] is None else f"{row['offered_per_second']:.1f}",
-            f"{row['served_per_second']:.1f}",
-            *percentiles(row["queue_ms"]),
-            *(f"{row['queue_depth'][key]:.0f}" for key in ("p50", "p90", "p99", "max")),
-            f"{mean_rows(row['batch_sizes']):.1f}",
-            row["preemptions"],
-        )
-        for row in rows
-    )
-    title = "time in the queue (ms), length of the queue (requests), mean live rows of a step"
-    show((*heads, "queue p50", "p90", "p99", "max", "rows", "preempted"), engine, title)
+    columns = {"load": "{load}", "tokens/s": "{tokens_per_second:.0f}"}
+    for kind in ("ttft", "tpot", "itl"):
+        columns |= percentiles(kind.upper(), f"{kind}_ms")
+    show(columns, rows, "open loop: latencies in ms")
+    columns = {"load": "{load}", "offered/s": "{offered_per_second:.1f}", "served/s": "{served_per_second:.1f}"}
+    columns |= {"rows of a step": "{mean_rows:.1f}", "preempted": "{preemptions}"}
+    show(columns, (row | {"mean_rows": mean_rows(row["batch_sizes"])} for row in rows))
+    columns = {"load": "{load}"} | percentiles("queued", "queue_ms")
+    columns |= {f"queue {key}": f"{{queue_depth[{key}]:.0f}}" for key in ("p50", "p90", "p99", "max")}
+    show(columns, rows, "time in the queue (ms), length of the queue (requests)")
+
+
+def percentiles(heading: str, key: str) -> dict[str, str]:
+    """Return columns for the percentiles of a duration."""
+    return {f"{heading} {each}": f"{{{key}[{each}]:.2f}}" for each in ("p50", "p90", "p99")}
 
 
 def mean_rows(batch_sizes: dict[str, int]) -> float:
     """Return the mean of the live rows over all steps."""
     return sum(int(size) * count for size, count in batch_sizes.items()) / sum(batch_sizes.values())
-
-
-def percentiles(found: dict[str, float] | None) -> list[str]:
-    """Return p50, p90 and p99 of a duration, or that there are none."""
-    return ["-" if found is None else f"{found[key]:.{2 if found[key] < 10 else 0}f}" for key in ("p50", "p90", "p99")]

@@ -180,24 +180,9 @@ def main(
             engine.llm.close()
         for process in peers.values():
             process.close()
-    others = _others(rows)
-    heads = ("batch", "prompts", "plain", "speculating", "times", "tokens a verification", "same", *others)
-    show(heads, [_cells(row, others) for row in rows])
+    others = dict.fromkeys(name for row in rows for name in row["tokens_per_second"])
+    speeds = {name: f"{{tokens_per_second[{name}]:.1f}}" for name in ("plain", "speculating", *others)}
+    columns = {"batch": "{batch_size}", "prompts": "{kind}"} | speeds
+    columns |= {"times": "{times_plain:.2f}", "tokens a verification": "{tokens_per_verification:.2f}"}
+    show(columns | {"same": "{same_tokens:.0%}"}, rows)
     write(out, {"runs": [*read(out, runs=[])["runs"], run]})
-
-
-def _others(rows: list[dict[str, Any]]) -> list[str]:
-    names = (name for row in rows for name in row["tokens_per_second"])
-    return [name for name in dict.fromkeys(names) if name not in ("plain", "speculating")]
-
-
-def _cells(row: dict[str, Any], others: list[str]) -> list[object]:
-    speeds = row["tokens_per_second"]
-    cells = [f"{speeds['plain']:.1f}", f"{speeds['speculating']:.1f}", f"{row['times_plain']:.2f}"]
-    cells += [f"{row['tokens_per_verification']:.2f}", f"{row['same_tokens']:.0%}"]
-    return [
-        row["batch_size"],
-        row["kind"],
-        *cells,
-        *(f"{speeds[name]:.1f}" if name in speeds else "" for name in others),
-    ]

@@ -11,17 +11,41 @@ tells the top kernels and the idle time between kernels. Writes step.json after 
 
 from __future__ import annotations
 
+import statistics
 import sys
-from typing import Annotated, Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Annotated, Any, cast
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
+from torch import Tensor
+from tqdm import tqdm
 
-from harness import Device, Dtype, OutFolder, Rounds, Sizes, numbers, write
-from step_costs import EAGER, FULL, SCHEMA_VERSION, measure_steps
+from graphdecode.buckets import StepShape
+from graphdecode.config import BucketConfig
+from graphdecode.engine.capacity import free_bytes
+from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.runner import LaunchPlan, Runner
+from graphdecode.engine.steps import RowInputs
+from graphdecode.errors import ArgumentError
+from graphdecode.kernels.model.act_mul import gated
+from graphdecode.kernels.native import library as native
+from graphdecode.kernels.native.registration import versions
+from graphdecode.kernels.norm.rms_norm import normed
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.models import Decoder, load_model
+from graphdecode.models.blocks import StepOperators
+from graphdecode.models.shapes import PREFIX, shape_config
+from graphdecode.profiling.bandwidth import read_bandwidth
+from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, rows_at, step_bytes
+from harness import Device, Dtype, OutFolder, Rounds, Sizes, in_turn, numbers, record, show, write
 
+SCHEMA_VERSION = 1
+FULL, EAGER = "full", "eager"
 GPU_MODELS = "shape:qwen3-0.6b,shape:llama-3.2-1b,shape:llama-3.1-8b"
 CPU_MODELS = "demo,shape:llama-100m"
 # goals on an H200 in bf16: model -> (step over floor at batch 1, at batch 64, eager over replayed)
@@ -32,6 +56,296 @@ GOALS: dict[str, tuple[float | None, float | None, float]] = {
     "shape:llama-100m": (1.25, None, 1.0),
 }
 HOST_GOAL_US, CAPTURE_GOAL_MS, POOL_GOAL_MIB = 15.0, 20.0, 4.0
+_TRACED_STEPS = 10
+_LARGEST_GAPS = 5
+_TOP_KERNELS = 12
+_EAGER_STEPS = 5
+_MEMORY_SHARE = 0.8  # of what is free that a model's weights may take
+
+
+def measure_steps(
+    model: str,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    batch_sizes: Sequence[int] = (1, 8),
+    contexts: Sequence[int] = (512,),
+    steps: int = 64,
+    rounds: int = 5,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Measure a model's step and its variants in turn, and return what `step.json` holds of it.
+
+    Args:
+        model: `"demo"`, a checkpoint folder, or a shape such as `"shape:llama-3.1-8b"`.
+        device: where.
+        dtype: of weights and cache.
+        batch_sizes: buckets.
+        contexts: tokens of each row, >= 1.
+        steps: of one variant in one round.
+        rounds: in which the variants take turns.
+        progress: show a bar on standard error.
+
+    Raises:
+        ValueError: the model does not fit the device's free memory, or an argument is out of range.
+    """
+    if min(batch_sizes, default=0) < 1 or min(contexts, default=0) < 1 or steps < 1 or rounds < 1:
+        raise ArgumentError(
+            f"batch_sizes, contexts, steps and rounds must be >= 1, got {list(batch_sizes)}, {list(contexts)}, "
+            f"{steps} and {rounds}"
+        )
+    place = resolve_device(device)
+    _refuse_if_too_large(model, dtype, place)
+    longest = max(contexts) + STEPS_PER_STAGING
+    config = BucketConfig(
+        max_batch_size=max(batch_sizes),
+        max_sequence_length=longest,
+        batch_sizes=sorted(set(batch_sizes)),
+        total_num_pages=max(batch_sizes) * (-(-longest // 16) + 1),
+    )
+    with captured_variants(model, place, dtype, config) as runners:
+        costs: list[dict[str, Any]] = []
+        points = [(bucket, context) for bucket in config.ladder for context in contexts]
+        errors = {point: _errors(runners, *point) for point in points}
+        for bucket, context in tqdm(points, desc=model, unit="point", disable=not progress, leave=False):
+            costs += _measure_point(runners, bucket, context, steps, rounds, errors[bucket, context])
+        full = runners[FULL]
+        facts = {"model": model, "dtype": str(full.model.dtype)[6:], "weight_bytes": full.model.weight_bytes}
+        captures = [
+            {"bucket": b.bucket, "capture_ms": b.capture_ms, "pool_bytes": b.pool_bytes, "nodes": b.nodes.total()}
+            for b in full.graphs.report().buckets
+        ]
+        traces = [_trace(full, bucket, contexts[0]) for bucket in config.ladder] if place.type == "cuda" else []
+        return record(place, **facts, costs=costs, captures=captures, traces=traces)
+
+
+def _refuse_if_too_large(model: str, dtype: str, device: torch.device) -> None:
+    if not model.startswith(PREFIX):
+        return
+    shape = shape_config(model)
+    hidden, heads = shape.hidden_size, shape.num_attention_heads + 2 * shape.num_key_value_heads
+    layer = hidden * (heads + shape.num_attention_heads) * shape.head_dim + 3 * hidden * shape.intermediate_size
+    tables = 1 if shape.tie_word_embeddings and device.type == "cuda" else 2
+    elements = shape.num_hidden_layers * layer + tables * shape.vocab_size * hidden
+    needed = elements * (4 if dtype == "float32" else 2)
+    copies = 2 if device.type == "cpu" else 1  # a CPU measures other forms of the weights beside the compiled one's
+    free = free_bytes(device)
+    if copies * needed > _MEMORY_SHARE * free:
+        raise ArgumentError(
+            f"{model} takes {copies * needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free on {device}"
+        )
+
+
+def _rope_append(
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    qkv: Tensor,
+    rows: Tensor,
+    positions: Tensor,
+    live: Tensor,
+    page_table: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    **_scales: object,
+) -> None:
+    """Do what the operator of this name does with what a graph can hold; padding goes to the trash page."""
+    tokens, qo_heads, head_dim = q_out.shape
+    pages, page_size, kv_heads = k_cache.shape[:3]
+    q, k, v = qkv.view(tokens, -1, head_dim).split([qo_heads, kv_heads, kv_heads], dim=1)
+    if q_norm is not None and k_norm is not None:
+        q, k = _normed_heads(q, q_norm, eps), _normed_heads(k, k_norm, eps)
+    alive = torch.arange(tokens, device=qkv.device) < live
+    at = torch.where(alive, positions, 0)
+    angles = cos_sin.index_select(0, at)
+    page = page_table.index_select(0, torch.where(alive, rows, 0)).gather(1, (at // page_size).long()[:, None])[:, 0]
+    place = (torch.where(alive, page, pages - 1) * page_size + at % page_size).long()
+    q_out.copy_(_rotated(q, angles))
+    k_cache.view(-1, kv_heads, head_dim).index_copy_(0, place, _rotated(k, angles).to(k_cache.dtype))
+    v_cache.view(-1, kv_heads, head_dim).index_copy_(0, place, v.to(v_cache.dtype))
+
+
+def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the norm of x [t, heads, head_dim]: of each head, or of all where the weight is as long as they are."""
+    is_together = weight.shape[0] > x.shape[2]
+    return normed(x.flatten(1) if is_together else x, weight, eps).view(x.shape).to(x.dtype)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    """Return x [t, heads, head_dim] rotated by angles [t, 2, rot / 2], in float32 (Su et al., 2021, half-split)."""
+    half = angles.shape[-1]
+    cos, sin = angles[:, :1], angles[:, 1:]
+    first, second, rest = x.float().split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
+
+
+# the fused operators taken apart into torch's own, to measure what fusing them is worth
+UNFUSED = StepOperators(
+    versions("rms_norm").torch,
+    versions("add_rms_norm").torch,
+    _rope_append,
+    gated,
+    fuses_products=False,
+    fuses_append=False,
+    embedding_norm=None,
+)
+
+
+def _variants(
+    model: str, device: torch.device, dtype: str, config: BucketConfig
+) -> Iterator[tuple[str, Decoder, bool]]:
+    """Yield name, decoder, and whether it is captured with compiled kernels, of the full step and those with less."""
+
+    def load() -> Decoder:
+        loaded = load_model(
+            model,
+            device=device,
+            dtype=dtype,
+            max_sequence_length=config.max_sequence_length,
+            batch_sizes=config.ladder.sizes,
+            model_impl="native",
+        )
+        return cast(Decoder, loaded)  # which all of ours are
+
+    full = load()
+    yield FULL, full, True
+    yield "without fused operators", full.varied(operators=UNFUSED), True
+    if device.type == "cuda":
+        yield "without fused products", full.varied(operators=StepOperators(fuses_products=False)), True
+        yield "cuBLAS alone", full.varied(linear=lambda weight: weight.rechosen(lambda _: None)), True
+        yield "without early start", full.varied(linear=lambda weight: weight.rechosen(_without_early_start)), True
+    elif native.library() is not None:
+        with native.switched_off():
+            plain = load()
+        yield "without compiled kernels", plain, False
+
+
+def _without_early_start(choice: LinearChoice) -> LinearChoice:
+    return choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
+
+
+@contextmanager
+def captured_variants(
+    model: str, device: torch.device, dtype: str, config: BucketConfig
+) -> Iterator[dict[str, Runner]]:
+    """Give the full step and those with less, captured; all over one cache, for they take turns.
+
+    Args:
+        model: its name.
+        device: where.
+        dtype: of weights and cache.
+        config: buckets and capacity.
+    """
+    runners: dict[str, Runner] = {}
+    with ExitStack() as held:
+        for name, decoder, is_compiled in _variants(model, device, dtype, config):
+            if not runners:
+                runner = make_runner(decoder, config, prefix_cache=False)
+            else:
+                full = runners[FULL]
+                runner = Runner(decoder, full.cache, config, full.capacity, prefill_budget=full.prefill_budget)
+            held.callback(runner.close)
+            with nullcontext() if is_compiled else native.switched_off():
+                runner.graphs.capture(progress=False)
+            runners[name] = runner
+        yield runners
+
+
+def _measure_point(
+    runners: dict[str, Runner], bucket: int, context: int, steps: int, rounds: int, errors: dict[str, float]
+) -> list[dict[str, Any]]:
+    """Return the costs of all variants, and of the full step run eagerly."""
+    full = runners[FULL]
+    device = full.model.device
+    with rows_at(full, bucket, context) as rows:
+        eager = LatencyProfiler(full)
+        calls: dict[str, Callable[[], list[Any]]] = {
+            # in turn with the steps, for it is not the same for long
+            "bandwidth": lambda: [read_bandwidth(device, repeats=2)],
+            **{name: partial(_replayed, LatencyProfiler(each, steps=steps), rows) for name, each in runners.items()},
+            EAGER: lambda: [(step_ms, 0.0) for step_ms in eager.eager(rows, _EAGER_STEPS)],
+        }
+        turns = {name: [each for turn in found for each in turn] for name, found in in_turn(calls, rounds).items()}
+    bandwidth = statistics.median(turns.pop("bandwidth"))
+    floor_ms = 1000 * step_bytes(full, bucket, context) / bandwidth
+    medians = {name: statistics.median(step_ms for step_ms, _ in times) for name, times in turns.items()}
+    costs = []
+    for name, step_ms in medians.items():
+        host_us = sorted(us for _, us in turns[FULL if name == EAGER else name])
+        cost = {"variant": name, "bucket": bucket, "context": context, "step_ms": step_ms}
+        cost |= {"host_us": statistics.median(host_us), "host_p99_us": host_us[int(0.99 * len(host_us))]}
+        cost |= {"read_bandwidth": bandwidth, "floor_ms": floor_ms, "times_floor": step_ms / floor_ms}
+        costs.append(cost | {"times_full": step_ms / medians[FULL], "logprob_error": errors.get(name, 0.0)})
+    return costs
+
+
+def _replayed(profiler: LatencyProfiler, rows: Sequence[RowInputs]) -> list[tuple[float, float]]:
+    """Return milliseconds of each step, and the microseconds of the host: on a CPU of all but the step's work."""
+    launch_us, step_ms, token_ms = profiler.replayed(rows)
+    if profiler.runner.model.device.type != "cuda":
+        launch_us = [1000 * (token - step) for token, step in zip(token_ms, step_ms, strict=True)]
+    return list(zip(step_ms, launch_us, strict=True))
+
+
+def _errors(runners: dict[str, Runner], bucket: int, context: int) -> dict[str, float]:
+    """Return how far each variant's log-probabilities are from the full step's.
+
+    They are those of each row's most likely token: rounding moves it little, whichever token it is.
+    """
+    given: dict[str, list[float]] = {}
+    with rows_at(runners[FULL], bucket, context, logprobs=0) as rows:
+        for name, runner in runners.items():
+            runner.stage(rows)
+            (step,) = runner.read(runner.launch(LaunchPlan(StepShape(bucket))), logprobs=True)
+            given[name] = [] if step.logprobs is None else step.logprobs.sampled
+    return {
+        name: max(abs(a - b) for a, b in zip(logprobs, given[FULL], strict=True)) for name, logprobs in given.items()
+    }
+
+
+def _trace(runner: Runner, bucket: int, context: int) -> dict[str, Any]:
+    """Return the top kernels and the idle gaps of some steps, from a profiler's trace."""
+    with rows_at(runner, bucket, context) as rows:
+        runner.stage(rows)
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(_TRACED_STEPS):
+                runner.launch(LaunchPlan(StepShape(bucket)))
+            torch.cuda.synchronize()
+        kernels = [
+            (event.name, float(event.time_range.start), float(event.time_range.end))
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA
+        ]
+        return {"bucket": bucket, "context": context} | kernel_summary(kernels, _TRACED_STEPS)
+
+
+def kernel_summary(kernels: list[tuple[str, float, float]], steps: int) -> dict[str, Any]:
+    """Return, for one step, the time in kernels by name, the time between them, and the largest gaps.
+
+    Args:
+        kernels: name, begin and end in microseconds, in any order; they may overlap.
+        steps: that they belong to.
+    """
+    busy: Counter[str] = Counter()
+    gaps: list[tuple[float, str, str]] = []
+    last_end, last_name = float("-inf"), ""
+    for name, begin, end in sorted(kernels, key=lambda kernel: kernel[1]):
+        busy[name] += end - begin  # type: ignore[assignment]
+        if last_name and begin > last_end:
+            gaps.append((begin - last_end, last_name, name))
+        if end > last_end:
+            last_end, last_name = end, name
+    gaps.sort(reverse=True)
+    return {
+        "top_kernels_us": {name: taken / steps for name, taken in busy.most_common(_TOP_KERNELS)},
+        "idle_us": sum(gap for gap, _, _ in gaps) / steps,
+        "largest_gaps_us": [
+            {"us": gap, "after": before, "before": after} for gap, before, after in gaps[:_LARGEST_GAPS]
+        ],
+    }
 
 
 def goal_of(model: str, cost: dict[str, Any]) -> str:
@@ -43,36 +357,35 @@ def goal_of(model: str, cost: dict[str, Any]) -> str:
     return f">= {speedup}x full" if cost["variant"] == EAGER and speedup else ""
 
 
-def print_model(result: dict[str, Any], console: Console) -> None:
+def show_model(result: dict[str, Any]) -> None:
     """Show one model's figures, each next to its limit."""
-    table = Table(
-        "batch", "context", "variant", "step ms", "GB/s", "floors", "times full", "host us", "logprob error", "goal",
-        title=f"{result['model']} {result['dtype']}",
-    )  # fmt: skip
-    for cost in result["costs"]:
-        table.add_row(
-            str(cost["bucket"]),
-            str(cost["context"]),
-            cost["variant"],
-            f"{cost['step_ms']:.3f}",
-            f"{cost['read_bandwidth'] / 1e9:.0f}",
-            f"{cost['times_floor']:.2f}",
-            f"{cost['times_full']:.2f}",
-            f"{cost['host_us']:.1f}",
-            f"{cost['logprob_error']:.4f}",
-            goal_of(result["model"], cost),
-        )
-    console.print(table)
+    columns = {
+        "batch": "{bucket}",
+        "context": "{context}",
+        "variant": "{variant}",
+        "step ms": "{step_ms:.3f}",
+        "GB/s": "{gigabytes:.0f}",
+        "floors": "{times_floor:.2f}",
+        "times full": "{times_full:.2f}",
+        "host us": "{host_us:.1f}",
+        "logprob error": "{logprob_error:.4f}",
+        "goal": "{goal}",
+    }
+    rows = (
+        cost | {"gigabytes": cost["read_bandwidth"] / 1e9, "goal": goal_of(result["model"], cost)}
+        for cost in result["costs"]
+    )
+    show(columns, rows, f"{result['model']} {result['dtype']}")
     further = result["captures"][:-1]  # the largest bucket is captured first
     if further:
         slowest = max(capture["capture_ms"] for capture in further)
         largest = max(capture["pool_bytes"] for capture in further) / 2**20
-        console.print(
+        print(
             f"a further bucket: capture {slowest:.1f} ms (goal {CAPTURE_GOAL_MS:.0f}), "
             f"pool {largest:.2f} MiB (goal {POOL_GOAL_MIB:.0f}); host goal {HOST_GOAL_US:.0f} us, all on an H200"
         )
     for trace in result["traces"]:
-        console.print(f"batch {trace['bucket']}: {trace['idle_us']:.1f} us of a step between kernels")
+        print(f"batch {trace['bucket']}: {trace['idle_us']:.1f} us of a step between kernels")
 
 
 def main(
@@ -86,21 +399,19 @@ def main(
     out: OutFolder = None,
 ) -> None:
     """Measure steps, floors and what each optimisation is worth."""
-    console = Console(width=120 if not sys.stdout.isatty() else None)
     chosen = model or (GPU_MODELS if device != "cpu" and torch.cuda.is_available() else CPU_MODELS)
     asked: dict[str, Any] = {"batch_sizes": numbers(batch_sizes), "contexts": numbers(contexts)}
-    asked |= {"device": device, "dtype": dtype, "steps": steps, "rounds": rounds, "progress": console.is_terminal}
+    asked |= {"device": device, "dtype": dtype, "steps": steps, "rounds": rounds, "progress": sys.stdout.isatty()}
     results: list[dict[str, Any]] = []
     refused = 0
     for name in chosen.split(","):
         try:
-            result = measure_steps(name, **asked)
+            results.append(measure_steps(name, **asked))
         except ValueError as error:
-            console.print(f"{name}: {error}", style="red", markup=False)
+            print(f"{name}: {error}")
             refused += 1
             continue
-        results.append(result)
-        print_model(result, console)
+        show_model(results[-1])
         write(out and out / "step.json", {"schema": SCHEMA_VERSION, "models": results})
     if refused:
         raise typer.Exit(2)

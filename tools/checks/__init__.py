@@ -1,1 +1,8 @@
-"""What `tools/check` tries: a module for each subject, with a function `main` that takes its options."""
+"""What `tools/check` tries: a module for each subject, with a function `main`; oracles are those of the tests."""
+
+import sys
+
+from harness import ROOT
+
+# what comes first has its test_quantised_experts
+sys.path += [str(ROOT / "tests" / folder) for folder in ("kernels", "models", "attention", ".")]

@@ -6,7 +6,7 @@ Greedy decoding; an answer counts if its text is exactly right: with nothing bef
 from __future__ import annotations
 
 import random
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,8 @@ def main(
     """Measure each task; ends with 1 where one is below what is required."""
     llm = LLM(model)
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
-    rows, wrong = [], []
+    rows: list[dict[str, Any]] = []
+    wrong: list[str] = []
     for task in TASKS:
         rng = random.Random(f"{seed} {task}")
         asked = [sample(task, rng) for _ in range(samples)]
@@ -38,10 +39,11 @@ def main(
             for (prompt, answer), text in zip(asked, texts, strict=True)
             if not is_correct(prompt, text)
         ]
-        rows.append((task, samples - len(misses), samples, 1 - len(misses) / samples))
+        share = 1 - len(misses) / samples
+        rows.append({"task": task, "exact": samples - len(misses), "share": share})
         wrong += misses[:shown]
-    heads = ("task", "exact", "samples", "share", "required")
-    show(heads, [(*row, f"{share:.2%}", f"{REQUIRED_SHARE:.0%}") for *row, share in rows], f"model {model}")
+    columns = {"task": "{task}", "exact": "{exact}", "samples": str(samples), "share": "{share:.2%}"}
+    show(columns | {"required": f"{REQUIRED_SHARE:.0%}"}, rows, f"model {model}")
     for line in wrong:
         print(f"wrong: {line}")
-    raise typer.Exit(any(share < REQUIRED_SHARE for *_, share in rows))
+    raise typer.Exit(any(row["share"] < REQUIRED_SHARE for row in rows))

@@ -2,7 +2,6 @@
 
     tools/check forms compare FOLDER --out FILE --transformers PYTHON --vllm PYTHON
     tools/check forms unpack FOLDER --out FILE --vllm PYTHON    GPTQ's and AWQ's weights as vLLM has them
-    tools/check forms one MODEL DTYPE                           a line of JSON: perplexities, and greedy answers
 
 FOLDER keeps the plain checkpoint in bf16 and one in each form. What a form stands for is written as a plain checkpoint
 in float32, from its definition (`tests/models/quantised_checkpoints.py`), compressed-tensors' own functions or those of
@@ -16,40 +15,21 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
 from safetensors.torch import load_file, save_file
 
-from benchmarks.quantised import AS_IT_COMES, CONFIG, PLAIN, TEXT_TOKENS, TEXTS, expand, perplexities
-from graphdecode import LLM, SamplingParams
+from benchmarks.quantised import AS_IT_COMES, PLAIN, PROMPTS, TEXT_TOKENS, TEXTS, expand
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.text import load_tokenizer
 from harness import ROOT, command_of, elsewhere, read, record, replaced, told_by, write
 
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-from quantised_checkpoints import DYNAMIC, FORMS, Form, awq, compressed, gptq, packed_tensors
-
 MODEL_FILE, FP16, UNDONE = "model.safetensors", "fp16", "undone"
-ANSWER_TOKENS = 64
-PROMPTS = (
-    "The capital of France is",
-    "Once upon a time there was a",
-    "A hash table is a data structure that",
-    "def fibonacci(n):\n",
-    "The three primary colours are",
-    "In the beginning",
-    "To make a good cup of tea,",
-    "The speed of light is about",
-    "Dear Sir or Madam,\n",
-    "1, 2, 3, 4, 5,",
-    "Water boils at",
-    "Shakespeare wrote",
-)
 BY_BITSANDBYTES = {"nf4": False, "nf4 nested": True}  # whether its scales are quantised, too
 READ_BY_VLLM = ("int4 by 128", "gptq asym", "awq")
 READ_BY_TRANSFORMERS = ("int4 with zeros", "int8", "fp8", "fp8 blocks", *BY_BITSANDBYTES)
@@ -95,32 +75,11 @@ def write_pair(plain: Path, folder: Path, undone: Path, form: Form) -> None:
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-@app.command()
-def one(model: str, dtype: str, quantize: Annotated[str | None, typer.Option(help="As LLM's keyword.")] = None) -> None:
-    """Print a JSON line of one model: its bytes, perplexities, and greedy answers with the margins of their tokens."""
-    with LLM(model, quantize=quantize, dtype=dtype, config=CONFIG) as llm:
-        params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=2)
-        outputs = [output.outputs[0] for output in llm.generate(list(PROMPTS), params, use_tqdm=False)]
-        record = {
-            "weight_bytes": llm.model.weight_bytes,
-            "perplexity": perplexities(llm),
-            "answers": [
-                {"token_ids": list(output.token_ids), "margins": [margin(entry) for entry in output.logprobs or ()]}
-                for output in outputs
-            ],
-        }
-    print(json.dumps(record))
-
-
-def margin(entry: dict[int, Any]) -> float:
-    """Return how far the second best token is behind the best one, in logarithms."""
-    best, second = sorted((found.logprob for found in entry.values()), reverse=True)[:2]
-    return float(best - second)
-
-
 def measured(model: str, dtype: str, *options: str) -> Any:
-    """Return what `one` prints."""
-    return told_by(command_of("check", "forms", "one", model, dtype, *options))
+    """Return a model's bytes, perplexities, and greedy answers."""
+    command = command_of("bench", "quantised", "one", model, "--dtype", dtype, "--no-times", "--answers", *options)
+    found = told_by(command)
+    return {name: found[name] for name in ("weight_bytes", "perplexity", "answers")}
 
 
 def beside(form: str, stored: dict[str, Any], of_undone: dict[str, Any]) -> dict[str, Any]:

@@ -25,33 +25,31 @@ from typing import Annotated, Any
 
 import typer
 
-from harness import Model, Out, read, record, write
-from replica_trials.server import (
+from harness import Model, Out, read, record, until, write
+from replica_trials import (
+    ANSWERED,
     END_SECONDS,
     GENERATED,
     LARGE_CACHE,
     ROWS,
     START_SECONDS,
     Server,
-    begun,
-    command_of,
-    processes_of,
-    ray_environment,
-    replicas_of,
-    served,
-    until_none_is_left,
-)
-from replica_trials.streams import (
-    ANSWERED,
     Stream,
     ask,
     ask_all,
+    begun,
     by_replica,
     client_of,
+    command_of,
     longest_gap,
     outcomes,
+    processes_of,
+    ray_environment,
+    replicas_of,
     requests_of,
-)
+    served,
+    until_none_is_left,
+)  # fmt: skip
 
 KILL_STREAMS = 200
 CLIENTS = 16
@@ -75,8 +73,7 @@ SPEED_STREAMS = 32
 
 def kill_under_load(model: str, tokens: int, *options: str) -> dict[str, Any]:
     """Kill one of two replicas while 200 streams run; the other one answers what had not begun."""
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         streams, killed, again = asyncio.run(_storm(server, tokens))
         calm = asyncio.run(ask_all(server.address, model, requests_of(KILL_STREAMS, 1, tokens)))
     later = [stream for stream in streams if stream.ended > killed]
@@ -144,12 +141,10 @@ def scale_by_command(model: str, tokens: int) -> dict[str, Any]:
     async def scaled(stack: ExitStack, folder: str, options: tuple[str, ...]) -> tuple[list[Stream], dict[str, float]]:
         async def to(count: int) -> float:
             began = time.monotonic()
-            one_more = served(model, *options, "--replicas", str(count), folder=folder)
-            server = await asyncio.to_thread(stack.enter_context, one_more)
-            await asyncio.to_thread(server.until_replicas, count)
+            await asyncio.to_thread(stack.enter_context, served(model, *options, replicas=count, folder=folder))
             return time.monotonic() - began
 
-        first = stack.enter_context(served(model, *options, "--replicas", "1", folder=folder))
+        first = stack.enter_context(served(model, *options, replicas=1, folder=folder))
         async with Load(first, tokens) as load:
             await asyncio.sleep(3)
             up = await to(2)
@@ -173,7 +168,7 @@ def cluster() -> Iterator[tuple[str, str]]:
         null = subprocess.DEVNULL
         head = subprocess.Popen(command, env=ray_environment(folder), stdin=null, stdout=null, stderr=null)
         try:
-            _until_it_listens(address)
+            until(lambda: _listens(address), START_SECONDS, "Ray does not begin")
             yield folder, address
         finally:
             head.terminate()
@@ -181,18 +176,10 @@ def cluster() -> Iterator[tuple[str, str]]:
             until_none_is_left(folder)
 
 
-def _until_it_listens(address: str) -> None:
+def _listens(address: str) -> bool:
     host, _, port = address.partition(":")
-    end = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            socket.create_connection((host, int(port)), 1.0).close()
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.2)
-        else:
-            return
+    with socket.socket() as asking:
+        return asking.connect_ex((host, int(port))) == 0
 
 
 def free_port() -> int:
@@ -255,8 +242,7 @@ def prefixes(model: str, groups: int = 24, asked: int = 6) -> dict[str, Any]:
     found: dict[str, Any] = {"prompts": len(bodies), "beginnings": groups}
     for routing in ("random", "prefix"):
         settings = SMALL_CACHE + f'[replicas]\nrouting = "{routing}"\n'
-        with served(model, "--replicas", "2", settings=settings) as server:
-            server.until_replicas(2)
+        with served(model, replicas=2, settings=settings) as server:
             began, streams = time.monotonic(), []
             for start in range(0, len(bodies), AT_A_TIME):
                 streams += asyncio.run(ask_all(server.address, model, bodies[start : start + AT_A_TIME]))
@@ -283,7 +269,13 @@ def batch(model: str, *options: str) -> dict[str, Any]:
         for run in range(RUNS):
             moments.append(min(_line_count(answers) + draw.randrange(LINES // 4), LINES - 100))
             with begun(arguments, log, folder) as process:
-                _until_lines(answers, moments[-1], process, log)
+
+                def is_there() -> bool:
+                    if process.poll() is not None:
+                        raise RuntimeError(log.read_text()[-2000:])
+                    return _line_count(answers) > moments[-1]
+
+                until(is_there, 2 * START_SECONDS, "the answers do not come", every=0.02)
                 if run < RUNS - 1:
                     process.kill()
                 else:
@@ -324,15 +316,6 @@ def _line_count(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
-def _until_lines(file: Path, count: int, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait until a file has so many lines."""
-    end = time.monotonic() + 2 * START_SECONDS
-    while _line_count(file) <= count:
-        if process.poll() is not None or time.monotonic() > end:
-            raise RuntimeError(log.read_text()[-2000:])
-        time.sleep(0.02)
-
-
 def ends(model: str, *options: str) -> dict[str, Any]:
     """End the command under load in each way; nothing of it may stay."""
     return {name: _ended_by(signals, model, options) for name, signals in WAYS.items()}
@@ -357,8 +340,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
             told["none_left_after_s"] = time.monotonic() - asked
             return await asyncio.gather(*tasks), told
 
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         processes = len(processes_of(server.folder))
         streams, told = asyncio.run(under_load(server))
     about = {"processes": processes, "outcomes": outcomes(streams), "exit_code": server.process.returncode}
@@ -367,8 +349,7 @@ def _ended_by(signals: tuple[int, ...], model: str, options: tuple[str, ...]) ->
 
 def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
     """Ask for 32 streams at once: how many tokens come per second, and how long does the first one take?"""
-    with served(model, "--replicas", "2", *options) as server:
-        server.until_replicas(2)
+    with served(model, *options, replicas=2) as server:
         asyncio.run(ask_all(server.address, model, requests_of(8, 6, tokens)))
         began = time.monotonic()
         streams = asyncio.run(ask_all(server.address, model, requests_of(SPEED_STREAMS, 5, tokens)))
@@ -386,9 +367,9 @@ def speed(model: str, tokens: int, *options: str) -> dict[str, Any]:
 def split(model: str, tokens: int) -> dict[str, Any]:
     """Serve one replica of two ranks: the same answers as from one rank; a rank is killed, and it serves again."""
     bodies = [body | {"temperature": 0.0} for body in requests_of(SPEED_STREAMS, 5, tokens)]
-    with served(model, "--replicas", "1") as whole:
+    with served(model, replicas=1) as whole:
         expected = asyncio.run(ask_all(whole.address, model, bodies))
-    with served(model, "--replicas", "1", "--tensor-parallel", "2") as server:
+    with served(model, "--tensor-parallel", "2", replicas=1) as server:
         streams = asyncio.run(ask_all(server.address, model, bodies))
         began = time.monotonic()
         lost = asyncio.run(_rank_killed(server, bodies))

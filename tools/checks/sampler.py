@@ -7,23 +7,15 @@ with lists of candidates that are long enough or too short. Tokens have to be th
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from typing import Annotated
 
-if "TRITON_INTERPRET" not in os.environ:  # which must be there before the first import of graphdecode
-    os.execve(sys.executable, sys.orig_argv, os.environ | {"TRITON_INTERPRET": "1"})
-
 import torch
 import typer
-
-from graphdecode.kernels.native.registration import versions
-from harness import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "kernels"))
 from hostile_rows import hostile_rows, quick_interpreter
 from sampling_rows import ended_step
+
+from graphdecode.kernels.native.registration import versions
 
 ROWS = 50
 

@@ -23,7 +23,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import family_checkpoints
+import gguf_checkpoints
 import typer
+from quantised_checkpoints import FORMS, write_pair
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphdecode import Engine, EngineConfig, Request, SamplingParams
@@ -36,12 +39,7 @@ from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.family import family_of
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.quantised.on_load import QuantisedBlocks
-from harness import ROOT, TOOLS, Out, Sizes, numbers, read, record, replaced, write
-
-sys.path.insert(0, str(ROOT / "tests" / "models"))
-import family_checkpoints
-import gguf_checkpoints
-from quantised_checkpoints import FORMS, write_pair
+from harness import TOOLS, Out, Sizes, numbers, read, record, replaced, write
 
 _LIMIT_SECONDS = 300.0  # four ranks on two cores that others use too
 _KEYS = ("model", "weights", "collectives", "ranks")

@@ -1,7 +1,6 @@
 """Other engines on the same checkpoint, in the same run: outputs first, then times."""
 
-from peers.contest import compare_engines
-from peers.known import PEERS, parse_peers
+from peers.contest import PEERS, compare_engines, parse_peers
 from peers.peer import Graphdecode, Peer, Workload, random_prompts
 from peers.table import contest_notes, contest_table
 

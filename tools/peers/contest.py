@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,8 +12,26 @@ from typing import Any
 from tqdm import tqdm
 
 from graphdecode.profiling.bandwidth import read_bandwidth
+from harness import in_turn
+from peers.gpu_engines import NanoVllm, Sglang, Vllm
 from peers.greedy import Reference
-from peers.peer import Graphdecode, Peer, Tokens, Workload, attempt, random_prompts
+from peers.llama_cpp import LlamaCpp
+from peers.peer import Graphdecode, Peer, Tokens, Workload, attempt, choose, random_prompts
+from peers.transformers_generate import Transformers, TransformersCompiled, TransformersStatic
+
+PEERS: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (Transformers, TransformersStatic, TransformersCompiled, LlamaCpp, Vllm, Sglang, NanoVllm)
+}
+
+
+def parse_peers(text: str) -> list[Peer]:
+    """Return the peers of a list such as `"transformers,llama-cpp"`, in its order, each once; `"all"` is all of them.
+
+    Raises:
+        ValueError: one is unknown; names those that there are.
+    """
+    return [peer() for peer in choose(text, PEERS)]
 
 
 def compare_engines(
@@ -81,7 +99,7 @@ class _Round:
         self._same_tokens: dict[str, float] = {}
         self._shortfall: dict[str, float | None] = {}
         self._seconds: dict[str, list[float]] = {}
-        self._bandwidths: list[float] = []
+        self._bandwidth = 0.0
 
     def compare(self, reference: Reference) -> None:
         """Let every engine answer, which warms it up too, and leave out those whose tokens are wrong."""
@@ -100,17 +118,16 @@ class _Round:
 
     def time(self, repeats: int) -> None:
         """Time the engines that are left, in turn; a first turn warms up and does not count."""
-        for turn in range(repeats + 1):
-            bandwidth = read_bandwidth(self._workload.device, repeats=2)
-            for name, engine in list(self._engines.items()):
-                measure = partial(engine.seconds_per_step, self._prompts, self._workload.new_tokens)
-                seconds, failure = attempt(measure)
-                if seconds is None:
-                    self._leave_out(name, failure)
-                elif turn:
-                    self._seconds.setdefault(name, []).append(seconds)
-            if turn:
-                self._bandwidths.append(bandwidth)
+        calls: dict[str, Callable[[], Any]] = {"": partial(read_bandwidth, self._workload.device, repeats=2)}
+        for name, engine in self._engines.items():
+            measure = partial(engine.seconds_per_step, self._prompts, self._workload.new_tokens)
+            calls[name] = partial(attempt, measure)
+        turns = in_turn(calls, repeats, warm=1)
+        self._bandwidth = statistics.median(turns.pop(""))
+        for name, found in turns.items():
+            self._seconds[name] = [seconds for seconds, failure in found if not failure]
+            if failure := next((failure for _, failure in found if failure), ""):
+                self._leave_out(name, failure)
 
     def row(self, weight_bytes: int) -> dict[str, Any]:
         """Return the figures: medians, each engine's turns, ratios to this engine, and multiples of the floor.
@@ -118,11 +135,10 @@ class _Round:
         The floor is the time that reading the weights once takes at the median bandwidth of the turns.
         """
         seconds = {name: statistics.median(self._seconds[name]) for name in self._engines}
-        bandwidth = statistics.median(self._bandwidths)
-        floor = weight_bytes / bandwidth
+        floor = weight_bytes / self._bandwidth
         return {
             "batch_size": len(self._prompts),
-            "read_bandwidth": bandwidth,
+            "read_bandwidth": self._bandwidth,
             "floor_ms": 1000 * floor,
             "ms_per_step": {name: 1000 * value for name, value in seconds.items()},
             "turns_ms": {name: [1000 * value for value in self._seconds[name]] for name in seconds},

@@ -1,4 +1,7 @@
-"""llama.cpp through llama-cpp-python, on a CPU: the same weights, one sequence of a batch for each row."""
+"""llama.cpp through llama-cpp-python, on a CPU: the same weights, one sequence of a batch for each row.
+
+A Llama checkpoint is written as a GGUF file, so that llama.cpp runs the very same weights.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,92 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from elsewhere import Sequences, llama_cpp_of, llama_model
+from graphdecode.linear.weight_form import read_fused
 from graphdecode.models import describe_model
-from peers.gguf_file import gguf_type, why_not_gguf, write_gguf
+from graphdecode.models.checkpoint import Checkpoint
+from graphdecode.models.config import ModelConfig
+from graphdecode.models.families import Llama
+from graphdecode.models.transformers_backend import AdoptedConfig
 from peers.peer import Peer, Tokens, Workload
+
+_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "bfloat16": "MOSTLY_BF16"}
+_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def why_not_gguf(config: ModelConfig | AdoptedConfig) -> str:
+    """Return what of a model `write_gguf` cannot write, for people; "" where it can."""
+    if not isinstance(config, ModelConfig) or config.architecture != Llama.architecture:
+        return f"only Llama checkpoints are written as GGUF here, this is {config.architecture}"
+    if config.rope.rope_type != "default":
+        return f"only the default rope is written as GGUF here, this is {config.rope.rope_type}"
+    if config.qkv_bias or config.o_bias or config.mlp_bias or config.activation != "silu":
+        return "only Llamas without biases and with silu are written as GGUF here"
+    return ""
+
+
+def gguf_type(dtype: str) -> Any:
+    """Return the number that GGUF, and llama.cpp with it, has for a dtype of torch."""
+    import gguf
+
+    return gguf.GGMLQuantizationType[_TYPES[dtype]]
+
+
+def write_gguf(folder: Path, file: Path, dtype: str) -> None:
+    """Write a checkpoint of safetensors as GGUF, without a vocabulary: prompts are token ids.
+
+    Weights are rounded to `dtype`, norms too, which llama.cpp keeps in float32.
+
+    Args:
+        folder: the checkpoint; `why_not_gguf` has nothing against it.
+        file: to write.
+        dtype: "float32", "float16" or "bfloat16".
+    """
+    import gguf
+
+    config = Checkpoint(folder).config()
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_tokenizer_model("no_vocab")
+    checkpoint = Checkpoint(folder)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for stored in checkpoint.tensors:
+        name = names.get_name(stored, (".weight",))
+        if name is None or (name == "output.weight" and config.tie_word_embeddings):
+            continue
+        tensor = read_fused(checkpoint, (stored,), None, getattr(torch, dtype), torch.device("cpu"))
+        part = name.split(".")[-2]
+        if part in heads:
+            tensor = interleaved(tensor, heads[part])
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor.float().numpy())
+        else:
+            writer.add_tensor(name, tensor.view(torch.uint8).numpy(), raw_dtype=gguf_type(dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Reorder the rows of a head [head_dim, hidden]: the rotary pairs (i, i + head_dim / 2) become neighbours."""
+    rows, hidden = weight.shape
+    return weight.view(heads, 2, rows // heads // 2, hidden).transpose(1, 2).reshape(rows, hidden)
 
 
 class LlamaCpp(Peer):
@@ -29,99 +114,22 @@ class LlamaCpp(Peer):
 
     def open(self, folder: Path, workload: Workload) -> None:
         """Write the checkpoint as GGUF, load it, and make a context for each batch size."""
-        import llama_cpp
-
-        self._api, self._workload = llama_cpp, workload
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._quiet, None)
-        llama_cpp.llama_backend_init()
+        self._api = llama_cpp_of()
         self._scratch = tempfile.TemporaryDirectory()
         file = Path(self._scratch.name) / "model.gguf"
         write_gguf(folder, file, workload.dtype)
-        params = llama_cpp.llama_model_default_params()
-        params.n_gpu_layers = 0
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
-        if not self._model:
-            raise RuntimeError("llama.cpp does not load the GGUF file that was written from the checkpoint")
-        vocab_size = describe_model(folder).vocab_size
-        self._contexts = {
-            size: _Context(llama_cpp, self._model, size, vocab_size, workload) for size in workload.batch_sizes
-        }
+        self._model = llama_model(self._api, str(file))
+        sizes = (workload.capacity, workload.threads, gguf_type(workload.dtype))
+        self._contexts = {size: Sequences(self._api, self._model, size, *sizes) for size in workload.batch_sizes}
 
     def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
         """Return greedy tokens."""
-        return self._contexts[len(prompts)].generate(prompts, new_tokens)
+        answers, _ = self._contexts[len(prompts)].answer(np.array(prompts), new_tokens)
+        return np.stack(answers, axis=1).tolist()
 
     def close(self) -> None:
         """Free contexts, model and file."""
         for context in self._contexts.values():
-            context.free()
+            context.close()
         self._api.llama_model_free(self._model)
         self._scratch.cleanup()
-
-
-class _Context:
-    """A cache for the sequences of one batch size, with the batch of a prefill and that of a step."""
-
-    def __init__(self, api: Any, model: Any, batch_size: int, vocab_size: int, workload: Workload) -> None:
-        self._api = api
-        params = api.llama_context_default_params()
-        params.n_ctx = batch_size * workload.capacity
-        params.n_seq_max = batch_size
-        params.n_batch = params.n_ubatch = batch_size * workload.prompt_tokens
-        params.n_threads = params.n_threads_batch = workload.threads
-        params.type_k = params.type_v = gguf_type(workload.dtype)
-        self._context = api.llama_init_from_model(model, params)
-        if not self._context:
-            raise RuntimeError(f"llama.cpp makes no context for {batch_size} sequences of {workload.capacity} tokens")
-        self._memory = api.llama_get_memory(self._context)
-        self._prefill = _Batch(api, batch_size, workload.prompt_tokens, vocab_size)
-        self._step = _Batch(api, batch_size, 1, vocab_size)
-
-    def generate(self, prompts: Tokens, new_tokens: int) -> Tokens:
-        """Return greedy tokens: the prompts in one call, then one call for each further token."""
-        self._api.llama_memory_clear(self._memory, False)
-        answers = np.empty((len(prompts), new_tokens), dtype=np.int64)
-        answers[:, 0] = self._prefill.decode(self._context, np.array(prompts), 0)
-        for step in range(1, new_tokens):
-            position = len(prompts[0]) + step - 1
-            answers[:, step] = self._step.decode(self._context, answers[:, step - 1 : step], position)
-        return answers.tolist()
-
-    def free(self) -> None:
-        """Free the batches and the cache."""
-        self._prefill.free()
-        self._step.free()
-        self._api.llama_free(self._context)
-
-
-class _Batch:
-    """The next tokens of each sequence, in llama.cpp's own memory; logits are asked for after the last of each."""
-
-    def __init__(self, api: Any, batch_size: int, tokens_each: int, vocab_size: int) -> None:
-        self._api = api
-        self._shape = (batch_size, tokens_each)
-        self._logits_shape = (batch_size, vocab_size)
-        total = batch_size * tokens_each
-        self._batch = api.llama_batch_init(total, 0, 1)
-        self._batch.n_tokens = total
-        self._tokens = np.ctypeslib.as_array(self._batch.token, (total,)).reshape(self._shape)
-        self._positions = np.ctypeslib.as_array(self._batch.pos, (total,)).reshape(self._shape)
-        for index in range(total):
-            self._batch.n_seq_id[index] = 1
-            self._batch.seq_id[index][0] = index // tokens_each
-            self._batch.logits[index] = index % tokens_each == tokens_each - 1
-
-    def decode(self, context: Any, tokens: np.ndarray, first_position: int) -> np.ndarray:
-        """Append tokens [batch_size, tokens_each] from a position on, and return the greedy ones [batch_size]."""
-        self._tokens[:] = tokens
-        self._positions[:] = first_position + np.arange(self._shape[1])
-        status = self._api.llama_decode(context, self._batch)
-        if status:
-            raise RuntimeError(f"llama_decode gives {status}")
-        logits = np.ctypeslib.as_array(self._api.llama_get_logits(context), self._logits_shape)
-        return logits.argmax(axis=1)
-
-    def free(self) -> None:
-        """Free the memory that the arrays are views of."""
-        self._api.llama_batch_free(self._batch)

@@ -13,10 +13,12 @@ from typing import ClassVar, TypeVar
 import torch
 
 from graphdecode.config import BucketConfig
+from graphdecode.errors import ArgumentError
 from graphdecode.text import LLM, SamplingParams
 from harness import step_seconds
 
 Result = TypeVar("Result")
+Kind = TypeVar("Kind")
 Tokens = list[list[int]]
 
 GPU_SHARE = 0.25
@@ -34,6 +36,21 @@ def attempt(call: Callable[[], Result]) -> tuple[Result | None, str]:
     except Exception as error:
         first_line = next(iter(str(error).strip().splitlines()), "")
         return None, f"{type(error).__name__}: {first_line}"[:_REASON_LENGTH]
+
+
+def choose(text: str, known: Mapping[str, Kind]) -> list[Kind]:
+    """Return what a comma-separated list names, in its order, each once; `"all"` is everything that is known.
+
+    Raises:
+        ValueError: a name is unknown; the message has those that there are.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        names = list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ArgumentError(f"unknown peers: {', '.join(unknown)}; there are {', '.join(known)}, or all")
+    return [known[name] for name in dict.fromkeys(names)]
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> Tokens:

@@ -1,41 +1,48 @@
-"""Servers that speak OpenAI's HTTP: ours and peers', each started in the environment where it is installed."""
+"""Servers that speak OpenAI's HTTP beside one another, and ours beside the engine below it, in one run.
+
+Each is started in the environment where it is installed. Its clients are as cheap as can be: they share a machine with
+what they measure.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
+import json
 import os
+import random
+import re
 import shlex
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import httpx2 as httpx
+import torch
 
+from graphdecode import LLM, SamplingParams
 from graphdecode.errors import ArgumentError
+from harness import elsewhere, in_turn, until
 
 _START_SECONDS = 600
 _END_SECONDS = 20
-# ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration of
-# which they have not set all bytes, and the processor refuses it): where there is AMX, llama.cpp does without
-_WITHOUT_AMX = """
-import runpy
-import llama_cpp
-import llama_cpp.llama_cpp as low
-default_params = low.llama_model_default_params
-def params():
-    found = default_params()
-    found.use_extra_bufts = False
-    return found
-llama_cpp.llama_model_default_params = low.llama_model_default_params = params
-runpy.run_module("llama_cpp.server", run_name="__main__", alter_sys=True)
-"""
+_CAPACITY = 512  # tokens of a prompt and its answer
+_VITALS_SECONDS = 0.5  # after which our server's metrics know of all steps
+_TEXT = "the old river runs under a stone bridge while people walk home and talk about bread rain work music"
+_WORDS = 24  # of a prompt
+_ALONE_REQUESTS = 9
+_PIECE = re.compile(rb'"choices": ?\[\{')
 
 
 class Setting(NamedTuple):
@@ -109,10 +116,13 @@ class LlamaCppServer(Server):
 
     def command(self, setting: Setting, port: int) -> list[str]:
         """Return what starts it; a request behind another one is to wait for it, and not to end it."""
-        how = ["-c", _WITHOUT_AMX] if " amx_tile " in Path("/proc/cpuinfo").read_text() else ["-m", "llama_cpp.server"]
+        # ggml's kernels for AMX end the process at their first product on some machines (they load a tile configuration
+        # of which they have not set all bytes, and the processor refuses it): where there is AMX, it does without
+        plain = "plain" if " amx_tile " in Path("/proc/cpuinfo").read_text() else ""
         threads = str(len(setting.cores))
         return [
-            self.python, *how, "--model", str(setting.weights), "--host", "127.0.0.1", "--port", str(port),
+            *elsewhere(self.python, "llama-server", plain), "--model", str(setting.weights), "--host", "127.0.0.1",
+            "--port", str(port),
             "--n_ctx", str(setting.capacity), "--n_threads", threads, "--n_threads_batch", threads,
             "--interrupt_requests", "false", "--verbose", "false",
         ]  # fmt: skip
@@ -165,39 +175,93 @@ class Running:
     Args:
         port: that it listens on.
         process: that was started.
+
+    Attributes:
+        model: the name of the model that is served.
     """
 
     def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.port = port
         self.process = process
+        self.model = str(self.get("v1/models").json()["data"][0]["id"])
 
-    @property
-    def model(self) -> str:
-        """The name of the model that is served."""
-        return str(httpx.get(f"http://127.0.0.1:{self.port}/v1/models", timeout=60).json()["data"][0]["id"])
+    def get(self, path: str) -> httpx.Response:
+        """Return what it answers."""
+        return httpx.get(f"http://127.0.0.1:{self.port}/{path}", timeout=60)
 
-    def processes(self) -> list[int]:
-        """Return the processes of the group."""
-        found = []
+    def pin(self, cores: set[int]) -> None:
+        """Keep all threads of all processes of the group on some cores."""
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 if stat.read_text().rpartition(")")[2].split()[2] == str(self.process.pid):
-                    found.append(int(stat.parent.name))
-        return sorted(found)
+                    pin(int(stat.parent.name), cores)
 
-    def pin(self, cores: set[int]) -> None:
-        """Keep all threads of all processes on some cores."""
-        for pid in self.processes():
-            pin(pid, cores)
+    def sum_and_count(self, histogram: str) -> tuple[float, float]:
+        """Return what a histogram of our server's metrics has seen."""
+        found = dict(re.findall(rf"^{histogram}_(sum|count)\{{.*\}} (\S+)$", self.get("metrics").text, re.MULTILINE))
+        return float(found["sum"]), float(found["count"])
+
+    def first_token_seconds(self, turn: int) -> list[float]:
+        """Return how long requests wait for their first token that are asked one behind the other."""
+        prompts = prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000)
+        return [self._ask_all([prompt], 2)[0][0] for prompt in prompts]
+
+    def tokens_per_second(self, clients: int, tokens: int, turn: int, *, ignores_eos: bool = True) -> float:
+        """Return the speed of all answers together of some clients who ask at once.
+
+        Args:
+            clients: how many.
+            tokens: of an answer.
+            turn: seed of the prompts.
+            ignores_eos: answers have their full length; else what came is counted.
+        """
+        began = time.perf_counter()
+        answers = self._ask_all(prompts_of(clients, turn), tokens)
+        seconds = time.perf_counter() - began
+        # the last piece says how it ended
+        return (clients * tokens if ignores_eos else sum(pieces - 1 for _, pieces in answers)) / seconds
+
+    def _ask_all(self, prompts: list[str], tokens: int) -> list[tuple[float, int]]:
+        """Return seconds to the first piece, and how many came, of each request."""
+
+        async def together() -> list[tuple[float, int]]:
+            return await asyncio.gather(*(_ask(self.port, self.model, prompt, tokens) for prompt in prompts))
+
+        return asyncio.run(together())
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Let it run in the block, and stand still behind it: one of several servers is measured at a time."""
         os.killpg(self.process.pid, signal.SIGCONT)
         try:
+            self._ask_all(["wake up"], 2)
             yield
         finally:
             os.killpg(self.process.pid, signal.SIGSTOP)
+
+
+def prompts_of(count: int, seed: int) -> list[str]:
+    """Return texts that share no prefix."""
+    draw = random.Random(seed)
+    return [" ".join(draw.choices(_TEXT.split(), k=_WORDS)) for _ in range(count)]
+
+
+async def _ask(port: int, model: str, prompt: str, tokens: int) -> tuple[float, int]:
+    asked = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
+    body = json.dumps(asked | {"ignore_eos": True}).encode()
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    writer.write(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+    first, received = 0.0, b""
+    while data := await reader.read(1 << 16):
+        received += data
+        if not first and _PIECE.search(received):
+            first = time.perf_counter() - began
+    writer.close()
+    if not first or b"[DONE]" not in received:
+        raise RuntimeError(f"port {port} gave no whole answer: {received[-300:]!r}")
+    return first, len(_PIECE.findall(received))
 
 
 def pin(pid: int, cores: set[int]) -> None:
@@ -217,7 +281,8 @@ def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
         log: a file for what it says.
 
     Raises:
-        RuntimeError: it ends, or does not answer for minutes.
+        RuntimeError: it ends.
+        TimeoutError: it does not answer for minutes.
     """
     with socket.create_server(("127.0.0.1", 0)) as found:
         port = int(found.getsockname()[1])
@@ -227,15 +292,17 @@ def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
             command, stdout=said, stderr=said, start_new_session=True, env=os.environ | server.environment(setting)
         )
     try:
-        end = time.monotonic() + _START_SECONDS
-        while True:
+
+        def answers() -> bool:
             with contextlib.suppress(httpx.HTTPError):
                 if httpx.get(f"http://127.0.0.1:{port}/v1/models").status_code == 200:
-                    break
-            if process.poll() is not None or time.monotonic() > end:
+                    return True
+            if process.poll() is not None:
                 last = log.read_text(errors="replace").splitlines()[-1:]
                 raise RuntimeError(f"it does not serve: {shlex.join(command)[:200]}: {last}")
-            time.sleep(0.2)
+            return False
+
+        until(answers, _START_SECONDS, f"it does not serve: {shlex.join(command)[:200]}")
         started = Running(port, process)
         started.pin(set(setting.cores))
         os.killpg(process.pid, signal.SIGSTOP)
@@ -249,3 +316,132 @@ def running(server: Server, setting: Setting, log: Path) -> Iterator[Running]:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+class Contest(NamedTuple):
+    """What is compared.
+
+    Attributes:
+        model: as `graphdecode serve` takes it.
+        weights: where it is.
+        checkpoint: the same model as a folder, for servers that do not read its file.
+        clients: that ask at the same time.
+        tokens: of an answer.
+        rounds: turns of each.
+    """
+
+    model: str
+    weights: Path
+    checkpoint: Path | None
+    clients: int
+    tokens: int
+    rounds: int
+
+
+def compare(contest: Contest, peers: Sequence[Server], on_ready: Callable[[], None]) -> dict[str, list[dict[str, Any]]]:
+    """Return what was seen of each, a row a turn; all are loaded before the first turn, and stand still but in theirs.
+
+    `library` is the engine in this process on the first core; `server` is the same engine behind `graphdecode serve`,
+    which has the first core for the engine and the others for HTTP and the clients. Peers, and ours on the same weights
+    beside each of them, have the first core for the whole of the server, and one thread that computes.
+
+    Args:
+        contest: what is compared.
+        peers: to compare with.
+        on_ready: is called before the first turn.
+
+    Raises:
+        ValueError: a peer cannot serve these weights.
+        RuntimeError: a server does not start.
+        TimeoutError: it takes minutes.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    engine, others = {cores[0]}, set(cores[1:]) or {cores[0]}
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+        def start(server: Server, weights: Path) -> Running:
+            setting = Setting(weights, contest.clients, _CAPACITY, (cores[0],))
+            return stack.enter_context(running(server, setting, logs / server.name))
+
+        calls: dict[str, Callable[[], dict[str, Any]]] = {}
+        for peer in peers:
+            weights = contest.weights if not peer.why_not(contest.weights) else contest.checkpoint or contest.weights
+            if why := peer.why_not(weights):
+                raise ArgumentError(f"{peer.name} cannot serve {weights.name}: {why}")
+            for name, server in ((peer.name, peer), (f"graphdecode beside {peer.name}", Graphdecode(sys.executable))):
+                calls[name] = _turns(partial(_peer, start(server, weights), contest, server.ignores_eos))
+        own = start(Graphdecode(sys.executable), contest.weights)
+        with own.awake():
+            pin(own.process.pid, others)
+        os.sched_setaffinity(0, engine)
+        torch.set_num_threads(1)
+        llm = stack.enter_context(LLM(contest.model, max_batch_size=contest.clients, max_sequence_length=_CAPACITY))
+
+        def library(turn: int) -> dict[str, Any]:
+            os.sched_setaffinity(0, engine)
+            try:
+                return _in_process(llm, contest, turn)
+            finally:
+                os.sched_setaffinity(0, others)
+
+        os.sched_setaffinity(0, others)
+        on_ready()
+        first = {"library": _turns(library), "server": _turns(partial(_served, own, contest))}
+        found = in_turn(first | calls, contest.rounds)
+        os.sched_setaffinity(0, set(cores))
+        return found
+
+
+def _turns(take: Callable[[int], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Return a call that is told how often it was made."""
+    turns = itertools.count()
+    return lambda: take(next(turns))
+
+
+def _peer(server: Running, contest: Contest, ignores_eos: bool, turn: int) -> dict[str, Any]:
+    with server.awake():
+        firsts = server.first_token_seconds(turn)
+        speed = server.tokens_per_second(contest.clients, contest.tokens, turn, ignores_eos=ignores_eos)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * statistics.median(firsts)}
+
+
+def _served(own: Running, contest: Contest, turn: int) -> dict[str, Any]:
+    """Return the same of our server, what of the first token is not the engine's, and its step's time."""
+    with own.awake():
+        before = own.sum_and_count("vllm:time_to_first_token_seconds")
+        firsts = own.first_token_seconds(turn)
+        time.sleep(_VITALS_SECONDS)
+        after = own.sum_and_count("vllm:time_to_first_token_seconds")
+        steps = own.sum_and_count("graphdecode:step_seconds")
+        speed = own.tokens_per_second(contest.clients, contest.tokens, turn)
+        time.sleep(_VITALS_SECONDS)
+        later = own.sum_and_count("graphdecode:step_seconds")
+    return {
+        "tokens_per_second": speed,
+        "first_token_ms": 1000 * statistics.median(firsts),
+        "over_engine_ms": 1000 * (statistics.mean(firsts) - _mean_between(before, after)),
+        "step_ms": 1000 * _mean_between(steps, later),
+    }
+
+
+def _in_process(llm: LLM, contest: Contest, turn: int) -> dict[str, Any]:
+    """Return the same of the library, and its step's time."""
+    params = SamplingParams(temperature=0.0, max_tokens=contest.tokens, ignore_eos=True)
+    firsts = []
+    for prompt in prompts_of(_ALONE_REQUESTS, 2 * turn + 1_000_000):
+        began = time.perf_counter()
+        with llm.stream(prompt, SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)) as stream:
+            next(stream)
+            firsts.append(time.perf_counter() - began)
+    llm.stats.step_seconds.clear()
+    began = time.perf_counter()
+    llm.generate(prompts_of(contest.clients, turn), params, use_tqdm=False)
+    speed = contest.clients * contest.tokens / (time.perf_counter() - began)
+    step = statistics.mean(llm.stats.step_seconds)
+    first = statistics.median(firsts)
+    return {"tokens_per_second": speed, "first_token_ms": 1000 * first, "step_ms": 1000 * step}
+
+
+def _mean_between(before: tuple[float, float], after: tuple[float, float]) -> float:
+    return (after[0] - before[0]) / (after[1] - before[1])

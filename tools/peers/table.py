@@ -6,41 +6,32 @@ import math
 import statistics
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
+
+from harness import table
 
 _NOISY = 0.2  # spread past which a median of a few turns says little
 
 
 def contest_table(record: dict[str, Any], title: str) -> Table:
-    """Return what `compare_engines` gives as a table: each figure next to its limit, each absence with its reason.
+    """Return what `compare_engines` gives as a table: each figure next to its limit; an absence has dashes.
 
     Args:
         record: the comparison.
         title: above the table.
     """
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False, collapse_padding=True)
-    table.add_column("batch", justify="right")
-    table.add_column("engine", no_wrap=True)
-    for heading in ("ms/step", "spread", "tokens/s", "ratio", "floors", "same"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = {"batch": "{batch_size}", "engine": "{name}", "ms/step": "{ms:.3f}", "spread": "{spread:.0%}"}
+    columns |= {"tokens/s": "{tokens:.1f}", "ratio": "{ratio:.2f}", "floors": "{floors:.2f}", "same": "{same:.0%}"}
+    figures = {"ms": "ms_per_step", "tokens": "tokens_per_second", "ratio": "times_faster_than"}
+    figures |= {"floors": "times_floor", "same": "same_tokens"}
+    rows = []
     for row in record["rows"]:
-        batch_size = str(row["batch_size"])
-        for name, ms in row["ms_per_step"].items():
-            table.add_row(
-                batch_size,
-                name,
-                f"{ms:.3f}",
-                f"{100 * _spread(row['turns_ms'][name]):.0f}%",
-                f"{row['tokens_per_second'][name]:.1f}",
-                f"{row['times_faster_than'][name]:.2f}",
-                f"{row['times_floor'][name]:.2f}",
-                f"{100 * row['same_tokens'][name]:.0f}%",
-            )
-        for name in row["left_out"] | record["left_out"]:
-            table.add_row(batch_size, name, *["-"] * 6)
-        table.add_section()
-    return table
+        for name in row["ms_per_step"] | row["left_out"] | record["left_out"]:
+            rows.append({"batch_size": row["batch_size"], "name": name})
+            if name in row["ms_per_step"]:
+                rows[-1] |= {key: row[figure][name] for key, figure in figures.items()}
+                rows[-1]["spread"] = _spread(row["turns_ms"][name])
+    return table(columns, rows, title)
 
 
 def contest_notes(record: dict[str, Any], cache_bytes: int = 0) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from step_code.sass import Code, Instruction
@@ -184,24 +184,19 @@ class _Moment:
     copies: tuple[int, int] = (0, 0)  # that belong to no group yet
 
     def copied(self) -> _Moment:
-        return _Moment(
-            self.clock, self.level, self.barriers, self.fences, dict(self.boards), list(self.groups), self.copies
-        )
+        return replace(self, boards=dict(self.boards), groups=list(self.groups))
 
     def joined(self, other: _Moment) -> _Moment:
         """Return the later of both in each respect."""
-        boards = {
-            board: _later(self.boards.get(board, (0, 0)), other.boards.get(board, (0, 0)))
-            for board in self.boards.keys() | other.boards.keys()
-        }
-        groups = self.groups if len(self.groups) >= len(other.groups) else other.groups
+        boards = self.boards.keys() | other.boards.keys()
+        never = (0, 0)
         return _Moment(
             max(self.clock, other.clock),
             max(self.level, other.level),
             max(self.barriers, other.barriers),
             max(self.fences, other.fences),
-            boards,
-            list(groups),
+            {board: _later(self.boards.get(board, never), other.boards.get(board, never)) for board in boards},
+            list(self.groups if len(self.groups) >= len(other.groups) else other.groups),
             _later(self.copies, other.copies),
         )
 

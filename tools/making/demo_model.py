@@ -1,6 +1,6 @@
-"""Train the demo model that ships in graphdecode/models/demo: about 20 minutes on two CPU cores.
+"""The demo model that ships in graphdecode/models/demo, trained: about 20 minutes on two CPU cores.
 
-    python tools/train_demo_model.py --out graphdecode/models/demo
+    tools/make demo-model --out graphdecode/models/demo
 
 The model is a byte-level Llama of 0.82 million parameters (tasks: tools/demo_tasks.py), trained by AdamW
 with a cosine schedule and a loss on the answer's tokens only. Token id i < 256 is byte i. With a fixed --seed, number
@@ -13,7 +13,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ import typer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils.logging import disable_progress_bar
 
 from demo_tasks import TASKS, sample
@@ -30,7 +31,8 @@ BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
 SPECIAL_TOKENS = ("<|bos|>", "<|eos|>", "<|pad|>")  # ids 256, 257, 258
 MAX_POSITIONS = 512
 
-SAMPLES_PER_STEP = {"add": 128, "rev": 64, "sort": 64}  # carries make addition the slowest to learn
+# of each batch of a step: sums are half as long as words, and carries make addition the slowest to learn
+SAMPLES_PER_STEP = ({"add": 128}, {"rev": 64, "sort": 64})
 PEAK_LR = 2e-3
 WARMUP_STEPS = 200
 WEIGHT_DECAY = 0.01
@@ -38,16 +40,10 @@ MAX_GRAD_NORM = 1.0
 IGNORED = -100  # the label of a position that has no part in the loss (torch's cross_entropy)
 
 
-def byte_characters() -> list[str]:
-    """The printable character that stands for each byte in a byte-level vocabulary (GPT-2's table), by byte value."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(NUM_BYTES) if byte not in printable]
-    return [chr(byte if byte in printable else NUM_BYTES + others.index(byte)) for byte in range(NUM_BYTES)]
-
-
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer whose id i < 256 is byte i; it adds nothing to a prompt and every unicode string round-trips."""
-    tokenizer = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(byte_characters())}, merges=[]))
+    vocab = {char: byte for byte, char in bytes_to_unicode().items()}  # GPT-2's table
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -66,6 +62,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model() -> LlamaForCausalLM:
     """The untrained model; draws its weights from torch's global generator."""
+    rope: Any = {"rope_theta": 10000.0}  # which transformers keeps under another name
+    tokens: Any = {"bos_token_id": BOS_ID, "eos_token_id": EOS_ID, "pad_token_id": PAD_ID}
     config = LlamaConfig(
         vocab_size=NUM_BYTES + len(SPECIAL_TOKENS),
         hidden_size=128,
@@ -74,16 +72,12 @@ def build_model() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=MAX_POSITIONS,
-        rope_theta=10000.0,
         tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
+        **rope,
+        **tokens,
     )
     model = LlamaForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        do_sample=False, bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-    )
+    model.generation_config = GenerationConfig(do_sample=False, **tokens)
     return model
 
 
@@ -139,7 +133,7 @@ def learning_rate(step: int, progress: float) -> float:
     return PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def train(
+def main(
     out: Annotated[Path, typer.Option(help="Folder to write.")] = Path("graphdecode/models/demo"),
     steps: Annotated[int, typer.Option(help="Optimizer steps of 256 samples.", min=1)] = 6000,
     minutes: Annotated[float, typer.Option(help="End earlier, with the schedule shortened.", min=1e-9)] = math.inf,
@@ -149,6 +143,7 @@ def train(
     threads: Annotated[int, typer.Option(help="CPU threads.", min=1)] = 2,
 ) -> None:
     """Train until `steps` or `minutes` are spent, whichever is first."""
+    disable_progress_bar()  # of the save, which would tear ours apart
     torch.set_num_threads(threads)
     torch.manual_seed(seed)
     rng = random.Random(f"train {seed}")
@@ -156,18 +151,13 @@ def train(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True
     )
-    # Sums are half as long as words: batches of their own save their padding.
-    groups = [
-        {task: count for task, count in SAMPLES_PER_STEP.items() if task == "add"},
-        {task: count for task, count in SAMPLES_PER_STEP.items() if task != "add"},
-    ]
     start = time.monotonic()
     bar = tqdm(range(steps), desc="train", unit="step", mininterval=5)
     for step in bar:
         progress = max(step / steps, (time.monotonic() - start) / (60 * minutes))
         for parameter_group in optimizer.param_groups:
             parameter_group["lr"] = learning_rate(step, progress)
-        batches = [make_batch(group, rng) for group in groups]
+        batches = [make_batch(group, rng) for group in SAMPLES_PER_STEP]
         num_answer_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batches)
         step_loss = 0.0
         for ids, labels in batches:
@@ -189,8 +179,3 @@ def train(
         if last:
             break
     bar.close()
-
-
-if __name__ == "__main__":
-    disable_progress_bar()  # of the save, which would tear ours apart
-    typer.run(train)

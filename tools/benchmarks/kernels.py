@@ -1,30 +1,31 @@
 """Compile what decode steps launch for a GPU that is not here, and say what its code and the model of a step tell.
 
-    python tools/kernel_figures.py                  # the tables
-    python tools/kernel_figures.py --write          # docs/kernels.md, and budgets of what is new or has become better
-    python tools/kernel_figures.py --json           # for the tests
+    tools/bench kernels                  # the tables
+    tools/bench kernels --write          # docs/kernels.md, and budgets of what is new or has become better
+    tools/bench kernels --json           # for the tests
 
 What was compiled is kept in --cache, so that only what changed is compiled again.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # it is the compiler that is asked; must stand before the import of triton
-
 import typer
 
+from harness import ROOT, markdown, rewrite_tables
 from step_code.compiled import Measured
-from step_code.launches import Gpu, Launch, RecordedStep, recorded_step
+from step_code.figures import Figures
+from step_code.launches import Gpu, Launch, RecordedStep, recorded_step, spread
 from step_code.model import product_us, step_cost
-from step_code.report import Row, case_name, code_table, rows_of, step_table
 from step_code.rules import early_start_faults, grid_faults
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "kernels.md"
 TESTS = ROOT / "tests" / "kernels"
 BUDGETS, LIMITS = TESTS / "step_budgets.json", TESTS / "step_limits.json"
@@ -33,7 +34,6 @@ ROWS = (1, 2, 8, 64)
 CONTEXTS = {1: (512,), 64: (512, 4096)}  # by rows, of the steps whose time is modelled
 SHOWN = ("llama-3.1-8b, 1 row", "qwen3-0.6b, 1 row", "llama-3.1-8b, 64 rows")  # in the document
 BUDGETED = ("registers", "shared", "levels", "barriers", "fences", "latency_cycles")
-BEGIN, END = "<!-- figures: written by tools/kernel_figures.py -->", "<!-- end of figures -->"
 
 
 def looked_at(arch: int, cache: Path) -> dict[str, Any]:
@@ -50,17 +50,40 @@ def looked_at(arch: int, cache: Path) -> dict[str, Any]:
     for model in MODELS:
         for rows in ROWS:
             step = recorded_step(f"shape:{model}", rows, gpu=gpu, product_us=product)
-            kernels[case_name(model, rows)] = [asdict(row) for row in rows_of(step, measured)]
-            faults += [f"{case_name(model, rows)}: {fault}" for fault in _faults(step, measured)]
+            kernels[case_name(model, rows)] = rows_of(step, measured)
+            of_grids = [fault for launch in step.launches for fault in grid_faults(launch)]
+            told = [*early_start_faults(step, measured), *of_grids]
+            faults += [f"{case_name(model, rows)}: {fault}" for fault in told]
             for context in CONTEXTS.get(rows, ()):
                 cost = step_cost(step, rows, context, measured, gpu)
                 steps[case_name(model, rows, context)] = asdict(cost) | {"times_floor": cost.times_floor}
     return {"kernels": kernels, "steps": steps, "faults": faults}
 
 
-def _faults(step: RecordedStep, measured: Measured) -> list[str]:
-    of_grids = [fault for launch in step.launches for fault in grid_faults(launch)]
-    return [*early_start_faults(step, measured), *of_grids]
+def case_name(model: str, rows: int, context: int | None = None) -> str:
+    """Return what a step is called in tables."""
+    name = f"{model}, {rows} row{'s' * (rows > 1)}"
+    return name if context is None else f"{name}, context {context}"
+
+
+def label_of(launch: Launch) -> str:
+    """Return a kernel's name, and which of its switches are on."""
+    given = {name.rpartition(".")[2]: value for name, value in spread(launch.arguments).items()}
+    switches = [name for name, value in given.items() if value is True and name.isupper()]
+    if launch.kernel is None:
+        return f"torch's {launch.name}"
+    return f"{launch.name}({', '.join(switches)})" if switches else launch.name
+
+
+def rows_of(step: RecordedStep, measured: Measured) -> list[dict[str, Any]]:
+    """Return the codes of a step in the order of their first launches: label, launches, first grid and figures."""
+    seen: dict[tuple[str, Figures | None], list[Launch]] = {}
+    for launch in step.launches:
+        seen.setdefault((label_of(launch), measured(launch)), []).append(launch)
+    return [
+        {"label": label, "launches": len(each), "grid": each[0].grid, "figures": own and asdict(own)}
+        for (label, own), each in seen.items()
+    ]
 
 
 def budgets_of(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
@@ -78,19 +101,48 @@ def budgets_of(kernels: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, 
     return dict(sorted(budgets.items()))
 
 
-def document_of(seen: dict[str, Any]) -> str:
+def code_table(rows: Iterable[dict[str, Any]]) -> str:
+    """Return the table of a step's kernels in Markdown."""
+    columns = {"kernel": "`{label}`", "launches": "{launches}", "grid": "{programs}"}
+    columns |= {"registers": "{figures[registers]}", "shared": "{figures[shared]}", "early": "{early}"}
+    columns |= {"serial loads": "{figures[levels]}", "barriers": "{figures[barriers]}", "fences": "{figures[fences]}"}
+    columns |= {"cycles": "{figures[latency_cycles]}", "bytes per clock": "{rate:.0f}"}
+    shown = []
+    for row in rows:
+        own = row["figures"] or {}
+        shown.append(row | {"programs": " x ".join(map(str, row["grid"])) or "-"})
+        if own:
+            shown[-1]["early"] = "waits" if own["waits"] else "triggers" if own["triggers"] else "no"
+        if own.get("loop_bytes_per_clock"):
+            shown[-1]["rate"] = own["loop_bytes_per_clock"]
+    return markdown(columns, shown)
+
+
+def step_table(steps: dict[str, dict[str, Any]], limits: dict[str, dict[str, Any]]) -> str:
+    """Return the table of what steps come to in Markdown, beside their goals."""
+    columns = {"step": "{name}", "launches": "{launches}", "made for itself, KiB": "{kib:.0f}"}
+    columns |= {"floor, µs": "{floor_us:.0f}"}
+    columns |= {part: f"{{{part}_us:.0f}}" for part in ("gaps", "latency", "hidden")}
+    columns["whole step"] = "{step_us:.0f}"
+    columns |= {"step/floor": "{times_floor:.2f}", "goal": "{goal}"}
+    rows = []
+    for name, cost in steps.items():
+        goal = limits.get(name, {}).get("goal") or "-"
+        rows.append({"name": name, "kib": cost["made_bytes"] / 1024, "goal": goal} | cost)
+    return markdown(columns, rows)
+
+
+def tables_of(seen: dict[str, Any]) -> list[str]:
     """Return the tables as the document has them."""
     limits = json.loads(LIMITS.read_text()) if LIMITS.exists() else {}
-    parts = [BEGIN, "### What the steps come to", step_table(seen["steps"], limits)]
+    parts = ["### What the steps come to", step_table(seen["steps"], limits)]
     for case in SHOWN:
-        parts += [f"### {case}", code_table(Row.from_dict(row) for row in seen["kernels"][case])]
-    return "\n\n".join([*parts, END])
+        parts += [f"### {case}", code_table(seen["kernels"][case])]
+    return parts
 
 
 def write(seen: dict[str, Any]) -> None:
     """Write the document's tables, the budgets, and the limits of steps where they became lower; goals stay."""
-    text = DOCUMENT.read_text()
-    before, after = text.partition(BEGIN)[0], text.partition(END)[2]
     BUDGETS.write_text(_one_a_line(budgets_of(seen["kernels"])))
     limits = json.loads(LIMITS.read_text())
     for name, limit in limits.items():
@@ -99,7 +151,7 @@ def write(seen: dict[str, Any]) -> None:
         limit.update(launches=min(limit["launches"], cost["launches"]), bytes=min(limit["bytes"], cost["made_bytes"]))
         limit["times_floor"] = min(limit["times_floor"], rounded)
     LIMITS.write_text(_one_a_line(limits))
-    DOCUMENT.write_text(before + document_of(seen) + after)
+    rewrite_tables(DOCUMENT, tables_of(seen))
 
 
 def _one_a_line(entries: dict[str, Any]) -> str:
@@ -121,11 +173,7 @@ def main(
     if is_written:
         write(seen)
     else:
-        print(document_of(seen))
+        print("\n\n".join(tables_of(seen)))
     for fault in seen["faults"]:
         print(fault, file=sys.stderr)
     raise typer.Exit(1 if seen["faults"] else 0)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,7 +1,7 @@
-"""Say what weights of few bits should cost on a GPU: bytes, the code that undoes them, and the time of a step.
+"""What weights of few bits should cost on a GPU: bytes, the code that undoes them, and the time of a step.
 
-    python tools/few_bits_figures.py                  # the tables
-    python tools/few_bits_figures.py --write          # and into docs/quantisation.md
+    tools/bench few-bits                  # the tables
+    tools/bench few-bits --write          # and into docs/quantisation.md
 
 No GPU has confirmed these figures. A product takes the time to read its weight, or to issue the instructions of its
 loop, whichever is longer; what a step costs beside that is what docs/kernels.md says of the same step in bf16.
@@ -11,33 +11,28 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-os.environ.pop("TRITON_INTERPRET", None)  # it is the compiler that is asked; must stand before the import of triton
-
 import torch
-import triton  # noqa: F401 - before the kernels, which nothing would compile else
 import typer
 
+from benchmarks.kernels import MODELS
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import TileLayout, WeightTiles, empty_tiles, layout_of
 from graphdecode.kernels.moe.tiled_expert_linear import tiled_expert_linear_triton
+from harness import ROOT, markdown, rewrite_tables
 from step_code.compiled import compiled
 from step_code.launches import Gpu, launches_of, recorded_step
 from step_code.model import Costs
 from step_code.sass import Code
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, DOCUMENT = ROOT / "docs" / "kernels.md", ROOT / "docs" / "quantisation.md"
-BEGIN, END = "<!-- figures: written by tools/few_bits_figures.py -->", "<!-- end of figures -->"
-MODELS = ("llama-3.1-8b", "llama-3.2-1b", "qwen3-0.6b")
 KINDS = {
     "int8": (layout_of("s8", 0), torch.bfloat16),
     "fp8, 128 x 128": (layout_of("e4m3", 128), torch.float32),
@@ -58,6 +53,7 @@ EXPERTS = {  # how many a layer has, how many of them a row takes, channels outs
 EXPERT_ROWS, EXPERT_TILES = (1, 8, 64), (8, 16)  # of a step; of an expert, that a program takes
 UNDOING = ("LOP3", "SHF", "PRMT", "HFMA2", "HMUL2", "HADD2", "SGXT")
 NORMED = ("qkv", "gate_up", "lm_head")  # products that take the norm before them into their launch
+COSTS = Costs()
 _ROWS, _COLUMNS = 4096, 4096
 _TENSOR_CYCLES = 8  # of a scheduler for one instruction of the tensor cores; see `step_code.figures`
 _SCHEDULERS = 4
@@ -160,72 +156,73 @@ def plain_steps() -> dict[tuple[str, int, int], tuple[float, float]]:
     """Return, by model, rows and context, what docs/kernels.md says: the whole step, and what it costs beside bytes."""
     pattern = re.compile(r"^\| ([\w.-]+), (\d+) rows?, context (\d+) \|(.*)\|$", re.MULTILINE)
     found = {}
-    for model, rows, context, cells in pattern.findall(STEPS.read_text()):
+    of_now = STEPS.read_text().partition("<!-- end of figures -->")[0]  # behind it stand those of an earlier version
+    for model, rows, context, cells in pattern.findall(of_now):
         numbers = [float(cell) for cell in cells.split("|")[2:7]]
         _, gaps, latency, hidden, step = numbers
         found[model, int(rows), int(context)] = step, gaps + latency - hidden
     return found
 
 
-def expert_table(loops: dict[tuple[str, int], Loop], costs: Costs = Costs()) -> str:  # noqa: B008 (immutable)
+def expert_table(loops: dict[tuple[str, int], Loop]) -> str:
     """Return what the experts of one layer read, and the time that takes, in Markdown."""
-    names = ["bf16", *KINDS]
-    lines = ["| experts of a layer | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines = []
     for model, (count, slots, hidden, width) in EXPERTS.items():
         products = {"gate_up": [(2 * width, hidden)], "down": [(hidden, width)]}
         plain = sum(2 * rows * columns for each in products.values() for rows, columns in each)
-        each = {kind: sum(_bytes_of(products, kind).values()) for kind in KINDS}
         for rows in EXPERT_ROWS:
             taken = min(rows * slots, count)
             tile = next(tile for tile in EXPERT_TILES if -(-rows * slots // count) <= tile)
-            plain_us = 1e6 * plain * taken * (1 + costs.stream_loss) / costs.read_bandwidth
-            cells = [f"{plain * taken / 2**20:.0f}: {plain_us:.0f}"]
-            for kind, size in each.items():
-                kind_us = _loop_us(kind, size * taken, loops[kind, tile], costs)
-                cells.append(f"{size * taken / 2**20:.0f}: {kind_us:.0f} ({plain_us / kind_us:.2f}x)")
-            lines.append(f"| {model}, {rows} row{'s' * (rows > 1)}, {taken} of {count} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            plain_us = 1e6 * plain * taken * (1 + COSTS.stream_loss) / COSTS.read_bandwidth
+            line = {"": f"{model}, {rows} row{'s' * (rows > 1)}, {taken} of {count}"}
+            line["bf16"] = f"{plain * taken / 2**20:.0f}: {plain_us:.0f}"
+            for kind in KINDS:
+                size = sum(_bytes_of(products, kind).values()) * taken
+                kind_us = _loop_us(kind, size, loops[kind, tile])
+                line[kind] = f"{size / 2**20:.0f}: {kind_us:.0f} ({plain_us / kind_us:.2f}x)"
+            lines.append(line)
+    return by_kind("experts of a layer", lines)
+
+
+def by_kind(heading: str, lines: list[dict[str, str]]) -> str:
+    """Return a table with a column for each kind of weight."""
+    names = {name: f"{{{name}}}" for name in ("bf16", *KINDS)}
+    return markdown({heading: "{heading}"} | names, (line | {"heading": line[""]} for line in lines))
 
 
 def loop_table(loops: dict[tuple[str, str], Loop]) -> str:
     """Return what the loops come to in Markdown, by kind and product."""
-    lines = [
-        "| kind | bits | product | registers | spilled | read at once | instructions | undoing | bytes per clock |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = {"kind": "{kind}", "bits": "{bits:.2f}", "product": "{product}", "registers": "{registers}"}
+    columns |= {"spilled": "{spilled}", "read at once": "{width}", "instructions": "{instructions:.1f}"}
+    columns |= {"undoing": "{undoing:.0%}", "bytes per clock": "{rate:.0f}"}
+    rows = []
     for (kind, product), loop in loops.items():
         bits = bits_of(*KINDS[kind])
-        lines.append(
-            f"| {kind} | {bits:.2f} | {product} | {loop.registers} | {loop.spilled} | "
-            f"{loop.width} | {loop.instructions:.1f} | {loop.undoing:.0%} | {loop.weights_per_clock * bits / 8:.0f} |"
-        )
-    return "\n".join(lines)
+        rate = loop.weights_per_clock * bits / 8
+        rows.append({"kind": kind, "bits": bits, "product": product, "rate": rate} | asdict(loop))
+    return markdown(columns, rows)
 
 
-def step_table(loops: dict[tuple[str, int, bool], Loop], costs: Costs = Costs()) -> str:  # noqa: B008 (immutable)
+def step_table(loops: dict[tuple[str, int, bool], Loop]) -> str:
     """Return bytes and times of steps in Markdown."""
-    steps = plain_steps()
-    names = ["bf16", *KINDS]
-    lines = ["| step | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    steps, lines = plain_steps(), []
     for model in MODELS:
         sizes = product_sizes(model)
         plain_bytes = sum(2 * rows * columns for each in sizes.values() for rows, columns in each)
         held = {kind: _bytes_of(sizes, kind) for kind in KINDS}
-        cells = [f"{plain_bytes / 2**20:.0f}", *(f"{sum(each.values()) / 2**20:.0f}" for each in held.values())]
-        lines.append(f"| {model}, MiB of weights | " + " | ".join(cells) + " |")
+        whole = {kind: f"{sum(each.values()) / 2**20:.0f}" for kind, each in held.items()}
+        lines.append({"": f"{model}, MiB of weights", "bf16": f"{plain_bytes / 2**20:.0f}"} | whole)
         for (of_model, rows, context), (step_us, beside_us) in steps.items():
             if of_model != model:
                 continue
-            cache_us = step_us - beside_us - 1e6 * plain_bytes * (1 + costs.stream_loss) / costs.read_bandwidth
-            cells = [f"{step_us:.0f}"]
+            cache_us = step_us - beside_us - 1e6 * plain_bytes * (1 + COSTS.stream_loss) / COSTS.read_bandwidth
+            line = {"": f"{model}, {rows} row{'s' * (rows > 1)}, context {context}, µs", "bf16": f"{step_us:.0f}"}
             for kind, by_name in held.items():
-                weights_us = sum(_stream_us(kind, name, size, rows, loops, costs) for name, size in by_name.items())
-                whole_us = weights_us + beside_us + cache_us
-                cells.append(f"{whole_us:.0f} ({step_us / whole_us:.2f}x)")
-            lines.append(
-                f"| {model}, {rows} row{'s' * (rows > 1)}, context {context}, µs | " + " | ".join(cells) + " |"
-            )
-    return "\n".join(lines)
+                streams = (_loop_us(kind, size, loops[kind, rows, name in NORMED]) for name, size in by_name.items())
+                whole_us = sum(streams) + beside_us + cache_us
+                line[kind] = f"{whole_us:.0f} ({step_us / whole_us:.2f}x)"
+            lines.append(line)
+    return by_kind("step", lines)
 
 
 def _bytes_of(sizes: dict[str, list[tuple[int, int]]], kind: str) -> dict[str, int]:
@@ -239,16 +236,10 @@ def _bytes_of(sizes: dict[str, list[tuple[int, int]]], kind: str) -> dict[str, i
     }
 
 
-def _stream_us(
-    kind: str, name: str, size: int, rows: int, loops: dict[tuple[str, int, bool], Loop], costs: Costs
-) -> float:
-    return _loop_us(kind, size, loops[kind, rows, name in NORMED], costs)
-
-
-def _loop_us(kind: str, size: int, loop: Loop, costs: Costs) -> float:
+def _loop_us(kind: str, size: int, loop: Loop) -> float:
     """Return how long a product takes that reads so many bytes: to read them, or to issue its loop's instructions."""
-    issued = loop.weights_per_clock * bits_of(*KINDS[kind]) / 8 * Gpu().processors * costs.clock_hz
-    return 1e6 * size * (1 + costs.stream_loss) / min(costs.read_bandwidth, issued)
+    issued = loop.weights_per_clock * bits_of(*KINDS[kind]) / 8 * Gpu().processors * COSTS.clock_hz
+    return 1e6 * size * (1 + COSTS.stream_loss) / min(COSTS.read_bandwidth, issued)
 
 
 def main(
@@ -272,14 +263,8 @@ def main(
     named |= {(kind, f"experts, tiles of {tile}"): loop for (kind, tile), loop in expert_loops.items()}
     in_order = {key: loop for kind in KINDS for key, loop in named.items() if key[0] == kind}
     tables = [step_table(loops), "### Experts", expert_table(expert_loops), "### The loops", loop_table(in_order)]
-    text = "\n\n".join([BEGIN, *tables, END])
     if is_written:
-        page = DOCUMENT.read_text()
-        DOCUMENT.write_text(page.partition(BEGIN)[0] + text + page.partition(END)[2])
+        rewrite_tables(DOCUMENT, tables)
     else:
-        print(text)
+        print("\n\n".join(tables))
     raise typer.Exit(1 if any(loop.spilled for loop in named.values()) else 0)
-
-
-if __name__ == "__main__":
-    sys.exit(typer.run(main))

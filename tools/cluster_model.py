@@ -1,6 +1,7 @@
-"""Replicas and the front before them, as events one behind the other.
+"""A cluster of replicas as discrete events: what `tools/bench cluster` runs.
 
-What a replica's steps cost is from a profile that was measured; the number of replicas follows the rule of Ray Serve's
+Requests come as the internet sends them: a day with its night, bursts, and few beginnings that most prompts have. What
+a replica's steps cost is from a profile that was measured; the number of replicas follows the rule of Ray Serve's
 autoscaling, and the policies that the server has are the server's own code.
 """
 
@@ -13,14 +14,16 @@ import math
 import random
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 
 from graphdecode.server.replicas.routing import RoutedPrefixes, choose
 
 LOOK_EVERY_S = 10.0  # of the autoscaler
+Rate = Callable[[float], float]  # requests a second, at a time
 Policy = Callable[[Mapping[int, int], int], int]
 
 
@@ -86,6 +89,56 @@ class Request:
     cached: bool = False
     first_token: float = 0.0
     finished: float = 0.0
+
+
+def arrivals(rate: Rate, peak: float, seconds: float, draw: random.Random) -> Iterator[float]:
+    """Yield the times of a Poisson process whose rate changes (thinning; Lewis and Shedler, 1979).
+
+    Args:
+        rate: never above `peak`.
+        peak: in requests a second.
+        seconds: that it lasts.
+        draw: of chance.
+    """
+    now = draw.expovariate(peak)
+    while now < seconds:
+        if draw.random() * peak <= rate(now):
+            yield now
+        now += draw.expovariate(peak)
+
+
+def day(mean: float, seconds: float, bursts: list[tuple[float, float, float]]) -> Rate:
+    """Return the rate of a day that is quietest at its beginning, with bursts on top.
+
+    Args:
+        mean: requests a second without the bursts; the night has a third of the noon's.
+        seconds: of the day.
+        bursts: begin, end and the factor of each.
+    """
+
+    def rate(now: float) -> float:
+        factor = max((more for begin, end, more in bursts if begin <= now < end), default=1.0)
+        return mean * factor * (1 - 0.5 * math.cos(2 * math.pi * now / seconds))
+
+    return rate
+
+
+def requests(times: Iterator[float], *, prefixes: int, sizes: tuple[int, int, int], seed: int) -> Iterator[Request]:
+    """Yield a request for each time; the popularity of beginnings is Zipf's, lengths of answers are exponential.
+
+    Args:
+        times: of arrival.
+        prefixes: beginnings that there are.
+        sizes: tokens of a beginning, of the prompt behind it, and of an answer in the mean.
+        seed: of chance.
+    """
+    draw = random.Random(seed)
+    sums = list(accumulate(1 / rank for rank in range(1, prefixes + 1)))
+    prefix_tokens, prompt_tokens, answer_tokens = sizes
+    for time in times:
+        prefix = bisect_left(sums, draw.random() * sums[-1])
+        length = max(1, round(draw.expovariate(1 / answer_tokens)))
+        yield Request(time, prefix, prefix_tokens, prompt_tokens, length)
 
 
 class Replica:
@@ -157,18 +210,10 @@ def policies(prefixes: RoutedPrefixes[int], slack: int, seed: int) -> dict[str, 
         slack: of the policy `prefix`; see `choose`.
         seed: of chance.
     """
-    draw = random.Random(seed)
-    turn = 0
-
-    def in_turn(loads: Mapping[int, int], prefix: int) -> int:
-        nonlocal turn
-        turn += 1
-        names = list(loads)
-        return names[turn % len(names)]
-
+    draw, turns = random.Random(seed), itertools.count(1)
     return {
         "random": lambda loads, prefix: draw.choice(list(loads)),
-        "round robin": in_turn,
+        "round robin": lambda loads, prefix: list(loads)[next(turns) % len(loads)],
         "least loaded": lambda loads, prefix: choose(loads, {}, 0, draw),
         "prefix": lambda loads, prefix: choose(loads, prefixes.matched([prefix]), slack, draw),
     }

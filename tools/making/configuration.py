@@ -1,4 +1,4 @@
-"""The reference of all keys, and the file that equals the defaults, written from the configurations' fields."""
+"""What is made from the configurations' fields: docs/configuration.md and buckets.toml."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from graphdecode.config.replicas import ReplicaConfig
 from graphdecode.config.server import ServerConfig
 from graphdecode.config.settings import BucketConfig, EngineConfig
 from graphdecode.config.toml_file import toml_value
+from harness import ROOT
 
 _COLUMNS = 100
 _INTRODUCTION = """\
 # Configuration
 
-<!-- Written by tools/render_configuration.py from the fields of the configurations: change those. -->
+<!-- Written by `tools/make configuration` from the fields of the configurations: change those. -->
 
 One file in TOML holds all settings of a runtime. `LLM(model, config=...)` takes its path, an `EngineConfig`, or a
 `BucketConfig`; so does `--config` of the commands (a path). Every section and key may be left out, and keeps its
@@ -60,3 +61,10 @@ def _sections() -> list[tuple[str, list[Key]]]:
 
 def _default(key: Key) -> str:
     return "left out" if key.default is None else f"`{toml_value(key.default)}`"
+
+
+def main() -> None:
+    """Write both."""
+    (ROOT / "docs").mkdir(exist_ok=True)
+    (ROOT / "docs" / "configuration.md").write_text(reference(), encoding="utf-8")
+    (ROOT / "buckets.toml").write_text(default_file(), encoding="utf-8")

@@ -1,8 +1,10 @@
-"""Show the committed results: the table of the README, or the history of one metric.
+"""The committed results: the table of the README, or the history of one metric.
 
-python tools/show_results.py                                    the table, as Markdown
-python tools/show_results.py --history cpu-xeon-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode
+tools/bench results                                    the table, as Markdown
+tools/bench results --history cpu-xeon-2/generate-demo-float32.json --metric rows.0.ms_per_step.graphdecode
 """
+
+from __future__ import annotations
 
 import json
 import subprocess
@@ -11,7 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-RESULTS = Path(__file__).parent / "results"
+from harness import TOOLS, markdown
+
+RESULTS = TOOLS / "results"
 
 
 def table(results: Path) -> str:
@@ -19,27 +23,12 @@ def table(results: Path) -> str:
     found = [(path.parent.name, json.loads(path.read_text())) for path in sorted(results.glob("*/generate-*.json"))]
     peers = dict.fromkeys(name for _, result in found for row in result["rows"] for name in row["times_faster_than"])
     peers.pop("graphdecode", None)
-    headings = ["machine", "instructions", "model", "batch", "ms/step", *(f"times {peer}" for peer in peers)]
-    lines = [_line(*headings, "times the weight-read floor"), "|---" * (len(headings) + 1) + "|"]
-    for machine, result in found:
-        for row in result["rows"]:
-            ratios = [row["times_faster_than"].get(peer) for peer in peers]
-            lines.append(
-                _line(
-                    f"{machine}, {result['threads']} threads",
-                    result["environment"].get("instructions", "-"),
-                    f"{result['model']} {result['dtype']}",
-                    str(row["batch_size"]),
-                    f"{row['ms_per_step']['graphdecode']:.2f}",
-                    *("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios),
-                    f"{row['times_floor']['graphdecode']:.2f}",
-                )
-            )
-    return "\n".join(lines)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    columns = {"machine": "{machine}, {threads} threads", "instructions": "{environment[instructions]}"}
+    columns |= {"model": "{model} {dtype}", "batch": "{batch_size}", "ms/step": "{ms_per_step[graphdecode]:.2f}"}
+    columns |= {f"times {peer}": f"{{times_faster_than[{peer}]:.2f}}" for peer in peers}
+    columns["times the weight-read floor"] = "{times_floor[graphdecode]:.2f}"
+    rows = ({"machine": machine} | result | row for machine, result in found for row in result["rows"])
+    return markdown(columns, rows)
 
 
 def pick(result: Any, metric: str) -> float | None:
@@ -93,7 +82,3 @@ def main(
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         figure.savefig(plot)
-
-
-if __name__ == "__main__":
-    typer.run(main)

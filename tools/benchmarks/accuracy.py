@@ -1,10 +1,10 @@
 """How far each dtype, weight form, cache and set of instructions is from float64 of the same weights.
 
-    python tools/accuracy.py measure --out FILE [--model smollm2] [--tokens 1360] [--isa avx2 --isa none ...]
-    python tools/accuracy.py measure --llama-python PYTHON --out FILE   llama.cpp beside them, by a Python that has it
+    tools/bench accuracy measure --out FILE [--model smollm2] [--tokens 1360] [--isa avx2 --isa none ...]
+    tools/bench accuracy measure --llama-python PYTHON --out FILE   llama.cpp beside them, by a Python that has it
 
-The text is `tools/accuracy.txt`. The reference is `Float64Model`: it reads the checkpoint with the packages of
-its format alone, and shares no code with what it judges. What is compared are the log-probabilities of the text's
+The text is `accuracy.txt` beside this file. The reference is `Float64Model`: it reads the checkpoint with the packages
+of its format alone, and shares no code with what it judges. What is compared are the log-probabilities of the text's
 tokens and the whole distributions, of prompts in chunks and of steps over one and over eight rows. Each set of
 instructions runs in a process of its own, under `GRAPHDECODE_ISA`.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,21 +25,20 @@ from typing import Annotated, Any, NamedTuple, cast
 import numpy as np
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from float64_model import Float64Model
-from graphdecode.attention import PagedDecodeAttention
+from graphdecode import BucketConfig
 from graphdecode.buffers import Batch
-from graphdecode.cache import PagedKVCache
-from graphdecode.engine.capacity import resolve_cache_dtype
+from graphdecode.engine.loading import make_runner
+from graphdecode.engine.steps import StepSetting
+from graphdecode.engine.steps.decode import decode_attention_of
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import load_model, resolve_model_path
 from graphdecode.models.model import Model
-from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import load_tokenizer
+from harness import LlamaPython, Out, command_of, elsewhere, record, show, told_by, write
 
 TEXT = Path(__file__).with_suffix(".txt")
 TOKENS, STEP_TOKENS = 1360, 128
@@ -133,33 +131,18 @@ class Scored:
         rows: of a step at most.
     """
 
-    def __init__(self, model: Model, kv_cache_dtype: str = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
+    def __init__(self, model: Model, kv_cache_dtype: Any = "auto", *, tokens: int = TOKENS, rows: int = 8) -> None:
         self._model, self._pages = model, -(-tokens // PAGE)
-        config, device = model.config, model.device
-        kv_dtype = resolve_cache_dtype(kv_cache_dtype, model.dtype)
-        self._cache = PagedKVCache(
-            num_layers=model.num_layers,
-            total_num_pages=rows * self._pages,
-            page_size=PAGE,
-            max_pages_per_row=self._pages,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=kv_dtype,
-            device=device,
-            scales=model.cache_scales,
-        )
-        self._attention = PagedDecodeAttention(
+        config = BucketConfig(
             max_batch_size=rows,
-            num_qo_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+            batch_sizes=[rows],
+            max_sequence_length=tokens,
             page_size=PAGE,
-            max_pages_per_row=self._pages,
-            dtype=model.dtype,
-            kv_dtype=kv_dtype,
-            windows=config.windows,
-            device=device,
+            total_num_pages=rows * self._pages,
         )
+        self._caches = make_runner(model, config, kv_cache_dtype=kv_cache_dtype, prefix_cache=False).cache.layers
+        setting = StepSetting(model, self._caches, PAGE, self._pages, config)
+        self._attention = decode_attention_of(setting, rows, batch_invariant=False)
 
     def _int32(self, values: Any) -> Tensor:
         return torch.as_tensor(values, dtype=torch.int32, device=self._model.device)
@@ -174,7 +157,7 @@ class Scored:
             count = self._int32([end - begin])
             places = (torch.zeros_like(given[begin:end], dtype=torch.int32), self._int32(range(begin, end)), count)
             lengths = (self._int32([0, end - begin]), self._int32([0, end]))
-            passed = self._model.prefill(given[begin:end], *places, *lengths, pages, self._cache.layers)
+            passed = self._model.prefill(given[begin:end], *places, *lengths, pages, self._caches)
             for first in range(0, end - begin, 128):
                 last = min(first + 128, end - begin)
                 found.append(self._model.logits(passed, first, last).float().cpu())
@@ -194,7 +177,7 @@ class Scored:
                 live_rows=self._int32([rows]),
                 page_table=table,
             )
-            logits = self._model.decode(cast(Batch, batch), self._cache.layers, self._attention)
+            logits = self._model.decode(cast(Batch, batch), self._caches, self._attention)
             found.append(logits[-1].float().cpu())
         return torch.stack(found)
 
@@ -229,7 +212,7 @@ def distances(
     return found
 
 
-def by_transformers(path: Path, dtype: str, reference: Tensor, ids: list[int]) -> dict[str, Distance]:
+def by_transformers(path: Path, dtype: str, reference: Tensor, ids: list[int]) -> dict[str, Any]:
     """Return the distance of transformers' own Llama over the same weights, as a prompt."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -240,25 +223,15 @@ def by_transformers(path: Path, dtype: str, reference: Tensor, ids: list[int]) -
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **source).eval()
     with torch.no_grad():
         logits = loaded(torch.tensor([ids])).logits[0]
-    return {"prompt": Distance.of(logits, reference, ids)}
+    return {"prompt": asdict(Distance.of(logits, reference, ids))}
 
 
-LLAMA = """
-import json, sys
-import llama_cpp
-import numpy as np
-model, ids = sys.argv[1], json.loads(sys.stdin.read())
-llama = llama_cpp.Llama(model, n_ctx=len(ids), n_batch=len(ids), logits_all=True, verbose=False, n_threads=2)
-llama.eval(ids)
-np.save(sys.argv[2], np.asarray(llama.scores[: len(ids)], dtype=np.float32))
-"""
-
-
-def by_llama(python: str, path: Path, reference: Tensor, ids: list[int], folder: Path) -> dict[str, Distance]:
+def by_llama(python: Path, path: Path, ids: Path, reference: Tensor, folder: Path) -> dict[str, Any]:
     """Return the distance of llama.cpp, as another Python has it, as a prompt."""
     made = folder / "llama.npy"
-    subprocess.run([python, "-c", LLAMA, str(path), str(made)], input=json.dumps(ids), text=True, check=True)
-    return {"prompt": Distance.of(torch.from_numpy(np.load(made)), reference, ids)}
+    subprocess.run(elsewhere(python, "llama-logits", path, ids, made), check=True)
+    distance = Distance.of(torch.from_numpy(np.load(made)), reference, json.loads(ids.read_text()))
+    return {"prompt": asdict(distance)}
 
 
 def _environment(isa: str) -> dict[str, str]:
@@ -286,7 +259,7 @@ def one(model: str, name: str, reference: Path, ids: Path, step_tokens: int) -> 
 
 @app.command()
 def measure(
-    out: Annotated[Path, typer.Option(help="the file to write")],
+    out: Out = None,
     model: str = "smollm2",
     tokens: int = TOKENS,
     step_tokens: int = STEP_TOKENS,
@@ -295,66 +268,39 @@ def measure(
         list[str] | None, typer.Option(help=f"sets of instructions; {WITHOUT_COMPILER}: torch alone")
     ] = None,
     subject: Annotated[list[str] | None, typer.Option(help="names of subjects; all where none is given")] = None,
-    llama_python: Annotated[str | None, typer.Option(help="a Python that has llama-cpp-python")] = None,
+    llama_python: LlamaPython = None,
     peers: bool = True,
 ) -> None:
     """Measure every subject with every set of instructions, and write and print the table."""
-    console, path = Console(stderr=True), resolve_model_path(model)
+    path = resolve_model_path(model)
     ids = text_ids(path, tokens, text)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         wanted, given = Path(folder) / "reference.npy", Path(folder) / "ids.json"
         given.write_text(json.dumps(ids))
-        console.print("float64 ...")
         reference = Float64Model(path).log_probabilities(ids)
         np.save(wanted, reference.numpy())
-        others: dict[str, Callable[[], dict[str, Distance]]] = {}
-        if peers:
-            for dtype in ("float32", "bfloat16", "float16"):
-                others[f"transformers {dtype}"] = partial(by_transformers, path, dtype, reference, ids)
+        calls: dict[tuple[str, str], Callable[[], dict[str, Any]]] = {}
+        for dtype in ("float32", "bfloat16", "float16") if peers else ():
+            calls["", f"transformers {dtype}"] = partial(by_transformers, path, dtype, reference, ids)
         if llama_python is not None:
-            others["llama.cpp"] = partial(by_llama, llama_python, path, reference, ids, Path(folder))
-        for name, distance_of in others.items():
-            console.print(name)
-            row: dict[str, Any] = {"isa": "", "subject": name}
-            try:
-                rows.append(row | {way: asdict(distance) for way, distance in distance_of().items()})
-            except Exception as error:  # of another library, which may lack a package
-                rows.append(row | {"left_out": str(error).strip().splitlines()[-1]})
+            calls["", "llama.cpp"] = partial(by_llama, llama_python, path, given, reference, Path(folder))
         for each in isa or [AS_IT_IS]:
             for name in _subjects(each, subject):
-                console.print(f"{each}: {name}")
-                command = [sys.executable, __file__, "one", model, name, str(wanted), str(given), str(step_tokens)]
-                done = subprocess.run(command, env=_environment(each), capture_output=True, text=True)
-                if done.returncode:
-                    rows.append({"isa": each, "subject": name, "left_out": done.stderr.strip().splitlines()[-1]})
-                else:
-                    rows.append({"isa": each, "subject": name} | json.loads(done.stdout.splitlines()[-1]))
-    result = {
-        "model": model,
-        "text": text.name,
-        "tokens": tokens,
-        "environment": describe_environment("cpu"),
-        "rows": rows,
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
-    Console(width=120).print(table(rows))
-
-
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the rows as a person reads them."""
-    made = Table("instructions", "subject", "way", "mean", "p99", "KL", "other first", "margin of the first")
-    for row in rows:
-        if "left_out" in row:
-            made.add_row(row["isa"], row["subject"], row["left_out"])
-        for way, distance in row.items():
-            if isinstance(distance, dict):
-                figures = (f"{distance[name]:.5f}" for name in ("mean", "p99", "kl"))
-                margin = distance["first_margin"]
-                share, shown = f"{distance['other_first']:.2%}", "" if margin is None else f"{margin:.4f}"
-                made.add_row(row["isa"], row["subject"], way, *figures, share, shown)
-    return made
-
-
-if __name__ == "__main__":
-    app()
+                command = command_of("bench", "accuracy", "one", model, name, wanted, given, step_tokens)
+                calls[each, name] = partial(told_by, command, env=_environment(each))
+        for (each, name), found in calls.items():
+            print(f"{each} {name}", flush=True)
+            row: dict[str, Any] = {"isa": each, "subject": name}
+            try:
+                given_distances = found()
+            except Exception as error:  # of another library, which may lack a package, or of a process
+                rows.append(row | {"left_out": str(error).strip().splitlines()[-1]})
+            else:
+                rows.append(row | given_distances)
+    write(out, record(model=model, text=text.name, tokens=tokens, rows=rows))
+    ways = [row | {"way": way} | found for row in rows for way, found in row.items() if isinstance(found, dict)]
+    ways += [row | {"way": row["left_out"]} for row in rows if "left_out" in row]
+    columns = {"instructions": "{isa}", "subject": "{subject}", "way": "{way}", "mean": "{mean:.5f}"}
+    columns |= {"p99": "{p99:.5f}", "KL": "{kl:.5f}", "other first": "{other_first:.2%}"}
+    show(columns | {"margin of the first": "{first_margin:.4f}"}, ways)

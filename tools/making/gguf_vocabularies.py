@@ -1,6 +1,6 @@
-"""Write the vocabularies, lines and token ids that tests compare GGUF's tokenizers with; the ids are llama.cpp's.
+"""The vocabularies, lines and token ids that tests compare GGUF's tokenizers with; the ids are llama.cpp's.
 
-    python tools/write_gguf_vocabularies.py --llama-python PYTHON
+    tools/make gguf-vocabularies --llama-python PYTHON
 
 Needs sentencepiece here, and llama-cpp-python where PYTHON is the interpreter. The vocabularies are small, and made so
 that a text cut in other places has other tokens: their merges take no notice of words.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from checks.gguf import lines, llama_ids, real_lines
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
+from harness import ROOT
 
-OUT = Path(__file__).parent.parent / "tests" / "text" / "gguf_vocabularies.json"
+OUT = ROOT / "tests" / "text" / "gguf_vocabularies.json"
 SPECIAL = ["<|begin|>", "<|end|>"]
 APPROXIMATE = ("gpt-4o", "llama4", "tekken")  # llama.cpp knows the case of ASCII letters alone
 NUM_LINES = 50
@@ -127,7 +127,3 @@ def main(llama_python: Annotated[str, typer.Option(help="The interpreter that ha
     found["cut_by"] = {name: found["cut_by"][name] for name in different.values()}
     OUT.write_text(json.dumps(found, ensure_ascii=True, separators=(",", ":")) + "\n")
     print(f"{OUT}: {OUT.stat().st_size} bytes")
-
-
-if __name__ == "__main__":
-    sys.exit(typer.run(main))

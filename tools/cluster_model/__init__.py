@@ -1,1 +1,0 @@
-"""A cluster of replicas as discrete events: what `tools/bench cluster` runs."""

@@ -1,0 +1,51 @@
+"""How a subject of `tools/bench` or `tools/check` starts: before it, nothing of graphdecode is imported."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import typer
+
+# whose kernels are compiled, or interpreted, which is settled when graphdecode is imported
+COMPILED, INTERPRETED = ("bench kernels", "bench few-bits"), ("check sampler", "check few-bits")
+
+
+def run(room: str) -> None:
+    """Run the subject that the command line names with its options, or list the subjects.
+
+    Args:
+        room: the package beside this file that has a module for each subject.
+    """
+    command, paths = Path(sys.argv[0]).name, sorted((Path(__file__).parent / room).glob("[!_]*.py"))
+    subjects = {path.stem.replace("_", "-"): path for path in paths}
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in subjects:
+        print(f"usage: tools/{command} SUBJECT [OPTIONS]; tools/{command} SUBJECT --help tells the options\n")
+        for subject, path in subjects.items():
+            print(f"  {subject:18} {(ast.get_docstring(ast.parse(path.read_text())) or '').splitlines()[0]}")
+        sys.exit(0 if name in ("", "--help") else 2)
+    if f"{command} {name}" in COMPILED:
+        os.environ.pop("TRITON_INTERPRET", None)
+        import_module("triton")
+    elif f"{command} {name}" in INTERPRETED:
+        os.environ["TRITON_INTERPRET"] = "1"
+    module = import_module(f"{room}.{subjects[name].stem}")
+    sys.argv[:2] = [f"tools/{command} {name}"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended
+    app = getattr(module, "app", None)
+    if app is None:
+        app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        app.command(help="\b\n" + (module.__doc__ or "").replace("\n\n", "\n\n\b\n"))(module.main)
+    from graphdecode.cli.options import print_error
+    from graphdecode.errors import GraphdecodeError
+
+    try:
+        app()
+    except GraphdecodeError as error:
+        print_error(str(error))
+        sys.exit(2)
