@@ -141,10 +141,10 @@ def inspect(
         runner = load_runner(model, settings, progress=True, times_products=True)
         graphs = runner.graphs
     try:
-        graphs.capture()
-        for shape in graphs.table.ladder.of("steps"):
+        graphs.capture(kinds=["steps"])
+        for shape in graphs.ladder.of("steps"):
             for _ in range(_REPLAYS):
-                graphs.table.run(shape)
+                graphs.run(shape)
         if dot is not None:
             typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
@@ -165,7 +165,7 @@ def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:
     """Print what the graphs of a step hold, and those of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:
-        runner.table.capture(kinds=list(_BESIDE))
+        runner.graphs.capture(kinds=list(_BESIDE))
         beside = {name: report for name, report in runner.reports().items() if name in _BESIDE}
     if as_json:
         plain = {name: report.as_dict() for name, report in beside.items()}

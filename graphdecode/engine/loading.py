@@ -227,7 +227,7 @@ def captured_runner(
     if runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
         runner.warm_up()
     try:
-        runner.table.capture(progress)
+        runner.graphs.capture(progress)
     except CaptureError as error:
         instead = "the model can be run without graphs all the same: backend='eager' ([capture] in a file)"
         error.args = (f"{error}; {instead}",)

@@ -73,7 +73,7 @@ class EngineLoop:
         drafting = runner.step.drafting
         self.pace = None
         if drafting is not None:
-            widths = runner.table.ladder.queries
+            widths = runner.graphs.ladder.queries
             self.pace = DraftPace(widths, is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
         self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
@@ -133,7 +133,7 @@ class EngineLoop:
         self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
         self._to_prefill = [chunk.inputs(self.scheduler.cache) for chunk in chunks]
         is_wanted = any(chunk.sequence.unscored or chunk.sequence.is_full for chunk in chunks)
-        if is_wanted or not self.runner.table.takes(1, self._prefilled):
+        if is_wanted or not self.runner.graphs.takes(1, self._prefilled):
             for chunk, scored in zip(chunks, self._prefill(), strict=True):
                 if scored is not None:
                     wanted, places = chunk.sequence.params.prompt_logprobs or 0, range(chunk.end - chunk.start)
@@ -212,7 +212,7 @@ class EngineLoop:
 
     def _taken_along(self) -> list[PromptChunk]:
         """Return this round's chunks if the next launch is to take them along."""
-        if not self.runner.table.takes(len(self._staged), self._prefilled):
+        if not self.runner.graphs.takes(len(self._staged), self._prefilled):
             return []
         chunks, self._to_prefill = self._to_prefill, []
         self.stats.mixed_steps += 1

@@ -18,7 +18,7 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
-from graphdecode.graphs import Backend, BucketReport, GraphManager, GraphReport, GraphTable
+from graphdecode.graphs import BucketReport, GraphManager, GraphReport
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import Chunks, MixingModel, Model
@@ -98,9 +98,8 @@ class Runner:
         around: is entered around each capture, with what is captured.
 
     Attributes:
-        table: the graphs of steps and prompts.
+        graphs: those of steps and prompts, by shape; its buckets are those of steps of one query a row.
         buffers: every tensor that the step reads or writes.
-        graphs: the table's face for those who look at steps of one query a row.
         prompts: what passes of prompts read and write.
     """
 
@@ -132,13 +131,13 @@ class Runner:
         self.step = step(setting)
         self.buffers = self.step.buffers
         self.prompts = Prompts(setting)
-        constants = [*model.constants, *self.step.constants]
-        buffers = (self.buffers, self.prompts.buffers)
-        self.table = GraphTable(
+        self.graphs = GraphManager(
             self._run,
             self.buffers,
             ShapeLadder([*self.step.shapes(), *self.prompts.shapes], config.max_batch_size),
-            Backend(*buffers, constants=constants, name=config.backend, warmup_steps=config.warmup_steps),
+            constants=[*model.constants, *self.step.constants],
+            backend=config.backend,
+            warmup_steps=config.warmup_steps,
             prompts=self.prompts.buffers,
             capture_when=config.capture_when,
             choices=model.linear_choices,
@@ -146,7 +145,6 @@ class Runner:
             loop=self.step.loop,
             around=lambda shape: around(str(shape)),
         )
-        self.graphs = GraphManager.of(self.table)
 
     def _run(self, shape: StepShape, batch: Batch) -> None:
         chunks = self.prompts.chunks(shape.prompt_tokens) if shape.prompt_tokens else None
@@ -190,10 +188,10 @@ class Runner:
                 return Launch(0, range(first, first), 0, started, None, scores=self._pass(plan))
             is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
             try:
-                shape = self.table.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
+                shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
                 if shape is None:  # it takes more along than any graph holds
                     shape, batch, chunks = wanted, self.buffers.narrow(wanted.rows), self._chunks(plan)
-                    self.table.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
+                    self.graphs.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
             except BaseException:
                 self.step.rewind(first)  # the host would look for later tokens in the wrong places
                 raise
@@ -215,8 +213,8 @@ class Runner:
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
         chunks = self._chunks(plan)
         is_scored = any(chunk.scored for chunk in plan.chunks)
-        if not plan.catches_up and (is_scored or self.table.run(plan.wanted) is None):
-            passed = self.table.run_beyond(plan.wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
+        if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
+            passed = self.graphs.run_beyond(plan.wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
             scores = self.prompts.score(plan.chunks, passed)
         if self.step.drafting is not None:
             self.step.drafting.prefill(chunks)
@@ -238,7 +236,7 @@ class Runner:
 
     def reports(self) -> dict[str, GraphReport]:
         """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
-        found = {kind: self.table.report(kind) for kind in KINDS}
+        found = {kind: self.graphs.report(kind) for kind in KINDS}
         largest, prompts = self.prefill_budget, found["prompts"].buckets
         if largest not in [bucket.bucket for bucket in prompts]:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
@@ -249,4 +247,4 @@ class Runner:
         with self._here():
             if not self.is_on_host:
                 torch.cuda.synchronize(self.model.device)
-            self.table.close()
+            self.graphs.close()

@@ -114,11 +114,12 @@ class Backend:
         """Return every address in some graphs, each with its bucket, that nobody owns any more."""
         return [stale for bucket, graph in graphs for stale in stale_pointers(bucket, graph, self.owners)]
 
-    def refuse_stale(self, stale: Iterable[StalePointer]) -> None:
-        """Raise a StalePointerError that names the addresses which certainly are ones."""
+    def verify(self, stale: Iterable[StalePointer] = ()) -> None:
+        """Check that nothing was moved; raise a StalePointerError of those given that certainly are addresses."""
         certain = [pointer for pointer in stale if pointer.is_certain]
         if certain:
             raise StalePointerError("\n".join(map(str, certain)))
+        self.owners.verify()
 
     def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
         """Retire what was captured, a loop before the graphs that it is made of.

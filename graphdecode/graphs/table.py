@@ -70,7 +70,7 @@ class GraphTable:
         self.buffers = buffers
         self.prompts = buffers if prompts is None else prompts
         self.ladder = self._given = ladder
-        self.backend = backend
+        self._backend, self.backend = backend, backend.name
         self._step = step
         self._captures_lazily = capture_when == "first-use" and backend.name != "eager"
         self._strict = strict
@@ -89,13 +89,16 @@ class GraphTable:
         weakref.finalize(self, atexit.unregister, at_exit)
         self._drop(KINDS)
 
-    def graphs(self, queries: int = 1) -> dict[int, StepGraph]:
-        """Return the captured steps of so many queries a row by bucket, for those who look into them."""
+    @property
+    def graphs(self) -> dict[int, StepGraph]:
+        """The captured steps of one query a row by bucket, for those who look into them."""
         mine = ((shape, ready) for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs)
-        return {shape.rows: ready.graphs[0] for shape, ready in mine if shape == StepShape(shape.rows, queries)}
+        return {shape.rows: ready.graphs[0] for shape, ready in mine if shape == StepShape(shape.rows)}
 
-    def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> None:
-        """Capture the shapes of some kinds, those of most tokens first; with "first-use", only make ready for it.
+    def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
+        """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
+
+        With "first-use", only make ready for it.
 
         Steps run for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
         saved. Where steps with prompts cannot be captured, prompts go by themselves, or without graphs, and a warning
@@ -134,6 +137,7 @@ class GraphTable:
             self._drop(KINDS)
             raise
         self._open.update(kinds)
+        return self.report()
 
     def _next_to_capture(self, kinds: Collection[str]) -> StepShape | None:
         if self._captures_lazily:  # one mixed step is tried
@@ -144,7 +148,7 @@ class GraphTable:
     def _try(self, shape: StepShape) -> None:
         """Run a mixed step that nobody asked for: a model whose steps cannot take prompts along says so now."""
         try:
-            self.backend.eager(*self._bound(shape)).replays[0]()
+            self._backend.eager(*self._bound(shape)).replays[0]()
         except Exception as error:
             raise CaptureError.of(error) from error
         self._open.add(shape.kind)
@@ -164,9 +168,9 @@ class GraphTable:
         return step, narrowed, self._control.loop.epilogue, self._control
 
     def _capture(self, shape: StepShape) -> None:
-        is_eager = self.backend.name == "eager"
+        is_eager = self.backend == "eager"
         with nullcontext() if is_eager else self._around(shape):
-            ready = (self.backend.eager if is_eager else self.backend.captured)(*self._bound(shape))
+            ready = (self._backend.eager if is_eager else self._backend.captured)(*self._bound(shape))
         self._keep(shape, ready)
 
     def _keep(self, shape: StepShape, ready: Ready) -> None:
@@ -253,42 +257,23 @@ class GraphTable:
         if shape.kind not in self._open:
             raise RuntimeError(f"{shape} was not captured: call capture() first")
         if shape.part != "whole":
-            return shape, (self.backend.eager(*self._bound(shape)), self._report_at(shape))
+            return shape, (self._backend.eager(*self._bound(shape)), self._report_at(shape))
         for other in self.ladder.holding(wanted):
             if other in self._ready and self._ready[other][0].graphs:
                 return other, self._ready[other]
         self._report_at(shape).eager_runs += 1
-        return shape, (self.backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
+        return shape, (self._backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
 
     def _capture_or_stay_eager(self, fitting: StepShape) -> None:
         try:
             with self._nothing_live(fitting):
                 self._capture(fitting)
         except CaptureError as error:
-            self._keep(fitting, self.backend.eager(*self._bound(fitting)))
+            self._keep(fitting, self._backend.eager(*self._bound(fitting)))
             what = f"the halves of {fitting._replace(part='whole')} stay"
             if fitting.part == "whole":
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
-
-    def run_eager(self, wanted: StepShape) -> StepShape:
-        """Run the same step over the same shape without its graph: bit for bit what `run` computes."""
-        shape = next(self.ladder.holding(wanted))
-        self.buffers.make_ready(wanted.rows, shape.rows, self._user)
-        self.backend.eager(*self._bound(shape)).replays[0]()
-        return shape
-
-    def check_steps(self, steps: Any) -> None:
-        """Refuse a number of steps that no run can have.
-
-        Raises:
-            ValueError: it is outside 1..max_steps of the loop.
-            RuntimeError: there is no loop.
-        """
-        if self._control is None:
-            raise RuntimeError("several steps at once need graphs that were made with loop=")
-        if type(steps) is not int or not 1 <= steps <= self._control.loop.max_steps:
-            raise ArgumentError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {steps!r}")
 
     def run_beyond(self, shape: StepShape, most_tokens: int, step: Callable[[], Any]) -> Any:
         """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
@@ -316,14 +301,12 @@ class GraphTable:
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in a graph has lost its owner.
         """
-        if self._strict:
-            self.backend.refuse_stale(self.audit())
-        self.backend.owners.verify()
+        self._backend.verify(self.audit() if self._strict else ())
 
     def audit(self) -> list[StalePointer]:
         """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
         buckets = sorted((shape.rows or shape.prompt_tokens, shape) for shape in self._ready)
-        return self.backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
+        return self._backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -334,16 +317,16 @@ class GraphTable:
         Raises:
             FrozenError: something was moved already.
         """
-        self.backend.owners.verify()
+        self._backend.owners.verify()
         self.buffers.freeze()
-        self.backend.owners.freeze()
+        self._backend.owners.freeze()
         self._frozen = True
 
     def thaw(self) -> None:
         """Allow changes again; the graphs are invalid and dropped."""
         self._frozen = False
         self.buffers.thaw()
-        self.backend.owners.thaw()
+        self._backend.owners.thaw()
         self._drop(KINDS)
 
     def report(self, kind: str = "steps") -> GraphReport:
@@ -356,7 +339,7 @@ class GraphTable:
                 steps, rows = loop.counted()
                 report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
             buckets.append(report)
-        return GraphReport(self.backend.name, buckets, self._computed_in)
+        return GraphReport(self.backend, buckets, self._computed_in)
 
     def close(self) -> None:
         """Release all graphs; the buffers stay.
@@ -365,14 +348,14 @@ class GraphTable:
         in use. What is not closed when the process ends is released then, before anything that was there earlier.
         """
         self._drop(KINDS)
-        self.backend.forget()
+        self._backend.forget()
 
     def _drop(self, kinds: Collection[str]) -> None:
         """Retire the graphs of some kinds, and count anew."""
         self._open.difference_update(kinds)
         self._verified = None
         gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
-        self.backend.release(gone, is_last=not self._ready)
+        self._backend.release(gone, is_last=not self._ready)
         if "steps" in kinds and self._beside is not None:
             self._beside.shutdown()
             self._beside = None

@@ -184,7 +184,7 @@ class _Turns:
 
     def __init__(self, decoder: Model, config: BucketConfig, context: int) -> None:
         self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
-        self._captured = self._runner.graphs.capture(progress=False)
+        self._captured = self._runner.graphs.capture(progress=False, kinds=["steps"])
         self._held = ExitStack()
         self._held.callback(self._runner.close)
         self._rows = self._held.enter_context(rows_at(self._runner, config.max_batch_size, context))

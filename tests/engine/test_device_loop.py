@@ -80,7 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
 
     def watch(llm: LLM) -> list[tuple[int, int]]:
         seen: list[tuple[int, int]] = []
-        table = llm.engine.runner.table
+        table = llm.engine.runner.graphs
         run = table.run
 
         def noting(wanted: StepShape, *, steps: int | None = None, **options: Any) -> StepShape | None:

@@ -82,7 +82,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ready(runner: Runner) -> Engine:
     engine = Engine(runner)
-    runner.table.capture(progress=False)
+    runner.graphs.capture(progress=False)
     assert "mixed" in runner.reports()
     return engine
 

@@ -41,9 +41,9 @@ class Arrival(NamedTuple):
 
 def engine_of(model: Model, *, config: BucketConfig = CONFIG, mixes: bool = True, **keywords: object) -> Engine:
     runner = make_runner(model, EngineConfig(config, **keywords))
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     if mixes:
-        runner.table.capture(progress=False, kinds=BESIDE)
+        runner.graphs.capture(progress=False, kinds=BESIDE)
     return Engine(runner)
 
 
@@ -306,7 +306,7 @@ def test_graphs_are_captured_again_without_a_trace_in_anybodys_pages(model: Mode
     runner = engine.runner
     served(engine, arriving(8, seed=2))
     pages = [tensor[:-1].fill_(0.5) for layer in runner.cache.layers for tensor in layer]
-    runner.table.capture(progress=False, kinds=BESIDE)
+    runner.graphs.capture(progress=False, kinds=BESIDE)
     assert all(bool((tensor == 0.5).all()) for tensor in pages)
 
 
