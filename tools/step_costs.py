@@ -199,7 +199,7 @@ def captured_variants(
                 runner = make_runner(decoder, config, prefix_cache=False)
             else:
                 full = runners[FULL]
-                runner = Runner(decoder, full.cache, config, full.capacity, prefill_budget=full.prefill_budget)
+                runner = Runner(replace(full.setting, model=decoder), full.cache, full.capacity)
             held.callback(runner.close)
             with nullcontext() if is_compiled else native.switched_off():
                 runner.graphs.capture(progress=False)

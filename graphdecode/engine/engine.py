@@ -63,7 +63,7 @@ class Engine:
         # a token that is not in the vocabulary ends nothing
         eos_token_ids = tuple(token for token in self.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.sampling_capacity
+            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )
         self.scheduler = Scheduler(self.cache, max_batch_size=runner.buffers.max_batch_size)
         self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)

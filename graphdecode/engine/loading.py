@@ -94,32 +94,24 @@ def load_runner(
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
     sizes = settings.buckets.ladder.sizes
     report_sizes = (*sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type)))
-    decoder = load_model(
-        model,
+    load = partial(
+        load_model,
         device=device,
-        dtype=settings.dtype,
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=sizes,
-        report_sizes=report_sizes if times_products else (),
-        quantize=settings.quantize,
-        quantize_group_size=settings.quantize_group_size,
-        batch_invariant=settings.batch_invariant,
-        model_impl=settings.model_impl,
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
+    )
+    wanted = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
+    decoder = load(
+        model,
+        **{name: getattr(settings, name) for name in wanted},
+        report_sizes=report_sizes if times_products else (),
         shared=None if ranks is None else ranks.collectives,
     )
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
-        draft = load_model(
-            settings.draft_model,
-            device=device,
-            dtype=str(decoder.dtype).removeprefix("torch."),
-            max_sequence_length=settings.buckets.max_sequence_length,
-            batch_sizes=sizes,
-            trust_remote_code=settings.trust_remote_code,
-            progress=progress,
-        )
+        draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
@@ -180,27 +172,20 @@ def load_engine(
     if config.tensor_parallel_size == 1:
         runner = captured_runner(model, config, progress=progress)
     else:
-        runner = _leading(ranks, model, config, progress=progress)
-    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
-
-
-def _leading(ranks: Leader | None, model: str | Path, config: EngineConfig, *, progress: bool) -> Runner:
-    """Return a runner whose model other ranks have a part of; see `load_engine`."""
-    describe_shard(model, config)  # what cannot be split is said before any process is started
-    leader = start_ranks_of(config) if ranks is None else ranks
-    try:
-        leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
-        runner = captured_runner(model, config, progress=progress, ranks=leader)
-        assert isinstance(runner, LeadingRunner)
-        runner.ends_ranks = ranks is None
-        runner.lead()
-    except BaseException as error:
+        describe_shard(model, config)  # what cannot be split is said before any process is started
+        leader = start_ranks_of(config) if ranks is None else ranks
         try:
-            leader.explain(error)
-        finally:
-            leader.close()
-        raise
-    return runner
+            leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
+            runner = captured_runner(model, config, progress=progress, ranks=leader)
+            assert isinstance(runner, LeadingRunner)
+            runner.lead(ends_ranks=ranks is None)
+        except BaseException as error:
+            try:
+                leader.explain(error)
+            finally:
+                leader.close()
+            raise
+    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
@@ -305,13 +290,18 @@ def make_runner(
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(
-        decoder,
+        StepSetting(
+            decoder,
+            cache.layers,
+            buckets.page_size,
+            capacity.pages_per_row,
+            buckets,
+            settings.batch_invariant,
+            settings.prefill_tokens(device.type),
+            mixes,
+        ),
         cache,
-        buckets,
         capacity,
-        prefill_budget=settings.prefill_tokens(device.type),
-        batch_invariant=settings.batch_invariant,
         step=step or step_of(settings, draft),
-        mixes=mixes,
         around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
     )

@@ -40,6 +40,11 @@ class PromptChunk:
     scored: Sequence[int] = ()
     num_logprobs: int = 0  # most likely tokens that are wanted beside them
 
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are in the cache afterwards."""
+        return self.start + len(self.token_ids)
+
 
 class Prompts:
     """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.

@@ -40,7 +40,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_told_prompt: bool = False  # whether an event has brought them to the owner
     constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
-    mask_is_stale: bool = False  # whether `sampling.token_mask` is not what the constraint allows next
     failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
     error_code: str | None = None  # of its error, as an event has it
     is_complete: bool = False  # whether the constraint has ended the answer, by a token that is part of its text
@@ -101,19 +100,6 @@ class Sequence:
             self.finish_reason, self.is_complete = "stop", token_id not in self.eos_token_ids
         elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
-        elif constraint is not None:
-            self.mask_is_stale = True
-
-    def fill_mask(self) -> None:
-        """Let `sampling.token_mask` be what the constraint allows next; what it cannot do is kept as the failure."""
-        if self.mask_is_stale and self.failure is None:
-            assert self.constraint is not None
-            assert self.sampling.token_mask is not None
-            try:
-                self.constraint.fill(self.sampling.token_mask, self.stop_ids)
-            except ConstraintError as failure:
-                self.failure = failure
-            self.mask_is_stale = False
 
     def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen (see NO_CHOICE, or its constraint); return an error that says so."""

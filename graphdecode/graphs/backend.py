@@ -17,7 +17,7 @@ from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError, st
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
-from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, SingleLaunches, Step, StepGraph, StepLoop, run
+from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 
@@ -102,7 +102,7 @@ class Backend:
             return Ready(replays)
         if self.device.type == "cpu":
             return Ready(replays, HostLoop(control, *replays))
-        loop = SingleLaunches(control, *replays)
+        loop = StepLoop(control, *replays)
         loop.reason = "nothing is captured"
         return Ready(replays, loop)
 

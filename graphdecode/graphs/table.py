@@ -275,11 +275,11 @@ class GraphTable:
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
-    def run_beyond(self, shape: StepShape, most_tokens: int, step: Callable[[], Any]) -> Any:
+    def run_beyond(self, shape: StepShape, step: Callable[[], Any]) -> Any:
         """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
         if shape.rows:
             self.buffers.set_live_rows(shape.rows)
-        largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, most_tokens)
+        largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, self.prompts.max_batch_size)
         self._reports.setdefault(largest, BucketReport.of(largest, "eager")).eager_runs += 1
         return run(lambda _: step(), Batch(shape.rows, {}))
 

@@ -99,7 +99,8 @@ def test_every_entry_of_the_runner_makes_its_device_the_current_one(runner: Runn
     runner.stage(chunks=chunks)
     runner.launch(LaunchPlan.of_chunks(chunks))
     runner.stage([RowInputs([97, 98, 99, 100], 4, (0,), RowSampling())])
-    runner.stage_pages([(0, 1)])
+    with runner.here():
+        runner.step.stage_pages([(0, 1)])
     assert runner.read(runner.launch(LaunchPlan(StepShape(1))))[0].tokens[0] >= 0
     with pytest.raises(ValueError, match="batch"):
         runner.launch(LaunchPlan(StepShape(3)))

@@ -29,7 +29,7 @@ from graphdecode.kernels.sampling.sampling_slots import (
     held_back,
     sampling_flags,
 )
-from graphdecode.models import Chunks, Model
+from graphdecode.models import Chunks, MixingModel, Model
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
@@ -199,8 +199,11 @@ class StepSetting:
 
     @property
     def mixed_shapes(self) -> list[StepShape]:
-        """Steps that take prompts along; none where they are not to."""
-        if not self.mixes:
+        """Steps that take prompts along; none where they are not to, or cannot."""
+        # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
+        if not self.mixes or self.batch_invariant or self.config.backend == "eager":
+            return []
+        if not isinstance(self.model, MixingModel):
             return []
         return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
 
