@@ -34,6 +34,7 @@ _TOP_BYTES = 8  # of a likely token in slots and rings: its id and its log-proba
 _RING_BYTES = 16  # of a token in the rings, with its log-probability and rank
 _ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
 _BOUNDLESS = 2**63
+_NOTHING = SamplingCapacity(0, 0, 0, 0)
 _REQUESTS = {  # what grows with each
     "max_logprobs": "the likeliest tokens",
     "max_stop_token_ids": "tokens that end answers",
@@ -135,8 +136,12 @@ def _needs(
     rows, positions, vocab_size = config.max_batch_size, capacity.max_sequence_length, model.vocab_size
     pages, states = capacity.total_num_pages, config.max_automaton_states
     tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
-    nothing = SamplingCapacity(0, 0, 0, 0)
-    least = _slots_bytes(nothing, model)  # of a row that may ask for nothing
+
+    def asked_bytes(**capacity: int) -> int:  # of the slots of a row that may ask for so much
+        specs = sampling_slots(_NOTHING._replace(**capacity), vocab_size)
+        return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
+
+    least = asked_bytes()
     row = 12 * vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + least
     ring = ring_length(config) * (_RING_BYTES + _TOP_BYTES * min(config.max_logprobs, vocab_size))
     needs = [
@@ -150,15 +155,9 @@ def _needs(
     ]
     for key, what in _REQUESTS.items():  # how much one request may ask for
         value = getattr(config, key)
-        slots = _slots_bytes(nothing._replace(**{key: value}), model) - least
         tops = _TOP_BYTES * min(value, vocab_size) if key == "max_logprobs" else 0
-        needs.append((key, value, f"{what} of {rows} rows", rows * (slots + tops)))
+        needs.append((key, value, f"{what} of {rows} rows", rows * (asked_bytes(**{key: value}) - least + tops)))
     return needs
-
-
-def _slots_bytes(capacity: SamplingCapacity, model: ModelShape) -> int:
-    specs = sampling_slots(capacity, model.vocab_size)
-    return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
 
 
 class Memory(NamedTuple):
@@ -184,18 +183,13 @@ def host_memory(root: Path = Path("/")) -> Memory:
 
     Linux's `proc` and `sys` lie in `root`.
     """
-    told = _numbers(root / "proc/meminfo")
-    total = 1024 * told.get("MemTotal", 0) or _installed_bytes()
+    told, total = _numbers(root / "proc/meminfo"), _BOUNDLESS
+    with suppress(AttributeError, ValueError, OSError):
+        total = 1024 * told.get("MemTotal", 0) or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     available = 1024 * told["MemAvailable"] if "MemAvailable" in told else min(_ASSUMED_FREE_BYTES, total)
     for limit, used in _limits(root):
         total, available = min(total, limit), min(available, limit - used)
     return Memory(total, max(available, 0))
-
-
-def _installed_bytes() -> int:
-    with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _BOUNDLESS
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:

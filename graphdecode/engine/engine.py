@@ -54,7 +54,8 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
-        if not _is_seed(seed):
+        given: Any = seed  # of whoever calls
+        if not isinstance(given, Integral) or isinstance(given, bool) or as_int64(int(given)) != given:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.seed = seed
@@ -134,19 +135,9 @@ class Engine:
             bad_words=request.bad_words_token_ids,
             constrained=mask,
         )
-        sequence = Sequence(
-            request_id,
-            tokens,
-            params,
-            prompt_length=len(tokens),
-            max_length=max_length,
-            stop_ids=stop_ids,
-            eos_token_ids=rules.eos_token_ids,
-            sampling=sampling,
-            metrics=RequestMetrics(time.perf_counter()),
-            turn=(request.priority, request.turn, request_id),
-            constraint=constraint,
-        )
+        ends, turn = (max_length, stop_ids, rules.eos_token_ids), (request.priority, request.turn, request_id)
+        told = (RequestMetrics(time.perf_counter()), turn, constraint)
+        sequence = Sequence(request_id, tokens, params, len(tokens), *ends, sampling, *told)
         self._sequences[request_id] = sequence
         # one that was given up before it began stays out
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
@@ -282,10 +273,6 @@ class Engine:
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
-
-
-def _is_seed(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and as_int64(int(value)) == value
 
 
 def derived_seed(seed: int, index: int) -> int:

@@ -101,7 +101,7 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
-        if self.scheduler.has_prompts:
+        if self.scheduler.waiting or self.scheduler.prefilling:
             self._enter_prompts()
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         plan = self._planned() if goes_on else None
@@ -135,13 +135,14 @@ class EngineLoop:
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
         self._to_prefill = [chunk for _, chunk in chunks]
         self._prefilled = sum(len(chunk.token_ids) for chunk in self._to_prefill)
+        self.stats.prefilled_tokens += self._prefilled
         is_wanted = any(chunk.scored or sequence.is_full for sequence, chunk in chunks)
         if is_wanted or not self.runner.graphs.takes(1, self._prefilled):
             for (sequence, chunk), found in zip(chunks, self._prefill(), strict=True):
                 if found is not None:
                     places = range(len(chunk.token_ids))
                     entries = [_token_logprobs(found, place, chunk.num_logprobs) for place in places]
-                    sequence.score(chunk.start, entries)
+                    sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
@@ -156,7 +157,6 @@ class EngineLoop:
         self.runner.stage(chunks=chunks)
         found = self.runner.launch(LaunchPlan.of_chunks(chunks)).scores
         self.stats.prefill_seconds += time.perf_counter() - began
-        self.stats.prefilled_tokens += self._prefilled
         return found
 
     def _wants_more(self) -> bool:
@@ -171,7 +171,8 @@ class EngineLoop:
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        is_held = bool(self._held) if is_steady else any(s.needs_the_host for s in self.scheduler.decoding)
+        held = (s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding)
+        is_held = bool(self._held) if is_steady else any(held)
         num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
@@ -188,12 +189,13 @@ class EngineLoop:
                 self.runner.step.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
         queries = self._queries(room)
         in_halves = bool(self._held) and not is_new and self._fills_on_the_way(queries)
-        along = self._taken_along() if self._to_prefill and queries == 1 and not in_halves else []
-        if self._to_prefill:  # what does not go along
+        if self._to_prefill:
+            if queries == 1 and not in_halves and self.runner.graphs.takes(len(self._staged), self._prefilled):
+                along, self._to_prefill = self._to_prefill, []
+                self.stats.mixed_steps += 1
+                self.runner.stage(chunks=along)
+                return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
             self._prefill()
-        if along:
-            self.runner.stage(chunks=along)
-            return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
         shape = StepShape(len(self._staged), queries, part="logits" if in_halves else "whole")
         plan = LaunchPlan(shape, min(num_steps, room // queries))
         self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._held else None
@@ -213,15 +215,6 @@ class EngineLoop:
         self._held = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
         return True
-
-    def _taken_along(self) -> list[PromptChunk]:
-        """Return this round's chunks if the next launch is to take them along."""
-        if not self.runner.graphs.takes(len(self._staged), self._prefilled):
-            return []
-        chunks, self._to_prefill = self._to_prefill, []
-        self.stats.mixed_steps += 1
-        self.stats.prefilled_tokens += self._prefilled
-        return chunks
 
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""

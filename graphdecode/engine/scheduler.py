@@ -41,11 +41,6 @@ class Scheduler:
         """Whether any sequence is not finished."""
         return bool(self.decoding or self.prefilling or self.waiting)
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether any prompt waits, or is being computed."""
-        return bool(self.waiting or self.prefilling)
-
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
         insort(self.waiting, sequence, key=_TURN)

@@ -32,6 +32,7 @@ class Sequence:
     sampling: RowSampling  # what the step is told of it
     metrics: RequestMetrics  # times and counts
     turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first and gives way last
+    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -39,7 +40,6 @@ class Sequence:
     # of the prompt's tokens from the second on, as far as they are computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_told_prompt: bool = False  # whether an event has brought them to the owner
-    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
     failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
     error_code: str | None = None  # of its error, as an event has it
     is_complete: bool = False  # whether the constraint has ended the answer, by a token that is part of its text
@@ -65,18 +65,9 @@ class Sequence:
         return len(self.token_ids) >= self.max_length
 
     @property
-    def needs_the_host(self) -> bool:
-        """Whether the host has to see each token before it knows what may follow."""
-        return self.constraint is not None and self.constraint.guide is None
-
-    @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.prompt_length
-
-    def score(self, start: int, entries: SequenceOf[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt: those at the places behind `start` tokens and so on."""
-        self.prompt_logprobs[start:] = entries[: self.prompt_length - 1 - start]
 
     def length_ahead(self, tokens_ahead: int) -> int:
         """Return how many of its tokens are cached in so many steps."""

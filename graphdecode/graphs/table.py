@@ -174,9 +174,8 @@ class GraphTable:
         self._keep(shape, ready)
 
     def _keep(self, shape: StepShape, ready: Ready) -> None:
-        report = self._report_at(shape)
-        self._ready[shape] = ready, report
-        report.take(ready, is_whole=shape.part == "whole")
+        self._ready[shape] = ready, self._report_at(shape)
+        self._report_at(shape).take(ready, is_whole=shape.part == "whole")
 
     def _report_at(self, shape: StepShape) -> BucketReport:
         """Return what counts a shape's runs; those of its halves count with the whole."""

@@ -150,13 +150,11 @@ class DecodeStep(Step):
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, self._guides(batch))
-
-    def _guides(self, batch: Batch) -> Guides | None:
-        if self._automata is None:
-            return None
-        tables = (getattr(batch, name) for name in AutomatonTables._fields)
-        return Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
+        guides = None
+        if self._automata is not None:
+            tables = (getattr(batch, name) for name in AutomatonTables._fields)
+            guides = Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, guides)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -194,20 +192,17 @@ class DecodeStep(Step):
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
-        flagged = [
-            (row, inputs) for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag
-        ]
+        flagged = [row for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag]
         if not flagged:
             return
-        block = _block_of(flag)
-        staged = self.buffers.staging(block)
-        for row, inputs in flagged:
+        staged = self.buffers.staging(_block_of(flag))
+        for row in flagged:
             for spec in self._specs:
                 if spec.flag == flag:
-                    _fill(staged[spec.name], row, getattr(inputs.sampling, spec.name), spec)
+                    _fill(staged[spec.name], row, getattr(rows[row].sampling, spec.name), spec)
             if flag == FLAG_BAD_WORDS:
-                _fill_recent(staged["recent_tokens"][row], inputs)
-        self.buffers.upload(block, len(rows))
+                _fill_recent(staged["recent_tokens"][row], rows[row])
+        self.buffers.upload(_block_of(flag), len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
         generated = inputs.token_ids[inputs.prompt_length :]
