@@ -23,7 +23,7 @@ from graphdecode.errors import ArgumentError
 if TYPE_CHECKING:
     from graphdecode.buffers import Batch, StepBuffers
     from graphdecode.engine.runner import Runner
-    from graphdecode.graphs import GraphManager, GraphReport
+    from graphdecode.graphs import GraphReport, GraphTable
 
 _REPLAYS = 3  # of each bucket, so that the report has something to count
 _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tokens of prompts"}
@@ -127,7 +127,7 @@ def inspect(
         raise ArgumentError("--json, --dot and --svg exclude each other")
     settings = settings_of(config, device=device, model_impl=model_impl, speculation=speculate)
     from graphdecode.engine.loading import load_runner
-    from graphdecode.graphs import GraphManager
+    from graphdecode.graphs import GraphManager, GraphTable
 
     runner, drawn = None, svg if dot is None else dot
     if target is not None:
@@ -135,7 +135,7 @@ def inspect(
         rows = given.buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
         _check_drawn(drawn, ladder)
-        graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
+        graphs: GraphTable = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
         _check_drawn(drawn, settings.buckets.ladder)
         runner = load_runner(model, settings, progress=True, times_products=True)
@@ -161,7 +161,7 @@ def _check_drawn(bucket: int | None, ladder: BucketLadder) -> None:
         raise ArgumentError(f"bucket must be one of {list(ladder.sizes)}, got {bucket}")
 
 
-def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:
+def _show(graphs: GraphTable, runner: Runner | None, as_json: bool) -> None:
     """Print what the graphs of a step hold, and those of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:

@@ -214,15 +214,13 @@ class Engine:
             try:
                 self._inbox.popleft()()
             except Exception as error:
-                self._give_up_for(error)
+                self._give_up_all(error)
                 raise
             self._torn = None
 
-    def _give_up_for(self, error: Exception) -> None:
-        self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
-
-    def _give_up_all(self, error: str) -> None:
+    def _give_up_all(self, why: Exception | str) -> None:
         """Begin anew with empty books; the next step tells every owner."""
+        error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
         self._inbox.clear()
         events = self.loop.reset()
         told = {event.request_id for event in events if event.finish_reason is not None} | set(self._ended)
@@ -252,7 +250,7 @@ class Engine:
             try:
                 events = self.loop.step()
             except Exception as error:
-                self._give_up_for(error)
+                self._give_up_all(error)
                 raise
             self._torn = None
             if self._lost or self._gave_up:

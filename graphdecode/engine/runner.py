@@ -16,7 +16,7 @@ from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
-from graphdecode.graphs import BucketReport, GraphManager, GraphReport
+from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.models import Chunks, Model
@@ -113,7 +113,7 @@ class Runner:
         self.steps_launched = 0
         self.step, self.prompts = step(setting), Prompts(setting)
         self.buffers = self.step.buffers
-        self.graphs = GraphManager(
+        self.graphs = GraphTable(
             self._run,
             self.buffers,
             ShapeLadder([*self.step.shapes(), *self.prompts.shapes], config.max_batch_size),

@@ -7,22 +7,23 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from graphdecode.buckets import KINDS, ShapeLadder, StepShape
+from graphdecode.buckets import KINDS, BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch, FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
+from graphdecode.graphs.backend import Backend
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
 
 if TYPE_CHECKING:  # what a replay needs none of
-    from graphdecode.graphs.backend import Backend
     from graphdecode.graphs.inspect.audit import StalePointer
 
 CAPTURE_TIMES = ("startup", "first-use")
@@ -34,9 +35,12 @@ class GraphTable:
 
     Args:
         step: runs a shape, over the buffers narrowed to its rows; of prompts by themselves, to their tokens.
-        buffers: of the rows.
-        ladder: the shapes.
-        backend: captures them.
+        buffers: everything that the step reads and writes.
+        ladder: the shapes; its buckets are those of steps of one query a row.
+        constants: modules and tensors that the step only reads; they are kept alive, and watched for being moved.
+        backend: "cuda" (CUDA graphs), "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or
+            "auto": CUDA graphs on a GPU, recorded ones on a CPU.
+        warmup_steps: eager steps before each capture; recordings after the first do with one.
         prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
             runs padded to the next captured one, or eagerly.
@@ -46,8 +50,11 @@ class GraphTable:
         loop: lets a run be several steps.
         around: given a shape, returns what is entered around its capture.
 
+    Attributes:
+        bucket_for: given a batch size, returns the bucket that holds it.
+
     Raises:
-        ValueError: `capture_when` is unknown, or the loop's slots do not fit.
+        ValueError: an argument is unknown or does not fit the buffers or their device, or the ladder their capacity.
     """
 
     def __init__(
@@ -55,8 +62,10 @@ class GraphTable:
         step: Callable[[StepShape, Batch], None],
         buffers: StepBuffers,
         ladder: ShapeLadder,
-        backend: Backend,
         *,
+        constants: Iterable[Any] = (),
+        backend: str = "auto",
+        warmup_steps: int = 2,
         prompts: StepBuffers | None = None,
         capture_when: str = "startup",
         strict: bool = False,
@@ -67,12 +76,18 @@ class GraphTable:
     ) -> None:
         if capture_when not in CAPTURE_TIMES:
             raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
-        self.buffers = buffers
-        self.prompts = buffers if prompts is None else prompts
+        most, held = ladder.max_batch_size, buffers.max_batch_size
+        if most > held:
+            raise ArgumentError(f"the ladder goes up to {most} rows, the buffers hold {held}")
+        memory = [buffers] if prompts is None else [buffers, prompts]
+        self.buffers, self.prompts = memory[0], memory[-1]
         self.ladder = self._given = ladder
-        self._backend, self.backend = backend, backend.name
+        self._buckets = BucketLadder((shape.rows for shape in ladder.of("steps")), most)
+        self.bucket_for = self._buckets.bucket_for
+        self._backend = Backend(*memory, constants=constants, name=backend, warmup_steps=warmup_steps)
+        self.backend = self._backend.name
         self._step = step
-        self._captures_lazily = capture_when == "first-use" and backend.name != "eager"
+        self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
         self._strict = strict
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
@@ -274,6 +289,54 @@ class GraphTable:
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph, ascending; `bucket_for` says which one holds some rows."""
+        return self._buckets.sizes
+
+    def replay(self, batch_size: int) -> int:
+        """Run one step of the first `batch_size` rows: one launch. Return the bucket that ran; see `GraphTable.run`."""
+        self.bucket_for(batch_size)
+        return (self.run(StepShape(batch_size)) or StepShape(0)).rows
+
+    def launch(self, batch_size: int, num_steps: int) -> int:
+        """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Return the bucket that ran.
+
+        Fewer steps run where none of the rows is running any more. On a GPU all of it is one launch wherever the
+        driver grants that; the report says what each bucket got instead, and why.
+
+        Raises:
+            ValueError: `num_steps` is outside 1..max_steps of the loop.
+            RuntimeError: there is no loop.
+        """
+        if self._control is None:
+            raise RuntimeError("several steps at once need graphs that were made with loop=")
+        if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
+            most = self._control.loop.max_steps
+            raise ArgumentError(f"num_steps must be in 1..max_steps={most}, got {num_steps!r}")
+        self.bucket_for(batch_size)
+        return (self.run(StepShape(batch_size), steps=num_steps) or StepShape(0)).rows
+
+    def run_eager(self, batch_size: int) -> int:
+        """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
+        shape = StepShape(self.bucket_for(batch_size))
+        self.buffers.make_ready(batch_size, shape.rows, self._user)
+        self._backend.eager(*self._bound(shape)).replays[0]()
+        return shape.rows
+
+    def dot(self, bucket: int, queries: int = 1) -> str:
+        """Return a picture of one bucket's step, in Graphviz' language; a ValueError where it has no graph."""
+        captured = {shape: ready.graphs[0] for shape, (ready, _) in self._ready.items() if ready.graphs}
+        shape = StepShape(bucket, queries)
+        if type(bucket) is not int or shape not in captured:
+            known = sorted(other.rows for other in captured if other == StepShape(other.rows, queries))
+            raise ArgumentError(f"bucket must be one of the captured {known}, got {bucket!r}")
+        return to_dot(str(shape), captured[shape].nodes)
+
+    def svg(self, bucket: int, queries: int = 1) -> str:
+        """Return the same as SVG; Graphviz draws it, and a PictureError says where it is not installed."""
+        return to_svg(self.dot(bucket, queries))
+
     def run_beyond(self, shape: StepShape, step: Callable[[], Any]) -> Any:
         """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
         if shape.rows:
@@ -360,6 +423,23 @@ class GraphTable:
             self._beside = None
         waiting = {shape: BucketReport.of(shape, "waiting") for shape in self.ladder.of(*kinds) if shape.queries == 1}
         self._reports = {s: report for s, report in self._reports.items() if s.kind not in kinds} | waiting
+
+
+class GraphManager(GraphTable):
+    """The graphs of a step that has rows alone, one a bucket.
+
+    Args:
+        step: given the buffers narrowed to a bucket's rows; writes its results into them.
+        buffers: everything that the step reads and writes.
+        ladder: the buckets; a `BucketLadder`, or batch sizes.
+        options: those of `GraphTable`.
+    """
+
+    def __init__(self, step: Step, buffers: StepBuffers, ladder: BucketLadder | Iterable[int], **options: Any) -> None:
+        if not isinstance(ladder, BucketLadder):
+            ladder = BucketLadder(ladder, buffers.max_batch_size)
+        shapes = ShapeLadder(map(StepShape, ladder), ladder.max_batch_size)
+        super().__init__(lambda _, batch: step(batch), buffers, shapes, **options)
 
 
 def _close(alive: Callable[[], GraphTable | None]) -> None:

@@ -16,7 +16,7 @@ from graphdecode.buffers import Batch
 from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.shapes import mixed_shapes, prompt_shapes
-from graphdecode.graphs import Backend, GraphTable
+from graphdecode.graphs import GraphTable
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.models import Model, load_model
 
@@ -120,7 +120,7 @@ def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, back
 
     shapes_ = [StepShape(r, q, t) for r in (2, 6) for q, t in ((1, 0), (4, 0), (1, 8))] + [StepShape(0, 1, 16)]
     table = GraphTable(
-        step, rows, ShapeLadder(shapes_, 6), Backend(rows, prompts, name=backend), prompts=prompts,
+        step, rows, ShapeLadder(shapes_, 6), backend=backend, prompts=prompts,
         capture_when=capture_when,
     )  # fmt: skip
     table.capture(progress=False)

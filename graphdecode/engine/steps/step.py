@@ -215,10 +215,7 @@ class StepSetting:
     @property
     def sampling_capacity(self) -> SamplingCapacity:
         """How much one row may ask of sampling."""
-        config = self.config
-        return SamplingCapacity(
-            config.max_logprobs, config.max_stop_token_ids, config.max_logit_biases, config.max_bad_words
-        )
+        return SamplingCapacity(*(getattr(self.config, name) for name in SamplingCapacity._fields))
 
     @property
     def ring_length(self) -> int:
