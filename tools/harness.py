@@ -21,8 +21,8 @@ from rich.table import Table
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.cli.options import print_error, wide_console
-from graphdecode.engine.loading import resolve_device
 from graphdecode.errors import ArgumentError, GraphdecodeError
+from graphdecode.models import resolve_device
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import RequestOutput
 

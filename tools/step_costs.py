@@ -16,13 +16,13 @@ from tqdm import tqdm
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import free_bytes
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.models import Decoder, load_model
+from graphdecode.models import Decoder, load_model, resolve_device
 from graphdecode.models.blocks import StepOperators
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth

@@ -127,7 +127,7 @@ def inspect(
         raise ArgumentError("--json, --dot and --svg exclude each other")
     settings = settings_of(config, device=device, model_impl=model_impl, speculation=speculate)
     from graphdecode.engine.loading import load_runner
-    from graphdecode.graphs import GraphManager, GraphTable
+    from graphdecode.graphs import GraphManager
 
     runner, drawn = None, svg if dot is None else dot
     if target is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -29,38 +29,8 @@ from graphdecode.engine.steps.kinds import step_named
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
-from graphdecode.kernels.native.instructions import MissingInstructions, instructions
-from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
+from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
 from graphdecode.models.split import check_split, split_config
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return a device that is there; `"auto"` means CUDA where there is one, else the CPU.
-
-    Raises:
-        ValueError: the device is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
-    """
-    try:
-        instructions()
-    except MissingInstructions as error:
-        raise ArgumentError(str(error)) from error
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = None
-    with suppress(RuntimeError):
-        resolved = torch.device(device)
-    if resolved is None or resolved.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
-    index = resolved.index or 0
-    if resolved.type == "cpu":
-        if index:
-            raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
-        return torch.device("cpu")  # as tensors name it, whatever number it was given
-    if not torch.cuda.is_available():
-        raise ArgumentError("device is cuda, but torch finds no CUDA device here")
-    if index >= torch.cuda.device_count():
-        raise ArgumentError(f"device is {device}, but there are {torch.cuda.device_count()} CUDA devices")
-    return resolved
 
 
 def load_runner(

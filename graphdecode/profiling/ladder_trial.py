@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Model, load_model
+from graphdecode.models import Model, load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
 

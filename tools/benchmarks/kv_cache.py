@@ -16,9 +16,9 @@ import torch
 import typer
 
 from graphdecode import LLM, BucketConfig
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
-from graphdecode.models import load_model
+from graphdecode.models import load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, fill_pages, rows_at
 from harness import ROOT, Dtype, Model, OutFolder, Sizes, in_turn, medians, numbers, perplexity, record, write
 
