@@ -95,17 +95,6 @@ class Event(NamedTuple):
         """Whether it brings log-probabilities of the prompt alone, of which others follow."""
         return self.prompt_logprobs is not None and not self.token_ids and self.finish_reason is None
 
-    def in_parts(self, entries: int) -> list[Event]:
-        """Return events that say the same together, none of them with many more log-probabilities of the prompt."""
-        scores = self.prompt_logprobs
-        if not scores:
-            return [self]
-        size = max(entries // (len(scores[0].top) + 1), 1)
-        cuts = range(0, max(len(scores) - size, 0), size)
-        nothing = self._replace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None, error=None)
-        parts = [nothing._replace(prompt_logprobs=scores[cut : cut + size]) for cut in cuts]
-        return [*parts, self._replace(prompt_logprobs=scores[len(parts) * size :])]
-
 
 @dataclass(frozen=True)
 class RequestRules:

@@ -1,6 +1,5 @@
 """Capture, replay and inspection of step graphs; knows nothing of models."""
 
-from graphdecode.graphs.backend import Backend
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError
 from graphdecode.graphs.inspect.check import Finding, check
@@ -9,7 +8,6 @@ from graphdecode.graphs.step_graph import Loop, Node, StepGraph
 from graphdecode.graphs.table import GraphManager, GraphTable
 
 __all__ = [
-    "Backend",
     "BucketReport",
     "CaptureError",
     "Finding",

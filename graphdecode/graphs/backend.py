@@ -25,14 +25,7 @@ BACKENDS = ("auto", "cuda", "recorded", "eager")
 class Backend:
     """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch.
 
-    Args:
-        buffers: slots and adopted tensors that steps read and write: of rows, and of prompts.
-        constants: modules and tensors that they only read; kept alive.
-        name: "cuda", "recorded", "eager" (nothing is captured), or "auto".
-        warmup_steps: eager steps before each capture; recordings after the first do with one.
-
-    Raises:
-        ValueError: an argument is unknown, or does not fit the device.
+    Its arguments are those of `GraphTable`: the buffers of rows, and of prompts; `name` is the back end's.
     """
 
     def __init__(

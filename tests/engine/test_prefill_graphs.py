@@ -5,7 +5,8 @@ import pytest
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
-from graphdecode.graphs import Backend, CaptureError
+from graphdecode.graphs import CaptureError
+from graphdecode.graphs.backend import Backend
 from graphdecode.models import load_model
 
 LENGTHS = (1, 2, 3, 8, 9, 10, 16, 17, 33, 63, 64, 65, 66, 90)  # of prompts, whose last token no pass takes

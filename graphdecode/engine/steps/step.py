@@ -33,7 +33,7 @@ from graphdecode.models import Chunks, MixingModel, Model
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
-_AS_ASKED_FOR = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 # What a step gives a row instead of a token.
 ENDED_BEFORE = -1
@@ -71,13 +71,9 @@ class RowSampling:
 
     def __post_init__(self) -> None:
         flags = sampling_flags(
-            temperature=self.temperature,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: getattr(self, name) for name in ("temperature", "num_logprobs", *_PENALTIES)},
             num_biases=len(self.bias_ids),
             masks_stops=bool(self.stop_ids) and self.min_position > 0,
-            num_logprobs=self.num_logprobs,
             is_masked=self.token_mask is not None,
             num_bad_words=len(self.bad_words),
         )
@@ -106,7 +102,7 @@ class RowSampling:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
-            **{name: getattr(params, name) for name in _AS_ASKED_FOR},
+            **{name: getattr(params, name) for name in ("top_p", "min_p", *_PENALTIES)},
             # below, a division by it leaves the range of float32: what is left is the most likely token
             temperature=params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0,
             top_k=max(params.top_k, 0),
