@@ -25,7 +25,7 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.shapes import pass_sizes, pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
-from graphdecode.engine.steps.kinds import step_named
+from graphdecode.engine.steps.step import step_named
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError

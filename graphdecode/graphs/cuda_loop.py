@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,10 +55,7 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
     """
     if nvrtc is None:
         raise RuntimeError("cuda-python is not installed")
-
-    def called(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _checked(answer, "NVRTC refused to compile the loop's condition")
-
+    called = functools.partial(_checked, what="NVRTC refused to compile the loop's condition")
     major, minor = capability
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
     (program,) = called(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))

@@ -107,8 +107,11 @@ class GraphTable:
     @property
     def graphs(self) -> dict[int, StepGraph]:
         """The captured steps of one query a row by bucket, for those who look into them."""
-        mine = ((shape, ready) for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs)
-        return {shape.rows: ready.graphs[0] for shape, ready in mine if shape == StepShape(shape.rows)}
+        return {shape.rows: graph for shape, graph in self._captured.items() if shape == StepShape(shape.rows)}
+
+    @property
+    def _captured(self) -> dict[StepShape, StepGraph]:
+        return {shape: ready.graphs[0] for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs}
 
     def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
         """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
@@ -326,10 +329,9 @@ class GraphTable:
 
     def dot(self, bucket: int, queries: int = 1) -> str:
         """Return a picture of one bucket's step, in Graphviz' language; a ValueError where it has no graph."""
-        captured = {shape: ready.graphs[0] for shape, (ready, _) in self._ready.items() if ready.graphs}
-        shape = StepShape(bucket, queries)
+        captured, shape = self._captured, StepShape(bucket, queries)
         if type(bucket) is not int or shape not in captured:
-            known = sorted(other.rows for other in captured if other == StepShape(other.rows, queries))
+            known = [other.rows for other in captured if other == StepShape(other.rows, queries)]
             raise ArgumentError(f"bucket must be one of the captured {known}, got {bucket!r}")
         return to_dot(str(shape), captured[shape].nodes)
 

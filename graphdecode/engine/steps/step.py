@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,8 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.constraint import Guide
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.shapes import mixed_shapes
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -306,3 +308,40 @@ class Step(ABC):
             num_rows: rows that were live.
             logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
         """
+
+
+StepMaker: TypeAlias = Callable[[StepSetting], Step]
+
+# the kinds that came in from outside, by the names that `[model] step_kind` asks for: filled while files are imported
+STEPS: dict[str, StepMaker] = {}
+
+
+def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
+    """Let engines run another kind of step.
+
+    Args:
+        name: that settings ask for it by.
+        make: its class.
+        replace: take the place of the step of that name.
+
+    Raises:
+        ArgumentError: the name is taken.
+    """
+    refuse_taken("a step", name, name in STEPS, replace)
+    STEPS[name] = make
+
+
+_OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
+
+
+def step_named(name: str) -> StepMaker:
+    """Return what makes the steps of a kind.
+
+    Raises:
+        ArgumentError: it is not known.
+    """
+    _OUTSIDE.find()
+    if name not in STEPS:
+        known = ", ".join(STEPS) or "none: they come with packages or load_modules"
+        raise ArgumentError(f"step_kind {shown(name, plain=True)} is not registered; registered are {known}")
+    return STEPS[name]
