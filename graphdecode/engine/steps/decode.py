@@ -180,7 +180,7 @@ class DecodeStep(Step):
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
         wanted = [guide.automaton for guide in guides.values()]
         places = {} if self._automata is None else self._automata.place(wanted, self.buffers)
-        self.guided_rows = [row for row, guide in guides.items() if guide.automaton in places]
+        self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
         for row in self.guided_rows:
             place = places[guides[row].automaton]
             staged["automaton"][row] = place.number
