@@ -113,8 +113,10 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("this engine was closed")
-        self.rules.check(request)
-        params, rules = self.rules.resolved(request.sampling_params), self.rules
+        rules, params = self.rules, request.sampling_params
+        rules.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        rules.check_prompt(request.prompt_token_ids, params.max_tokens)
+        params = rules.resolved(params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids, held_back_ids = rules.stop_ids(params), rules.held_back_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
