@@ -171,8 +171,9 @@ class EngineLoop:
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        held = (s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding)
-        is_held = bool(self._held) if is_steady else any(held)
+        is_held = bool(self._held)
+        if not is_steady:
+            is_held = any(s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding)
         num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
