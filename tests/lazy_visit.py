@@ -42,7 +42,7 @@ class Letters(Constraint):
 def answered(engine: Engine, requests: Sequence[Request]) -> list[Answer]:
     """Return what an engine answers to requests that come all at once; close it."""
     engine.constrain = Letters
-    engine.graphs.capture(progress=False)
+    engine.graphs.capture(progress=False, kinds=["steps"])
     names = {engine.add(request): number for number, request in enumerate(requests)}
     answers: list[Answer] = [([], []) for _ in requests]
     while engine.has_work:

@@ -33,6 +33,7 @@ FLOORS = (
         "graphdecode.config",
         "graphdecode.errors",
         "graphdecode.extensions",
+        "graphdecode.memory",
     ),
     ("graphdecode.kernels",),
 )

@@ -28,7 +28,7 @@ def plan(output: str) -> dict[str, float]:
 
 @pytest.fixture
 def two_gib_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphdecode.engine.capacity.free_bytes", lambda device: 2048 * MIB)
+    monkeypatch.setattr("graphdecode.memory.free_bytes", lambda device: 2048 * MIB)
 
 
 @pytest.mark.usefixtures("two_gib_free")

@@ -18,8 +18,8 @@ from rich.table import Table
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.cli.options import wide_console
-from graphdecode.engine.loading import resolve_device
 from graphdecode.errors import ArgumentError
+from graphdecode.models import resolve_device
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.text import RequestOutput
 

@@ -56,8 +56,7 @@ def show(
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
     config = settings_of(file, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, model_impl=model_impl)
-    from graphdecode.engine.loading import resolve_device
-    from graphdecode.models import describe_model, resolve_dtype
+    from graphdecode.models import describe_model, resolve_device, resolve_dtype
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
     place = resolve_device(config.device)
@@ -90,7 +89,8 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.memory import free_bytes
     from graphdecode.models import weight_bytes
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)

@@ -70,7 +70,7 @@ def show(
     if ctx.invoked_subcommand is not None:
         return
     settings = settings_of(config, device=device, dtype=dtype)
-    from graphdecode.engine.loading import resolve_device
+    from graphdecode.models import resolve_device
     from graphdecode.models.places import local_models
 
     place = resolve_device(settings.device)
@@ -103,7 +103,8 @@ def install(name: Annotated[str, typer.Argument(help="What `graphdecode models` 
 
 
 def _record(model: LocalModel, settings: EngineConfig, device: torch.device) -> ModelRecord:
-    from graphdecode.engine.capacity import free_bytes, plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.memory import free_bytes
     from graphdecode.models import check_model, resolve_dtype, weight_bytes
     from graphdecode.models.gguf.files import SUFFIX, models_in
 

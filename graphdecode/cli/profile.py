@@ -58,7 +58,7 @@ def profile(
         longest = max(*lengths, 1) + STEPS_PER_STAGING
         settings = replace(settings, buckets=settings.buckets.with_limits(max_sequence_length=longest))
     runner = load_runner(model, settings, prefix_cache=False, progress=True)
-    runner.graphs.capture(progress=True)
+    runner.graphs.capture(progress=True, kinds=["steps"])
     profiler = LatencyProfiler(runner, steps=steps)
     result = profiler.profile(lengths, model=model)
     out.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ from graphdecode.errors import ArgumentError
 if TYPE_CHECKING:
     from graphdecode.buffers import Batch, StepBuffers
     from graphdecode.engine.runner import Runner
-    from graphdecode.graphs import GraphManager, GraphReport
+    from graphdecode.graphs import GraphReport, GraphTable
 
 _REPLAYS = 3  # of each bucket, so that the report has something to count
 _BESIDE = {"prompts": "prompts, by tokens", "mixed": "mixed steps, by rows + tokens of prompts"}
@@ -135,16 +135,16 @@ def inspect(
         rows = given.buffers.max_batch_size
         ladder = BucketLadder.auto(rows) if given.batch_sizes is None else BucketLadder(given.batch_sizes, rows)
         _check_drawn(drawn, ladder)
-        graphs = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
+        graphs: GraphTable = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
         _check_drawn(drawn, settings.buckets.ladder)
         runner = load_runner(model, settings, progress=True, times_products=True)
         graphs = runner.graphs
     try:
-        graphs.capture()
-        for shape in graphs.table.ladder.of("steps"):
+        graphs.capture(kinds=["steps"])
+        for shape in graphs.ladder.of("steps"):
             for _ in range(_REPLAYS):
-                graphs.table.run(shape)
+                graphs.run(shape)
         if dot is not None:
             typer.echo(graphs.dot(dot, queries))
         elif svg is not None:
@@ -161,11 +161,11 @@ def _check_drawn(bucket: int | None, ladder: BucketLadder) -> None:
         raise ArgumentError(f"bucket must be one of {list(ladder.sizes)}, got {bucket}")
 
 
-def _show(graphs: GraphManager, runner: Runner | None, as_json: bool) -> None:
+def _show(graphs: GraphTable, runner: Runner | None, as_json: bool) -> None:
     """Print what the graphs of a step hold, and those of a model's prompts."""
     beside: dict[str, GraphReport] = {}
     if runner is not None:
-        runner.table.capture(kinds=list(_BESIDE))
+        runner.graphs.capture(kinds=list(_BESIDE))
         beside = {name: report for name, report in runner.reports().items() if name in _BESIDE}
     if as_json:
         plain = {name: report.as_dict() for name, report in beside.items()}

@@ -58,7 +58,7 @@ def tune(
             check_new_file(option, path)
     settings = settings_of(config)
     measuring = settings_of(config, device=device, dtype=dtype)
-    from graphdecode.engine.loading import resolve_device
+    from graphdecode.models import resolve_device
     from graphdecode.profiling.batch_record import read_batch_sizes
     from graphdecode.profiling.comparison import read_profile
     from graphdecode.profiling.environment import describe_environment

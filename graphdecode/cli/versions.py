@@ -21,9 +21,8 @@ def state() -> str:
     """Return all that a report of a bug should tell, one fact a line."""
     import torch
 
-    from graphdecode.engine.loading import resolve_device
     from graphdecode.kernels.native import library
-    from graphdecode.models import resolve_dtype
+    from graphdecode.models import resolve_device, resolve_dtype
     from graphdecode.profiling.environment import describe_environment
 
     facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -20,6 +14,7 @@ from graphdecode.engine.steps.automaton_places import state_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
+from graphdecode.memory import free_bytes, total_bytes
 from graphdecode.models import ModelShape
 
 _CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
@@ -32,8 +27,7 @@ _LEDGER_BYTES = 64  # of a page in the host's books: its number, its count, its 
 _SLOT_BYTES = 64  # of a row, or of a token of a prompt, besides what depends on the model
 _TOP_BYTES = 8  # of a likely token in slots and rings: its id and its log-probability
 _RING_BYTES = 16  # of a token in the rings, with its log-probability and rank
-_ASSUMED_FREE_BYTES = 4 * 2**30  # on a system that does not tell
-_BOUNDLESS = 2**63
+_NOTHING = SamplingCapacity(0, 0, 0, 0)
 _REQUESTS = {  # what grows with each
     "max_logprobs": "the likeliest tokens",
     "max_stop_token_ids": "tokens that end answers",
@@ -135,8 +129,12 @@ def _needs(
     rows, positions, vocab_size = config.max_batch_size, capacity.max_sequence_length, model.vocab_size
     pages, states = capacity.total_num_pages, config.max_automaton_states
     tables = 4 * positions * model.head_dim + 16 * rows * capacity.pages_per_row
-    nothing = SamplingCapacity(0, 0, 0, 0)
-    least = _slots_bytes(nothing, model)  # of a row that may ask for nothing
+
+    def asked_bytes(**capacity: int) -> int:  # of the slots of a row that may ask for so much
+        specs = sampling_slots(_NOTHING._replace(**capacity), vocab_size)
+        return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
+
+    least = asked_bytes()
     row = 12 * vocab_size + 4 * BAD_WORD_LENGTH + _SLOT_BYTES + least
     ring = ring_length(config) * (_RING_BYTES + _TOP_BYTES * min(config.max_logprobs, vocab_size))
     needs = [
@@ -150,81 +148,6 @@ def _needs(
     ]
     for key, what in _REQUESTS.items():  # how much one request may ask for
         value = getattr(config, key)
-        slots = _slots_bytes(nothing._replace(**{key: value}), model) - least
         tops = _TOP_BYTES * min(value, vocab_size) if key == "max_logprobs" else 0
-        needs.append((key, value, f"{what} of {rows} rows", rows * (slots + tops)))
+        needs.append((key, value, f"{what} of {rows} rows", rows * (asked_bytes(**{key: value}) - least + tops)))
     return needs
-
-
-def _slots_bytes(capacity: SamplingCapacity, model: ModelShape) -> int:
-    specs = sampling_slots(capacity, model.vocab_size)
-    return sum(spec.dtype.itemsize * math.prod(spec.sizes) for spec in specs)
-
-
-class Memory(NamedTuple):
-    """Bytes of a device, as far as this process may use it."""
-
-    total: int  # all there is
-    # what can be had now; pages of files that are kept as long as nobody wants their room are part of it
-    available: int
-
-
-def total_bytes(device: torch.device) -> int:
-    """Return the memory that a device has for this process, in bytes."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory().total
-
-
-def free_bytes(device: torch.device) -> int:
-    """Return the memory of a device that can be had now, in bytes."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory().available
-
-
-def host_memory(root: Path = Path("/")) -> Memory:
-    """Return the machine's memory, or what is left of it by the limits of the control groups that this process is in.
-
-    Linux's `proc` and `sys` lie in `root`.
-    """
-    told = _numbers(root / "proc/meminfo")
-    total = 1024 * told.get("MemTotal", 0) or _installed_bytes()
-    available = 1024 * told["MemAvailable"] if "MemAvailable" in told else min(_ASSUMED_FREE_BYTES, total)
-    for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, limit - used)
-    return Memory(total, max(available, 0))
-
-
-def _installed_bytes() -> int:
-    with suppress(AttributeError, ValueError, OSError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return _BOUNDLESS
-
-
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group around this process, and what of it cannot be given back, in bytes."""
-    groups = root / "sys/fs/cgroup"
-    text = ""
-    with suppress(OSError):
-        text = (root / "proc/self/cgroup").read_text()
-    for line in text.splitlines():
-        number, kinds, path = line.split(":", 2)
-        if number == "0":  # the second version's
-            base, limit, usage, files = groups, "memory.max", "memory.current", ("inactive_file", "active_file")
-        elif "memory" in kinds.split(","):
-            base, limit, usage = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            files = ("total_inactive_file", "total_active_file")
-        else:
-            continue
-        own = base / path.lstrip("/")  # which is not there where a container sees its own group as the first one
-        for group in (own, *own.parents):
-            with suppress(ValueError, OSError):  # there is no such file, or it says "max"
-                most = int((group / limit).read_text())
-                kept = _numbers(group / "memory.stat")
-                yield most, int((group / usage).read_text()) - sum(kept.get(name, 0) for name in files)
-            if group == base:
-                break
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers of a file whose lines are a name and a number; nothing where there is none."""
-    with suppress(OSError):
-        return {name: int(value) for name, value in re.findall(r"^(\w+):?\s+(\d+)", path.read_text(), re.MULTILINE)}
-    return {}

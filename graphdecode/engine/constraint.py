@@ -72,13 +72,11 @@ class Constraint(ABC):
         """
         found: list[np.ndarray | ConstraintError] = []
         for constraint, stops in zip(constraints, stop_ids, strict=True):
-            words = np.empty(constraint.num_words, dtype=np.int32)
+            found.append(words := np.empty(constraint.num_words, dtype=np.int32))
             try:
                 constraint.fill(words, stops)
             except ConstraintError as error:
-                found.append(error)
-            else:
-                found.append(words)
+                found[-1] = error
         return found
 
     @abstractmethod

@@ -54,7 +54,8 @@ class Engine:
     """
 
     def __init__(self, runner: Runner, *, seed: int = 0, target_itl_ms: float = 0.0) -> None:
-        if not _is_seed(seed):
+        given: Any = seed  # of whoever calls
+        if not isinstance(given, Integral) or isinstance(given, bool) or as_int64(int(given)) != given:
             raise ArgumentError(f"seed must be an integer of 64 bits, got {shown(seed)}")
         self.runner = runner
         self.seed = seed
@@ -63,7 +64,7 @@ class Engine:
         # a token that is not in the vocabulary ends nothing
         eos_token_ids = tuple(token for token in self.model.config.eos_token_ids if token < self.vocab_size)
         self.rules = RequestRules(
-            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.sampling_capacity
+            self.vocab_size, eos_token_ids, self.capacity, self.cache.page_size, runner.setting.sampling_capacity
         )
         self.scheduler = Scheduler(self.cache, max_batch_size=runner.buffers.max_batch_size)
         self.loop = EngineLoop(self.scheduler, runner, target_itl_ms=target_itl_ms)
@@ -112,8 +113,10 @@ class Engine:
         """
         if self._closed:
             raise ClosedError("this engine was closed")
-        self.rules.check(request)
-        params, rules = self.rules.resolved(request.sampling_params), self.rules
+        rules, params = self.rules, request.sampling_params
+        rules.check_sampling(params, request.bad_words_token_ids, has_form=request.grammar is not None)
+        rules.check_prompt(request.prompt_token_ids, params.max_tokens)
+        params = rules.resolved(params)
         tokens = [int(token) for token in request.prompt_token_ids]
         stop_ids, held_back_ids = rules.stop_ids(params), rules.held_back_ids(params)
         constraint, mask = self._constraint(request, constraint, stop_ids)
@@ -134,19 +137,9 @@ class Engine:
             bad_words=request.bad_words_token_ids,
             constrained=mask,
         )
-        sequence = Sequence(
-            request_id,
-            tokens,
-            params,
-            prompt_length=len(tokens),
-            max_length=max_length,
-            stop_ids=stop_ids,
-            eos_token_ids=rules.eos_token_ids,
-            sampling=sampling,
-            metrics=RequestMetrics(time.perf_counter()),
-            turn=(request.priority, request.turn, request_id),
-            constraint=constraint,
-        )
+        ends, turn = (max_length, stop_ids, rules.eos_token_ids), (request.priority, request.turn, request_id)
+        told = (RequestMetrics(time.perf_counter()), turn, constraint)
+        sequence = Sequence(request_id, tokens, params, len(tokens), *ends, sampling, *told)
         self._sequences[request_id] = sequence
         # one that was given up before it began stays out
         self._inbox.append(lambda: None if sequence.finished else self.scheduler.add(sequence))
@@ -223,15 +216,13 @@ class Engine:
             try:
                 self._inbox.popleft()()
             except Exception as error:
-                self._give_up_for(error)
+                self._give_up_all(error)
                 raise
             self._torn = None
 
-    def _give_up_for(self, error: Exception) -> None:
-        self._give_up_all(f"the engine's step failed: {type(error).__name__}: {error}")
-
-    def _give_up_all(self, error: str) -> None:
+    def _give_up_all(self, why: Exception | str) -> None:
         """Begin anew with empty books; the next step tells every owner."""
+        error = why if isinstance(why, str) else f"the engine's step failed: {type(why).__name__}: {why}"
         self._inbox.clear()
         events = self.loop.reset()
         told = {event.request_id for event in events if event.finish_reason is not None} | set(self._ended)
@@ -261,7 +252,7 @@ class Engine:
             try:
                 events = self.loop.step()
             except Exception as error:
-                self._give_up_for(error)
+                self._give_up_all(error)
                 raise
             self._torn = None
             if self._lost or self._gave_up:
@@ -282,10 +273,6 @@ class Engine:
             for books in (self._inbox, self._lost, self._sequences):
                 books.clear()
             self.runner.close()
-
-
-def _is_seed(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and as_int64(int(value)) == value
 
 
 def derived_seed(seed: int, index: int) -> int:

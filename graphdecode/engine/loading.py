@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Unpack
@@ -25,42 +25,12 @@ from graphdecode.engine.runner import Runner
 from graphdecode.engine.shapes import pass_sizes, pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
-from graphdecode.engine.steps.kinds import step_named
+from graphdecode.engine.steps.step import step_named
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import CaptureError
-from graphdecode.kernels.native.instructions import MissingInstructions, instructions
-from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_dtype
+from graphdecode.models import Model, ModelShape, describe_model, load_model, resolve_device, resolve_dtype
 from graphdecode.models.split import check_split, split_config
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Return a device that is there; `"auto"` means CUDA where there is one, else the CPU.
-
-    Raises:
-        ValueError: the device is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
-    """
-    try:
-        instructions()
-    except MissingInstructions as error:
-        raise ArgumentError(str(error)) from error
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    resolved = None
-    with suppress(RuntimeError):
-        resolved = torch.device(device)
-    if resolved is None or resolved.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
-    index = resolved.index or 0
-    if resolved.type == "cpu":
-        if index:
-            raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
-        return torch.device("cpu")  # as tensors name it, whatever number it was given
-    if not torch.cuda.is_available():
-        raise ArgumentError("device is cuda, but torch finds no CUDA device here")
-    if index >= torch.cuda.device_count():
-        raise ArgumentError(f"device is {device}, but there are {torch.cuda.device_count()} CUDA devices")
-    return resolved
 
 
 def load_runner(
@@ -94,32 +64,24 @@ def load_runner(
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
     sizes = settings.buckets.ladder.sizes
     report_sizes = (*sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type)))
-    decoder = load_model(
-        model,
+    load = partial(
+        load_model,
         device=device,
-        dtype=settings.dtype,
         max_sequence_length=settings.buckets.max_sequence_length,
         batch_sizes=sizes,
-        report_sizes=report_sizes if times_products else (),
-        quantize=settings.quantize,
-        quantize_group_size=settings.quantize_group_size,
-        batch_invariant=settings.batch_invariant,
-        model_impl=settings.model_impl,
         trust_remote_code=settings.trust_remote_code,
         progress=progress,
+    )
+    wanted = ("dtype", "quantize", "quantize_group_size", "batch_invariant", "model_impl")
+    decoder = load(
+        model,
+        **{name: getattr(settings, name) for name in wanted},
+        report_sizes=report_sizes if times_products else (),
         shared=None if ranks is None else ranks.collectives,
     )
     draft = None
     if settings.speculation == "model" and settings.draft_model is not None:
-        draft = load_model(
-            settings.draft_model,
-            device=device,
-            dtype=str(decoder.dtype).removeprefix("torch."),
-            max_sequence_length=settings.buckets.max_sequence_length,
-            batch_sizes=sizes,
-            trust_remote_code=settings.trust_remote_code,
-            progress=progress,
-        )
+        draft = load(settings.draft_model, dtype=str(decoder.dtype).removeprefix("torch."))
     runner = make_runner(decoder, settings, draft=draft, ranks=ranks)
     if settings.dtype != "auto" or decoder.dtype != torch.float16 or device.type != "cpu":
         return runner
@@ -180,27 +142,20 @@ def load_engine(
     if config.tensor_parallel_size == 1:
         runner = captured_runner(model, config, progress=progress)
     else:
-        runner = _leading(ranks, model, config, progress=progress)
-    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
-
-
-def _leading(ranks: Leader | None, model: str | Path, config: EngineConfig, *, progress: bool) -> Runner:
-    """Return a runner whose model other ranks have a part of; see `load_engine`."""
-    describe_shard(model, config)  # what cannot be split is said before any process is started
-    leader = start_ranks_of(config) if ranks is None else ranks
-    try:
-        leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
-        runner = captured_runner(model, config, progress=progress, ranks=leader)
-        assert isinstance(runner, LeadingRunner)
-        runner.ends_ranks = ranks is None
-        runner.lead()
-    except BaseException as error:
+        describe_shard(model, config)  # what cannot be split is said before any process is started
+        leader = start_ranks_of(config) if ranks is None else ranks
         try:
-            leader.explain(error)
-        finally:
-            leader.close()
-        raise
-    return runner
+            leader.tell(Command.LOAD, payload=json.dumps({"model": str(model), "config": config.to_toml()}).encode())
+            runner = captured_runner(model, config, progress=progress, ranks=leader)
+            assert isinstance(runner, LeadingRunner)
+            runner.lead(ends_ranks=ranks is None)
+        except BaseException as error:
+            try:
+                leader.explain(error)
+            finally:
+                leader.close()
+            raise
+    return Engine(runner, seed=config.seed, target_itl_ms=config.target_itl_ms)
 
 
 def start_ranks_of(config: EngineConfig) -> Leader:
@@ -227,7 +182,7 @@ def captured_runner(
     if runner.model.device.type == "cuda":  # a CPU compiles nothing while it serves
         runner.warm_up()
     try:
-        runner.table.capture(progress)
+        runner.graphs.capture(progress)
     except CaptureError as error:
         instead = "the model can be run without graphs all the same: backend='eager' ([capture] in a file)"
         error.args = (f"{error}; {instead}",)
@@ -305,13 +260,18 @@ def make_runner(
     )
     kind: Callable[..., Runner] = partial(LeadingRunner, leader=ranks) if isinstance(ranks, Leader) else Runner
     return kind(
-        decoder,
+        StepSetting(
+            decoder,
+            cache.layers,
+            buckets.page_size,
+            capacity.pages_per_row,
+            buckets,
+            settings.batch_invariant,
+            settings.prefill_tokens(device.type),
+            mixes,
+        ),
         cache,
-        buckets,
         capacity,
-        prefill_budget=settings.prefill_tokens(device.type),
-        batch_invariant=settings.batch_invariant,
         step=step or step_of(settings, draft),
-        mixes=mixes,
         around=(lambda _: nullcontext()) if ranks is None else ranks.collectives.captured,
     )

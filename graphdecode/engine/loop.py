@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from collections.abc import Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ from graphdecode.engine.scheduler import Scheduler, draft_gaps
 from graphdecode.engine.sequence import Sequence
 from graphdecode.engine.steps import ENDED_BEFORE, StepLogprobs, StepTokens
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_NUMBERS
+
+_Constrained = dict[type[Any], list[tuple[int, Sequence]]]  # by the kind of the constraint: rows with their sequences
 
 
 class _UnderWay(NamedTuple):
@@ -58,13 +61,13 @@ class EngineLoop:
         self._repeated: LaunchPlan | None = None  # of the staged rows, while nothing but their tokens changes
         self._logprobs: int | None = None  # most likely tokens that any of the staged rows asked for
         # staged rows whose masks the host fills, by the kind of their constraints
-        self._held: dict[type[Any], list[tuple[int, Sequence]]] = {}
+        self._held: _Constrained = {}
         self._mask_seconds = 0.0  # that this took for the last step
         self.worth_a_thread_seconds = 1e-3
         self._page_size, self._pages_of = scheduler.cache.page_size, scheduler.cache.pages_of
         self._steps_with_pages = 0  # which the staged rows have beyond what was launched
         self._last_read = 0.0
-        self._budget = ChunkBudget(runner.prefill_budget, target_itl_ms / 1000)
+        self._budget = ChunkBudget(runner.setting.prefill_tokens, target_itl_ms / 1000)
         self._to_prefill: list[PromptChunk] = []  # in this round
         self._prefilled = 0  # tokens of prompts since the last launch
         self._since = 0.0  # when their computation began
@@ -73,7 +76,7 @@ class EngineLoop:
         drafting = runner.step.drafting
         self.pace = None
         if drafting is not None:
-            widths = runner.table.ladder.queries
+            widths = runner.graphs.ladder.queries
             self.pace = DraftPace(widths, is_fixed=drafting.is_fixed, is_cheap=drafting.is_cheap)
         self._found: list[tuple[int, int]] = []  # drafts of the staged rows, as far as the host knows
 
@@ -98,7 +101,7 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Do one round: at most one prefill, one launch, and the reading of one earlier launch."""
         self._since, self._prefilled = time.perf_counter(), 0
-        if self.scheduler.has_prompts:
+        if self.scheduler.waiting or self.scheduler.prefilling:
             self._enter_prompts()
         goes_on = bool(self.scheduler.decoding) and self._wants_more()
         plan = self._planned() if goes_on else None
@@ -130,14 +133,16 @@ class EngineLoop:
         Those that a launch can take along wait for it; the others are computed at once.
         """
         chunks = self.scheduler.next_chunks(self._budget.tokens(others_wait=bool(self.scheduler.decoding)))
-        self._prefilled = sum(chunk.end - chunk.start for chunk in chunks)
-        self._to_prefill = [chunk.inputs(self.scheduler.cache) for chunk in chunks]
-        is_wanted = any(chunk.sequence.unscored or chunk.sequence.is_full for chunk in chunks)
-        if is_wanted or not self.runner.table.takes(1, self._prefilled):
-            for chunk, scored in zip(chunks, self._prefill(), strict=True):
-                if scored is not None:
-                    wanted, places = chunk.sequence.params.prompt_logprobs or 0, range(chunk.end - chunk.start)
-                    chunk.sequence.score(chunk.start, [_token_logprobs(scored, place, wanted) for place in places])
+        self._to_prefill = [chunk for _, chunk in chunks]
+        self._prefilled = sum(len(chunk.token_ids) for chunk in self._to_prefill)
+        self.stats.prefilled_tokens += self._prefilled
+        is_wanted = any(chunk.scored or sequence.is_full for sequence, chunk in chunks)
+        if is_wanted or not self.runner.graphs.takes(1, self._prefilled):
+            for (sequence, chunk), found in zip(chunks, self._prefill(), strict=True):
+                if found is not None:
+                    places = range(len(chunk.token_ids))
+                    entries = [_token_logprobs(found, place, chunk.num_logprobs) for place in places]
+                    sequence.prompt_logprobs[chunk.start :] = entries[: sequence.prompt_length - 1 - chunk.start]
         for sequence in self.scheduler.prefilled(chunks):  # whose prompts were all that was wanted
             sequence.finish_reason = "length"
             unknown = any(math.isnan(entry.sampled) for entry in sequence.prompt_logprobs)
@@ -152,7 +157,6 @@ class EngineLoop:
         self.runner.stage(chunks=chunks)
         found = self.runner.launch(LaunchPlan.of_chunks(chunks)).scores
         self.stats.prefill_seconds += time.perf_counter() - began
-        self.stats.prefilled_tokens += self._prefilled
         return found
 
     def _wants_more(self) -> bool:
@@ -167,7 +171,9 @@ class EngineLoop:
         # what a held row may sample follows from its last token, which the host has to see first: while there is such a
         # row, a launch is one step, and is read before the next one
         is_steady = self.scheduler.decoding == self._staged
-        is_held = bool(self._held) if is_steady else any(s.needs_the_host for s in self.scheduler.decoding)
+        is_held = bool(self._held)
+        if not is_steady:
+            is_held = any(s.constraint is not None and s.constraint.guide is None for s in self.scheduler.decoding)
         num_steps = 1 if is_held else self.runner.steps_per_launch
         widest = 1 if self.pace is None else self.pace.widths[-1]
         room, pages_changed = self._reserve_pages(num_steps * widest, is_steady)
@@ -180,15 +186,17 @@ class EngineLoop:
                 return None
             num_steps = 1 if self._held else num_steps
         elif pages_changed:
-            self.runner.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
+            with self.runner.here():
+                self.runner.step.stage_pages([self._pages_of(sequence.request_id) for sequence in self._staged])
         queries = self._queries(room)
         in_halves = bool(self._held) and not is_new and self._fills_on_the_way(queries)
-        along = self._taken_along() if self._to_prefill and queries == 1 and not in_halves else []
-        if self._to_prefill:  # what does not go along
+        if self._to_prefill:
+            if queries == 1 and not in_halves and self.runner.graphs.takes(len(self._staged), self._prefilled):
+                along, self._to_prefill = self._to_prefill, []
+                self.stats.mixed_steps += 1
+                self.runner.stage(chunks=along)
+                return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
             self._prefill()
-        if along:
-            self.runner.stage(chunks=along)
-            return LaunchPlan.of_chunks(along, len(self._staged))  # the rings have one entry of it
         shape = StepShape(len(self._staged), queries, part="logits" if in_halves else "whole")
         plan = LaunchPlan(shape, min(num_steps, room // queries))
         self._repeated = plan if plan.steps == num_steps and self.pace is None and not self._held else None
@@ -199,25 +207,15 @@ class EngineLoop:
         self._staged, self._held, self._found, self._repeated = [], {}, [], None
         if not rows:
             return False
-        for sequence in rows:
-            sequence.fill_mask()
+        for row, mask in _masks(_constrained(rows)).items():
+            kept = rows[row].sampling.token_mask
+            assert kept is not None
+            kept[:] = mask
         self.runner.stage([sequence.row_inputs(self._pages_of(sequence.request_id)) for sequence in rows])
         self._staged = rows
-        guided = self.runner.step.guided_rows
-        for row, sequence in enumerate(rows):
-            if sequence.constraint is not None and row not in guided:
-                self._held.setdefault(type(sequence.constraint), []).append((row, sequence))
+        self._held = _constrained(rows, self.runner.step.guided_rows)
         self._logprobs = max((s.params.logprobs for s in rows if s.params.logprobs is not None), default=None)
         return True
-
-    def _taken_along(self) -> list[PromptChunk]:
-        """Return this round's chunks if the next launch is to take them along."""
-        if not self.runner.table.takes(len(self._staged), self._prefilled):
-            return []
-        chunks, self._to_prefill = self._to_prefill, []
-        self.stats.mixed_steps += 1
-        self.stats.prefilled_tokens += self._prefilled
-        return chunks
 
     def _queries(self, room: int) -> int:
         """Return how many tokens each row feeds in a step of the next launch, as far as there are pages for them."""
@@ -231,7 +229,7 @@ class EngineLoop:
         if queries > 1 and not drafting.is_cheap:
             self._drain()  # its tokens are part of what the source is to see
             running = (sequence for sequence in self._staged if not sequence.finished)
-            for chunks in draft_gaps(running, self.scheduler.cache, self.runner.prefill_budget):
+            for chunks in draft_gaps(running, self.scheduler.cache, self.runner.setting.prefill_tokens):
                 self.runner.stage(chunks=chunks)
                 self.runner.launch(LaunchPlan.of_chunks(chunks, catches_up=True))
         return queries
@@ -247,18 +245,12 @@ class EngineLoop:
         return False
 
     def _fill_masks(self) -> None:
-        """Write the masks of the held rows; a constraint that fails ends its row when the step is read."""
+        """Write the masks of the held rows."""
         began = time.perf_counter()
-        masks: dict[int, np.ndarray] = {}
-        for kind, held in self._held.items():
-            found = kind.fill_all([s.constraint for _, s in held], [s.stop_ids for _, s in held])
-            for (row, sequence), mask in zip(held, found, strict=True):
-                if isinstance(mask, ConstraintError):
-                    sequence.failure = mask
-                else:
-                    masks[row] = mask
+        masks = _masks(self._held)
         self._mask_seconds = time.perf_counter() - began
-        self.runner.stage_masks(masks)
+        with self.runner.here():
+            self.runner.step.stage_masks(masks)
 
     def _reserve_pages(self, num_tokens: int, is_steady: bool) -> tuple[int, bool]:
         """Find pages for the next tokens; return how many there are pages for, and whether pages changed."""
@@ -363,6 +355,28 @@ class EngineLoop:
             scores, sequence.has_told_prompt = sequence.prompt_logprobs, True
         told = (metrics, error, scores, sequence.is_complete, sequence.error_code)
         self._events.append(Event(sequence.request_id, tokens, logprobs, finish_reason, sequence.stop_reason, *told))
+
+
+def _constrained(rows: list[Sequence], without: Collection[int] = ()) -> _Constrained:
+    """Return the rows that are held to forms by the kind of their constraints, but for some."""
+    found: _Constrained = {}
+    for row, sequence in enumerate(rows):
+        if sequence.constraint is not None and row not in without:
+            found.setdefault(type(sequence.constraint), []).append((row, sequence))
+    return found
+
+
+def _masks(constrained: _Constrained) -> dict[int, np.ndarray]:
+    """Return which tokens each row may sample next; a constraint that fails ends its row when the step is read."""
+    masks: dict[int, np.ndarray] = {}
+    for kind, rows in constrained.items():
+        found = kind.fill_all([sequence.constraint for _, sequence in rows], [s.stop_ids for _, s in rows])
+        for (row, sequence), mask in zip(rows, found, strict=True):
+            if isinstance(mask, ConstraintError):
+                sequence.failure = mask
+            else:
+                masks[row] = mask
+    return masks
 
 
 def _token_logprobs(step: StepLogprobs, row: int, wanted: int) -> TokenLogprobs:

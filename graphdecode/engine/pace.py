@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
@@ -10,7 +10,6 @@ from statistics import median
 from graphdecode.engine.steps import StepDrafts
 
 _TIMES_KEPT = 9  # of each kind of step; their median counts
-_FIRST_TIMES = 1  # of each kind that do not count: graphs are captured then
 _LEAST_TIMES = 3  # below, what was measured may be chance, and a guess counts
 _FORGOTTEN_AFTER = 200  # launches without a kind of step, behind which it is tried again
 _HALF_LIFE = 0.98  # what an observation counts after each later one
@@ -45,8 +44,7 @@ class DraftPace:
         self._is_cheap = is_cheap
         self._patience = _PATIENCE[0]
         self._plain = 0  # launches since drafts paid, or were tried in vain
-        self._times: dict[tuple[int, int], deque[float]] = defaultdict(lambda: deque(maxlen=_TIMES_KEPT))
-        self._runs: Counter[tuple[int, int]] = Counter()
+        self._times: dict[tuple[int, int], deque[float]] = {}
         self._last_run: dict[tuple[int, int], int] = {}
         self._launches = 0
         self._seen: dict[int, list[float]] = defaultdict(lambda: list(_PRIOR))  # by match length: drafts, right ones
@@ -124,12 +122,13 @@ class DraftPace:
     def saw_step(self, bucket: int, width: int, seconds: float) -> None:
         """Take the time of a step."""
         self._launches += 1
-        self._runs[bucket, width] += 1
-        if width > 1 and self._is_forgotten(bucket, width):
-            self._times[bucket, width].clear()
-        self._last_run[bucket, width] = self._launches
-        if self._runs[bucket, width] > _FIRST_TIMES:
+        if (bucket, width) not in self._times:  # the first time does not count: graphs are captured then
+            self._times[bucket, width] = deque(maxlen=_TIMES_KEPT)
+        else:
+            if width > 1 and self._is_forgotten(bucket, width):
+                self._times[bucket, width].clear()
             self._times[bucket, width].append(seconds)
+        self._last_run[bucket, width] = self._launches
 
     def saw_drafts(self, before: Sequence[tuple[int, int]], drafts: StepDrafts) -> None:
         """Take what became of a step's drafts, and what was found `before` it, row by row."""

@@ -40,6 +40,11 @@ class PromptChunk:
     scored: Sequence[int] = ()
     num_logprobs: int = 0  # most likely tokens that are wanted beside them
 
+    @property
+    def end(self) -> int:
+        """Tokens of the sequence that are in the cache afterwards."""
+        return self.start + len(self.token_ids)
+
 
 class Prompts:
     """Computes keys and values of prompts; logits only to score a prompt, for its last token is fed to a decode step.
@@ -151,12 +156,10 @@ class Prompts:
                 top_logprobs=torch.empty(count, self._most_logprobs, dtype=torch.float32, device=device),
                 top_ids=torch.empty(count, self._most_logprobs, dtype=torch.int32, device=device),
             )
-            live, flags, wanted = (
-                torch.full((size,), value, dtype=torch.int32, device=device)
-                for size, value in ((1, count), (count, FLAG_LOGPROBS), (count, width))
-            )
+            asked = ((1, count), (count, FLAG_LOGPROBS), (count, width))  # live rows, flags, likely tokens
+            given = (torch.full((size,), value, dtype=torch.int32, device=device) for size, value in asked)
             logits = self._model.logits(stream, begin + first, begin + first + count)
-            token_logprobs(outputs, logits, targets[first : first + count], live, flags, wanted)
+            token_logprobs(outputs, logits, targets[first : first + count], *given)
             found.sampled.extend(outputs.sampled_logprob.tolist())
             found.ranks.extend(outputs.sampled_rank.tolist())
             found.top.extend(outputs.top_logprobs[:, :width].tolist())

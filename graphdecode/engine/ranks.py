@@ -51,8 +51,9 @@ class LeadingRunner(Runner):
         self.ranks = leader
         self.ends_ranks = True
 
-    def lead(self) -> None:
+    def lead(self, *, ends_ranks: bool) -> None:
         """Tell the others from now on; up to here all ranks have done the same by themselves."""
+        self.ends_ranks = ends_ranks
         for number, buffers in enumerate((self.buffers, self.prompts.buffers)):
             buffers.relay = lambda change, number=number: self._relay(number, change)
 
@@ -140,7 +141,7 @@ def _obey(message: Message, runner: Runner, ranks: Follower) -> None:
         rows = np.frombuffer(payload[numbers[1] : data], np.int32).tolist()
         buffers.take(Change(payload[: numbers[1]].decode(), rows, payload[data:]))
     elif kind == Command.STAGED:
-        runner.begin(numbers[0])
+        runner.step.begin(numbers[0])
     elif kind == Command.LAUNCH:
         plan = LaunchPlan.of_bytes(payload)
         runner.launch(plan, (lambda: _obey_until_handed(runner, ranks)) if plan.wanted.part != "whole" else None)

@@ -95,17 +95,6 @@ class Event(NamedTuple):
         """Whether it brings log-probabilities of the prompt alone, of which others follow."""
         return self.prompt_logprobs is not None and not self.token_ids and self.finish_reason is None
 
-    def in_parts(self, entries: int) -> list[Event]:
-        """Return events that say the same together, none of them with many more log-probabilities of the prompt."""
-        scores = self.prompt_logprobs
-        if not scores:
-            return [self]
-        size = max(entries // (len(scores[0].top) + 1), 1)
-        cuts = range(0, max(len(scores) - size, 0), size)
-        nothing = self._replace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None, error=None)
-        parts = [nothing._replace(prompt_logprobs=scores[cut : cut + size]) for cut in cuts]
-        return [*parts, self._replace(prompt_logprobs=scores[len(parts) * size :])]
-
 
 @dataclass(frozen=True)
 class RequestRules:
@@ -117,17 +106,12 @@ class RequestRules:
     page_size: int  # tokens of a page of the cache
     sampling: SamplingCapacity  # how much one request may ask of sampling
 
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served.
+    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
+        """Refuse a prompt that can never be served, with `max_tokens` to generate.
 
         Raises:
             RequestError: says what does not fit, and the range.
         """
-        self.check_sampling(request.sampling_params, request.bad_words_token_ids, has_form=request.grammar is not None)
-        self.check_prompt(request.prompt_token_ids, request.sampling_params.max_tokens)
-
-    def check_prompt(self, tokens: Sequence[int], max_tokens: int | None) -> None:
-        """Refuse a prompt that can never be served, with `max_tokens` to generate; see `check`."""
         if not len(tokens):
             raise RequestError("the prompt is empty, and the model has no beginning-of-sequence token to start from")
         capacity, vocab_size = self.capacity, self.vocab_size
@@ -143,7 +127,7 @@ class RequestRules:
             raise RequestError(f"token ids must be in 0..{vocab_size - 1}, got {shown(wrong[:5])}")
 
     def check_sampling(self, params: SamplingParams, bad_words: Sequence[Sequence[int]], *, has_form: bool) -> None:
-        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check`."""
+        """Refuse parameters of one answer, in tokens, that no prompt can be served with; see `check_prompt`."""
         if params.n != 1:
             raise RequestError(f"the engine gives one answer to a request: n must be 1, got {params.n}")
         cut = params.truncate_prompt_tokens
@@ -180,7 +164,7 @@ class RequestRules:
             raise RequestError("none of allowed_token_ids is left by bad_words, and by stop tokens before min_tokens")
 
     def check_count(self, name: str, count: int | None, key: str) -> None:
-        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check`."""
+        """Refuse more of something than a row has room for, by a key of `SamplingCapacity`; see `check_prompt`."""
         limit = getattr(self.sampling, key)
         if count is not None and count > limit:
             raise RequestError(
@@ -189,11 +173,8 @@ class RequestRules:
 
     def _beyond(self, tokens: Sequence[int]) -> list[Any]:
         """Return those of some tokens that are none; what is right is looked at as fast as can be."""
-        if (
-            type(tokens) is list
-            and set(map(type, tokens)) == {int}
-            and 0 <= min(tokens) <= max(tokens) < self.vocab_size
-        ):
+        are_ints = type(tokens) is list and set(map(type, tokens)) == {int}
+        if are_ints and 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             return []
         return [token for token in tokens if not (isinstance(token, Integral) and 0 <= token < self.vocab_size)]
 

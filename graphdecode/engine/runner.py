@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from graphdecode.buckets import KINDS, ShapeLadder, StepShape
 from graphdecode.buffers import Batch, on_device
 from graphdecode.cache import PagedKVCache
-from graphdecode.config import BucketConfig
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.prompts import PromptChunk, Prompts
 from graphdecode.engine.steps import DecodeStep, RowInputs, Step, StepLogprobs, StepSetting, StepTokens
-from graphdecode.graphs import Backend, BucketReport, GraphManager, GraphReport, GraphTable
+from graphdecode.graphs import BucketReport, GraphReport, GraphTable
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.models import Chunks, MixingModel, Model
+from graphdecode.models import Chunks, Model
 
 _HERE = nullcontext()
 
@@ -87,58 +85,41 @@ class Runner:
     """The model, its cache, a kind of step and its graphs.
 
     Args:
-        model: the decoder.
-        cache: its keys and values.
-        config: buckets, capture and loop.
+        setting: what steps and prompts are built on: the model, its caches, buckets, capture and loop.
+        cache: who owns the pages of the setting's caches.
         capacity: what the configuration means for this model.
-        prefill_budget: tokens of a prefill at most.
-        batch_invariant: give a token the same bits in any batch, in a prompt as in a step.
         step: makes the kind of step that is captured.
-        mixes: let steps take prompts along where this kind of step and the model can.
         around: is entered around each capture, with what is captured.
 
     Attributes:
-        table: the graphs of steps and prompts.
+        graphs: those of steps and prompts, by shape; its buckets are those of steps of one query a row.
         buffers: every tensor that the step reads or writes.
-        graphs: the table's face for those who look at steps of one query a row.
         prompts: what passes of prompts read and write.
     """
 
     def __init__(
         self,
-        model: Model,
+        setting: StepSetting,
         cache: PagedKVCache,
-        config: BucketConfig,
         capacity: Capacity,
         *,
-        prefill_budget: int,
-        batch_invariant: bool = False,
         step: Callable[[StepSetting], Step] = DecodeStep,
-        mixes: bool = True,
         around: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
-        self.model = model
-        self.cache = cache
-        self.capacity = capacity
-        self.prefill_budget = prefill_budget
+        model, config = setting.model, setting.config
+        self.setting, self.model, self.cache, self.capacity = setting, model, cache, capacity
         self.is_on_host = model.device.type == "cpu"
         self.steps_per_launch = config.steps_per_launch
         self.steps_launched = 0
-        pages = (cache.page_size, cache.max_pages_per_row)
-        # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
-        mixes = mixes and not batch_invariant and config.backend != "eager" and isinstance(model, MixingModel)
-        setting = StepSetting(model, cache.layers, *pages, config, batch_invariant, prefill_budget, mixes)
-        self.sampling_capacity = setting.sampling_capacity
-        self.step = step(setting)
+        self.step, self.prompts = step(setting), Prompts(setting)
         self.buffers = self.step.buffers
-        self.prompts = Prompts(setting)
-        constants = [*model.constants, *self.step.constants]
-        buffers = (self.buffers, self.prompts.buffers)
-        self.table = GraphTable(
+        self.graphs = GraphTable(
             self._run,
             self.buffers,
             ShapeLadder([*self.step.shapes(), *self.prompts.shapes], config.max_batch_size),
-            Backend(*buffers, constants=constants, name=config.backend, warmup_steps=config.warmup_steps),
+            constants=[*model.constants, *self.step.constants],
+            backend=config.backend,
+            warmup_steps=config.warmup_steps,
             prompts=self.prompts.buffers,
             capture_when=config.capture_when,
             choices=model.linear_choices,
@@ -146,7 +127,6 @@ class Runner:
             loop=self.step.loop,
             around=lambda shape: around(str(shape)),
         )
-        self.graphs = GraphManager.of(self.table)
 
     def _run(self, shape: StepShape, batch: Batch) -> None:
         chunks = self.prompts.chunks(shape.prompt_tokens) if shape.prompt_tokens else None
@@ -155,45 +135,30 @@ class Runner:
         elif chunks is not None:
             self.prompts.run(chunks)
 
-    def _here(self) -> AbstractContextManager[object]:
+    def here(self) -> AbstractContextManager[object]:
         """Work where the model is, whichever device a caller has made the current one."""
         return _HERE if self.is_on_host else on_device(self.model.device)
 
     def stage(self, rows: Sequence[RowInputs] = (), chunks: Sequence[PromptChunk] = ()) -> None:
         """Tell the device everything about rows, for when the membership changed, and of chunks of the next launch."""
-        with self._here():
+        with self.here():
             if rows:
                 self.step.stage(rows)
             if chunks:
                 self.prompts.stage(chunks)
 
-    def begin(self, num_rows: int) -> None:
-        """Do what `stage` has the device do with rows, once they are staged."""
-        with self._here():
-            self.step.begin(num_rows)
-
-    def stage_pages(self, pages: Sequence[Sequence[int]]) -> None:
-        """Tell the device the rows' pages; for when the rows are the same but own more pages."""
-        with self._here():
-            self.step.stage_pages(pages)
-
-    def stage_masks(self, masks: Mapping[int, np.ndarray]) -> None:
-        """Tell the device which tokens some staged rows, by number, may sample next; when only that has changed."""
-        with self._here():
-            self.step.stage_masks(masks)
-
     def launch(self, plan: LaunchPlan, meanwhile: Callable[[], None] | None = None) -> Launch:
         """Start what is staged: one launch; or two, of the halves of one step, with what the host does meanwhile."""
         first, started, wanted, done = self.steps_launched, time.perf_counter(), plan.wanted, None
-        with _HERE if self.is_on_host else on_device(self.model.device):
+        with self.here():
             if not wanted.rows:
                 return Launch(0, range(first, first), 0, started, None, scores=self._pass(plan))
             is_one = self.steps_per_launch == 1 or plan.chunks or meanwhile is not None
             try:
-                shape = self.table.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
+                shape = self.graphs.run(wanted, steps=None if is_one else plan.steps, meanwhile=meanwhile)
                 if shape is None:  # it takes more along than any graph holds
                     shape, batch, chunks = wanted, self.buffers.narrow(wanted.rows), self._chunks(plan)
-                    self.table.run_beyond(wanted, self.prefill_budget, lambda: self.step.run(wanted, batch, chunks))
+                    self.graphs.run_beyond(wanted, lambda: self.step.run(wanted, batch, chunks))
             except BaseException:
                 self.step.rewind(first)  # the host would look for later tokens in the wrong places
                 raise
@@ -215,8 +180,8 @@ class Runner:
         scores: list[StepLogprobs | None] = [None] * len(plan.chunks)
         chunks = self._chunks(plan)
         is_scored = any(chunk.scored for chunk in plan.chunks)
-        if not plan.catches_up and (is_scored or self.table.run(plan.wanted) is None):
-            passed = self.table.run_beyond(plan.wanted, self.prefill_budget, lambda: self.prompts.run(chunks))
+        if not plan.catches_up and (is_scored or self.graphs.run(plan.wanted) is None):
+            passed = self.graphs.run_beyond(plan.wanted, lambda: self.prompts.run(chunks))
             scores = self.prompts.score(plan.chunks, passed)
         if self.step.drafting is not None:
             self.step.drafting.prefill(chunks)
@@ -224,29 +189,29 @@ class Runner:
 
     def warm_up(self) -> None:
         """Compute prompts that are nobody's, so that no kernel is compiled while the first ones are served."""
-        with self._here():
+        with self.here():
             for chunks in self.prompts.dummies():
                 self.prompts.stage(chunks)
                 self._pass(LaunchPlan.of_chunks(chunks))
 
     def read(self, launch: Launch, *, logprobs: int | None = None) -> list[StepTokens]:
         """Wait for a launch and return what its steps gave, step by step; see `Step.read`."""
-        with _HERE if self.is_on_host else on_device(self.model.device):
+        with self.here():
             if launch.done is not None:
                 launch.done.synchronize()
             return self.step.read(launch.steps, launch.num_rows, logprobs=logprobs)
 
     def reports(self) -> dict[str, GraphReport]:
         """Return what was captured: "steps" by rows, "prompts" by tokens, "mixed" steps by rows and tokens."""
-        found = {kind: self.table.report(kind) for kind in KINDS}
-        largest, prompts = self.prefill_budget, found["prompts"].buckets
+        found = {kind: self.graphs.report(kind) for kind in KINDS}
+        largest, prompts = self.setting.prefill_tokens, found["prompts"].buckets
         if largest not in [bucket.bucket for bucket in prompts]:
             prompts.append(BucketReport(largest, "eager", choices=self.model.linear_choices(largest)))
         return {kind: report for kind, report in found.items() if kind != "mixed" or report.buckets}
 
     def close(self) -> None:
         """Release the graphs, once what is under way has come to its end."""
-        with self._here():
+        with self.here():
             if not self.is_on_host:
                 torch.cuda.synchronize(self.model.device)
-            self.table.close()
+            self.graphs.close()

@@ -6,7 +6,6 @@ import sys
 import time
 from bisect import bisect_right, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 from operator import attrgetter
 
 from graphdecode.cache import CacheFullError, PagedKVCache
@@ -14,24 +13,6 @@ from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.sequence import Sequence
 
 _TURN = attrgetter("turn")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A run of a sequence's tokens to prefill: `token_ids[start:end]`."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-    def inputs(self, cache: PagedKVCache) -> PromptChunk:
-        """Return what a prefill is told of it."""
-        sequence = self.sequence
-        tokens, pages = sequence.token_ids[self.start : self.end], cache.pages_of(sequence.request_id)
-        if not sequence.unscored:
-            return PromptChunk(tokens, self.start, pages)
-        scored = sequence.token_ids[self.start + 1 : self.end + 1]
-        return PromptChunk(tokens, self.start, pages, scored, sequence.params.prompt_logprobs or 0)
 
 
 class Scheduler:
@@ -60,18 +41,13 @@ class Scheduler:
         """Whether any sequence is not finished."""
         return bool(self.decoding or self.prefilling or self.waiting)
 
-    @property
-    def has_prompts(self) -> bool:
-        """Whether any prompt waits, or is being computed."""
-        return bool(self.waiting or self.prefilling)
-
     def add(self, sequence: Sequence) -> None:
         """Let a sequence wait for its turn."""
         insort(self.waiting, sequence, key=_TURN)
 
-    def next_chunks(self, budget: int) -> list[Chunk]:
+    def next_chunks(self, budget: int) -> list[tuple[Sequence, PromptChunk]]:
         """Choose what to prefill now, at most `budget` tokens, admitting sequences as rows and pages allow."""
-        chunks: list[Chunk] = []
+        chunks: list[tuple[Sequence, PromptChunk]] = []
         for sequence in self.prefilling:
             budget -= self._take_chunk(sequence, budget, chunks)
         while self.waiting and budget > 0 and len(self.admitted) < self.max_batch_size:
@@ -82,23 +58,27 @@ class Scheduler:
             budget -= self._take_chunk(candidate, budget, chunks)
         return chunks
 
-    def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        start = sequence.cached_length
-        end = min(len(sequence.token_ids) - 1, start + budget)
+    def _take_chunk(self, sequence: Sequence, budget: int, chunks: list[tuple[Sequence, PromptChunk]]) -> int:
+        start, tokens = sequence.cached_length, sequence.token_ids
+        end = min(len(tokens) - 1, start + budget)
         if end <= start:
             return 0
-        chunks.append(Chunk(sequence, start, end))
+        scored = tokens[start + 1 : end + 1] if sequence.unscored else ()
+        likely = sequence.params.prompt_logprobs or 0
+        chunks.append(
+            (sequence, PromptChunk(tokens[start:end], start, self.cache.pages_of(sequence.request_id), scored, likely))
+        )
         return end - start
 
-    def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[Chunk]) -> bool:
+    def _shares_unwritten_prefix(self, candidate: Sequence, chunks: list[tuple[Sequence, PromptChunk]]) -> bool:
         """Whether the candidate had better wait a step, because a chunk of this step writes a page to share."""
         if not self.cache.prefix_caching or candidate.unscored:
             return False
         page = self.cache.page_size
-        for chunk in chunks:
+        for sequence, chunk in chunks:
             end = (chunk.start // page + 1) * page  # of the first page that the chunk completes
             if end <= chunk.end and end < len(candidate.token_ids):  # noqa: SIM102 - numbers first, lists where they fit
-                if candidate.token_ids[:end] == chunk.sequence.token_ids[:end]:
+                if candidate.token_ids[:end] == sequence.token_ids[:end]:
                     return True
         return False
 
@@ -132,14 +112,14 @@ class Scheduler:
         """Whether a sequence does not own yet all pages that it can ever need."""
         return self._room(sequence) < sequence.max_length
 
-    def prefilled(self, chunks: list[Chunk]) -> list[Sequence]:
+    def prefilled(self, chunks: list[tuple[Sequence, PromptChunk]]) -> list[Sequence]:
         """Take note that chunks were computed; whose prompts are complete joins `decoding`.
 
         Returns the sequences that have no token to generate, to be removed.
         """
-        for chunk in chunks:
-            chunk.sequence.cached_length = chunk.sequence.drafted_length = chunk.end
-            self.publish(chunk.sequence)
+        for sequence, chunk in chunks:
+            sequence.cached_length = sequence.drafted_length = chunk.end
+            self.publish(sequence)
         ready = [sequence for sequence in self.prefilling if sequence.prefilled]
         complete = [sequence for sequence in ready if sequence.is_full]
         self.decoding.extend(sequence for sequence in ready if not sequence.is_full)

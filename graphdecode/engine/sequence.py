@@ -32,6 +32,7 @@ class Sequence:
     sampling: RowSampling  # what the step is told of it
     metrics: RequestMetrics  # times and counts
     turn: tuple[int, float, int] = (0, 0.0, 0)  # priority, turn, id: the lowest is served first and gives way last
+    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
     cached_length: int = 0  # tokens whose keys and values are in the cache; the one book of it
     drafted_length: int = 0  # tokens that a source of drafts with keys of its own has seen
     finish_reason: str | None = None  # "stop", "length" or "error" once it has ended; None before
@@ -39,8 +40,6 @@ class Sequence:
     # of the prompt's tokens from the second on, as far as they are computed
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     has_told_prompt: bool = False  # whether an event has brought them to the owner
-    constraint: Constraint | None = None  # holds the answer to a form; None: it may have any
-    mask_is_stale: bool = False  # whether `sampling.token_mask` is not what the constraint allows next
     failure: ConstraintError | None = None  # why the constraint cannot be kept any further; the answer ends with it
     error_code: str | None = None  # of its error, as an event has it
     is_complete: bool = False  # whether the constraint has ended the answer, by a token that is part of its text
@@ -66,18 +65,9 @@ class Sequence:
         return len(self.token_ids) >= self.max_length
 
     @property
-    def needs_the_host(self) -> bool:
-        """Whether the host has to see each token before it knows what may follow."""
-        return self.constraint is not None and self.constraint.guide is None
-
-    @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.token_ids) - self.prompt_length
-
-    def score(self, start: int, entries: SequenceOf[TokenLogprobs]) -> None:
-        """Take log-probabilities of the prompt: those at the places behind `start` tokens and so on."""
-        self.prompt_logprobs[start:] = entries[: self.prompt_length - 1 - start]
 
     def length_ahead(self, tokens_ahead: int) -> int:
         """Return how many of its tokens are cached in so many steps."""
@@ -101,19 +91,6 @@ class Sequence:
             self.finish_reason, self.is_complete = "stop", token_id not in self.eos_token_ids
         elif len(tokens) >= self.max_length:
             self.finish_reason = "length"
-        elif constraint is not None:
-            self.mask_is_stale = True
-
-    def fill_mask(self) -> None:
-        """Let `sampling.token_mask` be what the constraint allows next; what it cannot do is kept as the failure."""
-        if self.mask_is_stale and self.failure is None:
-            assert self.constraint is not None
-            assert self.sampling.token_mask is not None
-            try:
-                self.constraint.fill(self.sampling.token_mask, self.stop_ids)
-            except ConstraintError as failure:
-                self.failure = failure
-            self.mask_is_stale = False
 
     def fail(self, why: int | ConstraintError) -> str:
         """End it, for no token can be chosen (see NO_CHOICE, or its constraint); return an error that says so."""

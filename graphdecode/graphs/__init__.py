@@ -1,16 +1,13 @@
 """Capture, replay and inspection of step graphs; knows nothing of models."""
 
-from graphdecode.graphs.backend import Backend
 from graphdecode.graphs.errors import CaptureError
 from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError
 from graphdecode.graphs.inspect.check import Finding, check
-from graphdecode.graphs.manager import GraphManager
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, Node, StepGraph
-from graphdecode.graphs.table import GraphTable
+from graphdecode.graphs.table import GraphManager, GraphTable
 
 __all__ = [
-    "Backend",
     "BucketReport",
     "CaptureError",
     "Finding",

@@ -17,7 +17,7 @@ from graphdecode.graphs.inspect.audit import StalePointer, StalePointerError, st
 from graphdecode.graphs.inspect.observer import StepObserver, observed
 from graphdecode.graphs.inspect.owners import Owners
 from graphdecode.graphs.recorded import RecordedStepGraph
-from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, SingleLaunches, Step, StepGraph, StepLoop, run
+from graphdecode.graphs.step_graph import HostLoop, LoopControl, Ready, Step, StepGraph, StepLoop, run
 
 BACKENDS = ("auto", "cuda", "recorded", "eager")
 
@@ -25,14 +25,7 @@ BACKENDS = ("auto", "cuda", "recorded", "eager")
 class Backend:
     """Makes graphs that share a stream and a pool, and knows who owns the memory that they touch.
 
-    Args:
-        buffers: slots and adopted tensors that steps read and write: of rows, and of prompts.
-        constants: modules and tensors that they only read; kept alive.
-        name: "cuda", "recorded", "eager" (nothing is captured), or "auto".
-        warmup_steps: eager steps before each capture; recordings after the first do with one.
-
-    Raises:
-        ValueError: an argument is unknown, or does not fit the device.
+    Its arguments are those of `GraphTable`: the buffers of rows, and of prompts; `name` is the back end's.
     """
 
     def __init__(
@@ -102,7 +95,7 @@ class Backend:
             return Ready(replays)
         if self.device.type == "cpu":
             return Ready(replays, HostLoop(control, *replays))
-        loop = SingleLaunches(control, *replays)
+        loop = StepLoop(control, *replays)
         loop.reason = "nothing is captured"
         return Ready(replays, loop)
 
@@ -114,11 +107,12 @@ class Backend:
         """Return every address in some graphs, each with its bucket, that nobody owns any more."""
         return [stale for bucket, graph in graphs for stale in stale_pointers(bucket, graph, self.owners)]
 
-    def refuse_stale(self, stale: Iterable[StalePointer]) -> None:
-        """Raise a StalePointerError that names the addresses which certainly are ones."""
+    def verify(self, stale: Iterable[StalePointer] = ()) -> None:
+        """Check that nothing was moved; raise a StalePointerError of those given that certainly are addresses."""
         certain = [pointer for pointer in stale if pointer.is_certain]
         if certain:
             raise StalePointerError("\n".join(map(str, certain)))
+        self.owners.verify()
 
     def release(self, gone: Sequence[Ready], *, is_last: bool) -> None:
         """Retire what was captured, a loop before the graphs that it is made of.

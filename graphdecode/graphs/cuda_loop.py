@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import weakref
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from graphdecode.errors import GraphdecodeError
 from graphdecode.graphs.cuda import CudaStepGraph
-from graphdecode.graphs.step_graph import LoopControl, SingleLaunches, StepLoop
+from graphdecode.graphs.step_graph import LoopControl, StepLoop
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -55,10 +55,7 @@ def compile_condition(capability: tuple[int, int]) -> bytes:
     """
     if nvrtc is None:
         raise RuntimeError("cuda-python is not installed")
-
-    def called(answer: tuple[Any, ...]) -> tuple[Any, ...]:
-        return _checked(answer, "NVRTC refused to compile the loop's condition")
-
+    called = functools.partial(_checked, what="NVRTC refused to compile the loop's condition")
     major, minor = capability
     option = f"--gpu-architecture=sm_{major}{minor}".encode()
     (program,) = called(nvrtc.nvrtcCreateProgram(CONDITION_SOURCE, b"loop_condition.cu", 0, [], []))
@@ -80,20 +77,19 @@ class CudaLoops:
         self._device = device
         self._condition: _Condition | RuntimeError | None = None
 
-    def over(self, step: CudaStepGraph, epilogue: CudaStepGraph | None = None) -> StepLoop:
-        """Return the best loop over a captured step that the driver grants."""
+    def over(self, *graphs: CudaStepGraph) -> StepLoop:
+        """Return the best loop over a captured step, and its epilogue where it has one, that the driver grants."""
         refusals: list[str] = []
-        loop: SingleLaunches | None = None
+        loop = StepLoop(self._control, *(graph.replay for graph in graphs))
         for name, make in (("a WHILE node", self._while_node), ("an unrolled graph", self._unrolled)):
             try:
                 if driver is None:
                     raise LoopRefusedError("cuda-python is not installed")
                 with torch.cuda.device(self._device):
-                    loop = make(step, epilogue)
+                    loop = make(graphs)
                 break
             except LoopRefusedError as refusal:
                 refusals.append(f"{name}: {refusal}")
-        loop = loop or SingleLaunches(self._control, *_replays(step, epilogue))
         loop.reason = "; ".join(refusals) or None
         return loop
 
@@ -103,12 +99,12 @@ class CudaLoops:
             self._condition.close()
         self._condition = None
 
-    def _while_node(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> GraphLoop:
+    def _while_node(self, graphs: Sequence[CudaStepGraph]) -> StepLoop:
         (version,) = _call(driver.cuDriverGetVersion)
         if version < WHILE_NODES_SINCE:
             readable = f"{version // 1000}.{version % 1000 // 10}"
             raise LoopRefusedError(f"needs a driver for CUDA 12.4, this one is for {readable}")
-        unfit = sorted(set(step.kinds) - _BODY_KINDS)
+        unfit = sorted(set(graphs[0].kinds) - _BODY_KINDS)
         if unfit:
             raise LoopRefusedError(f"the step holds nodes that no body may hold: {', '.join(unfit)}")
         if self._condition is None:
@@ -118,13 +114,13 @@ class CudaLoops:
                 self._condition = error.with_traceback(None)  # whose frames would keep the step's graph
         if isinstance(self._condition, RuntimeError):
             raise LoopRefusedError(str(self._condition))
-        return WhileLoop(self._control, step, epilogue, self._device, self._condition)
+        return GraphLoop(self._control, graphs, self._device, self._condition)
 
-    def _unrolled(self, step: CudaStepGraph, epilogue: CudaStepGraph | None) -> GraphLoop:
-        nodes = self._control.loop.max_steps * step.kinds.total()
+    def _unrolled(self, graphs: Sequence[CudaStepGraph]) -> StepLoop:
+        nodes = self._control.loop.max_steps * graphs[0].kinds.total()
         if nodes > _MAX_UNROLLED_NODES:
             raise LoopRefusedError(f"{nodes} nodes are more than {_MAX_UNROLLED_NODES}")
-        return UnrolledLoop(self._control, step, epilogue, self._device)
+        return GraphLoop(self._control, graphs, self._device)
 
 
 class _Condition:
@@ -137,10 +133,13 @@ class _Condition:
         (self.function,) = _call(driver.cuModuleGetFunction, module, CONDITION)
 
 
-class GraphLoop(SingleLaunches):
+class GraphLoop(StepLoop):
     """All steps of a launch in one graph; destroyed by `close`, or when nobody holds it any more.
 
-    The kernel of its condition, if it launches one, is not unloaded before.
+    With a condition the step is the body of a WHILE node: as many steps as the slots say. The count is cleared, the
+    body runs, and behind each step the condition's kernel counts it, adds it and the live rows to a tally of all
+    launches, and decides; it is not unloaded before the graph. Without one the step stands there as often as a launch
+    may be asked for, and rows that finished are inert.
 
     Raises:
         LoopRefusedError: the driver refuses.
@@ -149,73 +148,34 @@ class GraphLoop(SingleLaunches):
     def __init__(
         self,
         control: LoopControl,
-        step: CudaStepGraph,
-        epilogue: CudaStepGraph | None,
+        graphs: Sequence[CudaStepGraph],
         device: torch.device,
         condition: _Condition | None = None,
     ) -> None:
-        super().__init__(control, *_replays(step, epilogue))
+        super().__init__(control, *(graph.replay for graph in graphs))
+        self.kind = "unrolled" if condition is None else "while"
         self._device = device
+        self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
         (graph,) = _call(driver.cuGraphCreate, 0)
         handles: list[Any] = [(driver.cuGraphDestroy, graph)]
         self._release = weakref.finalize(self, _destroy, handles, condition)
         try:
             (context,) = _call(driver.cuCtxGetCurrent)
-            last = self._add_steps(graph, context, step, condition)
-            if epilogue is not None:
-                _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, epilogue.raw_graph())
+            step, *epilogue = (each.raw_graph() for each in graphs)
+            if condition is not None:
+                last = self._add_while(graph, context, step, condition)
+            else:
+                steps = control.loop.max_steps
+                last = _add_in_turn(graph, self._set_count(graph, context, steps), [step] * steps)
+            _add_in_turn(graph, last, epilogue)
             (self._exec,) = _call(driver.cuGraphInstantiate, graph, 0)
         except BaseException:
             self._release()
             raise
         handles.insert(0, (driver.cuGraphExecDestroy, self._exec))
 
-    @abstractmethod
-    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
-        """Add the nodes of the steps, and return the last."""
-
-    def _set_count(self, graph: Any, context: Any, value: int) -> Any:
-        write = driver.CUDA_MEMSET_NODE_PARAMS()
-        write.dst = driver.CUdeviceptr(self._control.count.data_ptr())
-        write.value, write.elementSize = value, _COUNT_BYTES
-        write.width = write.height = 1
-        (node,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, write, context)
-        return node
-
-    def _launch_graph(self) -> None:
-        """Launch on the current stream of the graph's device, which need not be the current one."""
-        with torch.cuda.device(self._device):
-            (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
-        if int(error) != 0:
-            raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
-
-    def close(self) -> None:
-        """Release the graph."""
-        self._release()
-
-
-def _replays(*graphs: CudaStepGraph | None) -> list[Callable[[], None]]:
-    return [graph.replay for graph in graphs if graph is not None]
-
-
-def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
-    for destroy, handle in handles:
-        destroy(handle)
-
-
-class WhileLoop(GraphLoop):
-    """The step as the body of a WHILE node: as many steps as the slots say, in one launch.
-
-    The count is cleared, the body runs, and behind each step the condition's kernel counts it, adds it and
-    the live rows to a tally of all launches, and decides.
-    """
-
-    kind = "while"
-
-    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
-        assert condition is not None
+    def _add_while(self, graph: Any, context: Any, step: int, condition: _Condition) -> Any:
         control = self._control
-        self._tally = torch.zeros(2, dtype=torch.int64, device=control.count.device)  # steps, live rows
         tensors = (control.count, control.limit, control.running, control.live_rows, self._tally)
         slots = [tensor.data_ptr() for tensor in tensors]
         (handle,) = _call(driver.cuGraphConditionalHandleCreate, graph, context, 1, driver.CU_GRAPH_COND_ASSIGN_DEFAULT)
@@ -228,7 +188,7 @@ class WhileLoop(GraphLoop):
         loop.conditional.ctx = context
         (node,) = _call(driver.cuGraphAddNode, graph, [cleared], None, 1, loop)
         body = loop.conditional.phGraph_out[0]
-        (ran,) = _call(driver.cuGraphAddChildGraphNode, body, None, 0, step.raw_graph())
+        (ran,) = _call(driver.cuGraphAddChildGraphNode, body, None, 0, step)
         decide = driver.CUDA_KERNEL_NODE_PARAMS()
         decide.func = condition.function
         for size in ("gridDimX", "gridDimY", "gridDimZ", "blockDimX", "blockDimY", "blockDimZ"):
@@ -237,34 +197,47 @@ class WhileLoop(GraphLoop):
         _call(driver.cuGraphAddKernelNode, body, [ran], 1, decide)
         return node
 
+    def _set_count(self, graph: Any, context: Any, value: int) -> Any:
+        write = driver.CUDA_MEMSET_NODE_PARAMS()
+        write.dst = driver.CUdeviceptr(self._control.count.data_ptr())
+        write.value, write.elementSize = value, _COUNT_BYTES
+        write.width = write.height = 1
+        (node,) = _call(driver.cuGraphAddMemsetNode, graph, None, 0, write, context)
+        return node
+
     def launch(self, num_steps: int) -> int:
-        """Launch the loop; how many steps it runs is in the slot, and how many ran the condition's kernel counts."""
-        self._launch_graph()
-        return 0
+        """Launch on the current stream of the graph's device, which need not be the current one.
+
+        How many steps of a WHILE node run is in the slot, and how many ran the condition's kernel counts. An unrolled
+        graph leaves none out: where they are fewer than it holds, they are launched one by one.
+        """
+        if self.kind == "unrolled" and num_steps != self._control.loop.max_steps:
+            return super().launch(num_steps)
+        with torch.cuda.device(self._device):
+            (error,) = driver.cuGraphLaunch(self._exec, torch.cuda.current_stream(self._device).cuda_stream)
+        if int(error) != 0:
+            raise RuntimeError(f"the driver refused to launch a loop: {error.name}")
+        return num_steps if self.kind == "unrolled" else 0
 
     def counted(self) -> tuple[int, int]:
-        """Return steps and live rows of all launches; waits for them."""
+        """Return steps and live rows of all launches of a WHILE node; waits for them."""
         steps, rows = self._tally.tolist()
         return steps, rows
 
+    def close(self) -> None:
+        """Release the graph."""
+        self._release()
 
-class UnrolledLoop(GraphLoop):
-    """The step as often as a launch may be asked for, one after another in one graph; rows that finished are inert."""
 
-    kind = "unrolled"
+def _add_in_turn(graph: Any, last: Any, children: Sequence[int]) -> Any:
+    for child in children:
+        (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, child)
+    return last
 
-    def _add_steps(self, graph: Any, context: Any, step: CudaStepGraph, condition: _Condition | None) -> Any:
-        last = self._set_count(graph, context, self._control.loop.max_steps)
-        for _ in range(self._control.loop.max_steps):
-            (last,) = _call(driver.cuGraphAddChildGraphNode, graph, [last], 1, step.raw_graph())
-        return last
 
-    def launch(self, num_steps: int) -> int:
-        """Launch the graph, or the steps one by one where they are fewer than it holds; none is left out."""
-        if num_steps != self._control.loop.max_steps:
-            return super().launch(num_steps)
-        self._launch_graph()
-        return num_steps
+def _destroy(handles: list[tuple[Callable[[Any], Any], Any]], _kept: _Condition | None) -> None:
+    for destroy, handle in handles:
+        destroy(handle)
 
 
 def _call(function: Callable[..., tuple], *arguments: Any) -> tuple[Any, ...]:

@@ -26,6 +26,7 @@ from graphdecode.graphs.inspect.observer import (
     named_arguments,
     observed,
     reshapes_in_place,
+    tensors_of,
 )
 from graphdecode.graphs.inspect.owners import Owners, is_opaque, storage_address, storage_key
 from graphdecode.graphs.step_graph import Argument, Node, Step, StepGraph
@@ -109,7 +110,7 @@ class Recorder(StepObserver):
             return
         with self.working():
             args, kwargs, result = mapped(self._alias, (args, kwargs, result))
-        given = {storage_key(leaf) for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)} - {None}
+        given = {storage_key(tensor) for tensor in tensors_of((args, kwargs))} - {None}
         outputs = [
             leaf if isinstance(leaf, Tensor) and storage_key(leaf) not in given else None for leaf in leaves(result)
         ]

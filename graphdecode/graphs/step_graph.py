@@ -185,8 +185,8 @@ class LoopControl:
         self.count.copy_(self.limit)
 
 
-class StepLoop(ABC):
-    """One shape's steps, several to a launch: `step` runs one, `epilogue` what is behind the last.
+class StepLoop:
+    """One shape's steps, several to a launch; here a launch for each, for a host that does not wait to learn who runs.
 
     Attributes:
         kind: "while" (the device runs the loop), "unrolled" (a graph of as many steps), "host" (the host runs it over
@@ -194,24 +194,28 @@ class StepLoop(ABC):
         reason: why it is none of those named before; None where there is nothing to explain.
     """
 
-    kind: str
+    kind = "single"
     reason: str | None = None
 
     def __init__(self, control: LoopControl, step: Replay, epilogue: Replay = lambda: None) -> None:
         self._control, self._step, self._epilogue = control, step, epilogue
 
-    @abstractmethod
     def launch(self, num_steps: int) -> int:
         """Run that many steps, or fewer where the loop can end early, and the epilogue.
 
         Returns how many steps ran; 0 where the device decides that, and counts them.
         """
+        for _ in range(num_steps):
+            self._step()
+        self._control.count_all()
+        self._epilogue()
+        return num_steps
 
     def counted(self) -> tuple[int, int]:
         """Return the steps that the device counted in all launches, and the live rows of these steps, summed."""
         return 0, 0
 
-    def close(self) -> None:  # noqa: B027 (only graphs hold something)
+    def close(self) -> None:
         """Release what the loop holds."""
 
 
@@ -231,20 +235,6 @@ class HostLoop(StepLoop):
             count[0] = ran
         self._epilogue()
         return ran
-
-
-class SingleLaunches(StepLoop):
-    """No loop: one launch for each step, none left out, for a host that does not wait to learn which rows run."""
-
-    kind = "single"
-
-    def launch(self, num_steps: int) -> int:
-        """Launch the steps one by one."""
-        for _ in range(num_steps):
-            self._step()
-        self._control.count_all()
-        self._epilogue()
-        return num_steps
 
 
 @dataclass(frozen=True)

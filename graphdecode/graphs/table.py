@@ -7,22 +7,23 @@ import dataclasses
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from graphdecode.buckets import KINDS, ShapeLadder, StepShape
+from graphdecode.buckets import KINDS, BucketLadder, ShapeLadder, StepShape
 from graphdecode.buffers import Batch, FrozenError, StepBuffers
 from graphdecode.errors import ArgumentError
+from graphdecode.graphs.backend import Backend
 from graphdecode.graphs.errors import CaptureError
+from graphdecode.graphs.inspect.picture import to_dot, to_svg
 from graphdecode.graphs.report import BucketReport, GraphReport
 from graphdecode.graphs.step_graph import Loop, LoopControl, Ready, Step, StepGraph, no_row_live, run
 
 if TYPE_CHECKING:  # what a replay needs none of
-    from graphdecode.graphs.backend import Backend
     from graphdecode.graphs.inspect.audit import StalePointer
 
 CAPTURE_TIMES = ("startup", "first-use")
@@ -34,9 +35,12 @@ class GraphTable:
 
     Args:
         step: runs a shape, over the buffers narrowed to its rows; of prompts by themselves, to their tokens.
-        buffers: of the rows.
-        ladder: the shapes.
-        backend: captures them.
+        buffers: everything that the step reads and writes.
+        ladder: the shapes; its buckets are those of steps of one query a row.
+        constants: modules and tensors that the step only reads; they are kept alive, and watched for being moved.
+        backend: "cuda" (CUDA graphs), "recorded" (the same semantics on a CPU), "eager" (nothing is captured), or
+            "auto": CUDA graphs on a GPU, recorded ones on a CPU.
+        warmup_steps: eager steps before each capture; recordings after the first do with one.
         prompts: buffers of prompts, whose rows are tokens; None where no shape has any.
         capture_when: "startup", or "first-use": a shape is captured after the first step that needed it, and that step
             runs padded to the next captured one, or eagerly.
@@ -46,8 +50,11 @@ class GraphTable:
         loop: lets a run be several steps.
         around: given a shape, returns what is entered around its capture.
 
+    Attributes:
+        bucket_for: given a batch size, returns the bucket that holds it.
+
     Raises:
-        ValueError: `capture_when` is unknown, or the loop's slots do not fit.
+        ValueError: an argument is unknown or does not fit the buffers or their device, or the ladder their capacity.
     """
 
     def __init__(
@@ -55,8 +62,10 @@ class GraphTable:
         step: Callable[[StepShape, Batch], None],
         buffers: StepBuffers,
         ladder: ShapeLadder,
-        backend: Backend,
         *,
+        constants: Iterable[Any] = (),
+        backend: str = "auto",
+        warmup_steps: int = 2,
         prompts: StepBuffers | None = None,
         capture_when: str = "startup",
         strict: bool = False,
@@ -67,12 +76,18 @@ class GraphTable:
     ) -> None:
         if capture_when not in CAPTURE_TIMES:
             raise ArgumentError(f"capture_when must be one of {', '.join(CAPTURE_TIMES)}, got {capture_when!r}")
-        self.buffers = buffers
-        self.prompts = buffers if prompts is None else prompts
+        most, held = ladder.max_batch_size, buffers.max_batch_size
+        if most > held:
+            raise ArgumentError(f"the ladder goes up to {most} rows, the buffers hold {held}")
+        memory = [buffers] if prompts is None else [buffers, prompts]
+        self.buffers, self.prompts = memory[0], memory[-1]
         self.ladder = self._given = ladder
-        self.backend = backend
+        self._buckets = BucketLadder((shape.rows for shape in ladder.of("steps")), most)
+        self.bucket_for = self._buckets.bucket_for
+        self._backend = Backend(*memory, constants=constants, name=backend, warmup_steps=warmup_steps)
+        self.backend = self._backend.name
         self._step = step
-        self._captures_lazily = capture_when == "first-use" and backend.name != "eager"
+        self._captures_lazily = capture_when == "first-use" and self.backend != "eager"
         self._strict = strict
         self._choices, self._computed_in = choices, computed_in
         self._control = None if loop is None else LoopControl(loop, buffers)
@@ -89,13 +104,19 @@ class GraphTable:
         weakref.finalize(self, atexit.unregister, at_exit)
         self._drop(KINDS)
 
-    def graphs(self, queries: int = 1) -> dict[int, StepGraph]:
-        """Return the captured steps of so many queries a row by bucket, for those who look into them."""
-        mine = ((shape, ready) for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs)
-        return {shape.rows: ready.graphs[0] for shape, ready in mine if shape == StepShape(shape.rows, queries)}
+    @property
+    def graphs(self) -> dict[int, StepGraph]:
+        """The captured steps of one query a row by bucket, for those who look into them."""
+        return {shape.rows: graph for shape, graph in self._captured.items() if shape == StepShape(shape.rows)}
 
-    def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> None:
-        """Capture the shapes of some kinds, those of most tokens first; with "first-use", only make ready for it.
+    @property
+    def _captured(self) -> dict[StepShape, StepGraph]:
+        return {shape: ready.graphs[0] for shape, (ready, _) in sorted(self._ready.items()) if ready.graphs}
+
+    def capture(self, progress: bool = True, kinds: Collection[str] = KINDS) -> GraphReport:
+        """Capture the shapes of some kinds, those of most tokens first, and return the report of steps of rows alone.
+
+        With "first-use", only make ready for it.
 
         Steps run for real, with no row live; the slots hold the same afterwards as before. Adopted tensors are not
         saved. Where steps with prompts cannot be captured, prompts go by themselves, or without graphs, and a warning
@@ -134,6 +155,7 @@ class GraphTable:
             self._drop(KINDS)
             raise
         self._open.update(kinds)
+        return self.report()
 
     def _next_to_capture(self, kinds: Collection[str]) -> StepShape | None:
         if self._captures_lazily:  # one mixed step is tried
@@ -144,7 +166,7 @@ class GraphTable:
     def _try(self, shape: StepShape) -> None:
         """Run a mixed step that nobody asked for: a model whose steps cannot take prompts along says so now."""
         try:
-            self.backend.eager(*self._bound(shape)).replays[0]()
+            self._backend.eager(*self._bound(shape)).replays[0]()
         except Exception as error:
             raise CaptureError.of(error) from error
         self._open.add(shape.kind)
@@ -164,15 +186,14 @@ class GraphTable:
         return step, narrowed, self._control.loop.epilogue, self._control
 
     def _capture(self, shape: StepShape) -> None:
-        is_eager = self.backend.name == "eager"
+        is_eager = self.backend == "eager"
         with nullcontext() if is_eager else self._around(shape):
-            ready = (self.backend.eager if is_eager else self.backend.captured)(*self._bound(shape))
+            ready = (self._backend.eager if is_eager else self._backend.captured)(*self._bound(shape))
         self._keep(shape, ready)
 
     def _keep(self, shape: StepShape, ready: Ready) -> None:
-        report = self._report_at(shape)
-        self._ready[shape] = ready, report
-        report.take(ready, is_whole=shape.part == "whole")
+        self._ready[shape] = ready, self._report_at(shape)
+        self._report_at(shape).take(ready, is_whole=shape.part == "whole")
 
     def _report_at(self, shape: StepShape) -> BucketReport:
         """Return what counts a shape's runs; those of its halves count with the whole."""
@@ -253,48 +274,76 @@ class GraphTable:
         if shape.kind not in self._open:
             raise RuntimeError(f"{shape} was not captured: call capture() first")
         if shape.part != "whole":
-            return shape, (self.backend.eager(*self._bound(shape)), self._report_at(shape))
+            return shape, (self._backend.eager(*self._bound(shape)), self._report_at(shape))
         for other in self.ladder.holding(wanted):
             if other in self._ready and self._ready[other][0].graphs:
                 return other, self._ready[other]
         self._report_at(shape).eager_runs += 1
-        return shape, (self.backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
+        return shape, (self._backend.eager(*self._bound(shape)), BucketReport(0, "eager"))  # which counts no replay
 
     def _capture_or_stay_eager(self, fitting: StepShape) -> None:
         try:
             with self._nothing_live(fitting):
                 self._capture(fitting)
         except CaptureError as error:
-            self._keep(fitting, self.backend.eager(*self._bound(fitting)))
+            self._keep(fitting, self._backend.eager(*self._bound(fitting)))
             what = f"the halves of {fitting._replace(part='whole')} stay"
             if fitting.part == "whole":
                 what, self._report_at(fitting).error = f"{fitting} stays", str(error)
             warnings.warn(f"{what} eager: {error}", RuntimeWarning, stacklevel=3)
 
-    def run_eager(self, wanted: StepShape) -> StepShape:
-        """Run the same step over the same shape without its graph: bit for bit what `run` computes."""
-        shape = next(self.ladder.holding(wanted))
-        self.buffers.make_ready(wanted.rows, shape.rows, self._user)
-        self.backend.eager(*self._bound(shape)).replays[0]()
-        return shape
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The batch sizes that have a graph, ascending; `bucket_for` says which one holds some rows."""
+        return self._buckets.sizes
 
-    def check_steps(self, steps: Any) -> None:
-        """Refuse a number of steps that no run can have.
+    def replay(self, batch_size: int) -> int:
+        """Run one step of the first `batch_size` rows: one launch. Return the bucket that ran; see `GraphTable.run`."""
+        self.bucket_for(batch_size)
+        return (self.run(StepShape(batch_size)) or StepShape(0)).rows
+
+    def launch(self, batch_size: int, num_steps: int) -> int:
+        """Run `num_steps` steps of the first `batch_size` rows, and the loop's epilogue. Return the bucket that ran.
+
+        Fewer steps run where none of the rows is running any more. On a GPU all of it is one launch wherever the
+        driver grants that; the report says what each bucket got instead, and why.
 
         Raises:
-            ValueError: it is outside 1..max_steps of the loop.
+            ValueError: `num_steps` is outside 1..max_steps of the loop.
             RuntimeError: there is no loop.
         """
         if self._control is None:
             raise RuntimeError("several steps at once need graphs that were made with loop=")
-        if type(steps) is not int or not 1 <= steps <= self._control.loop.max_steps:
-            raise ArgumentError(f"num_steps must be in 1..max_steps={self._control.loop.max_steps}, got {steps!r}")
+        if type(num_steps) is not int or not 1 <= num_steps <= self._control.loop.max_steps:
+            most = self._control.loop.max_steps
+            raise ArgumentError(f"num_steps must be in 1..max_steps={most}, got {num_steps!r}")
+        self.bucket_for(batch_size)
+        return (self.run(StepShape(batch_size), steps=num_steps) or StepShape(0)).rows
 
-    def run_beyond(self, shape: StepShape, most_tokens: int, step: Callable[[], Any]) -> Any:
+    def run_eager(self, batch_size: int) -> int:
+        """Run the same step over the same bucket without its graph: bit for bit what `replay` computes."""
+        shape = StepShape(self.bucket_for(batch_size))
+        self.buffers.make_ready(batch_size, shape.rows, self._user)
+        self._backend.eager(*self._bound(shape)).replays[0]()
+        return shape.rows
+
+    def dot(self, bucket: int, queries: int = 1) -> str:
+        """Return a picture of one bucket's step, in Graphviz' language; a ValueError where it has no graph."""
+        captured, shape = self._captured, StepShape(bucket, queries)
+        if type(bucket) is not int or shape not in captured:
+            known = [other.rows for other in captured if other == StepShape(other.rows, queries)]
+            raise ArgumentError(f"bucket must be one of the captured {known}, got {bucket!r}")
+        return to_dot(str(shape), captured[shape].nodes)
+
+    def svg(self, bucket: int, queries: int = 1) -> str:
+        """Return the same as SVG; Graphviz draws it, and a PictureError says where it is not installed."""
+        return to_svg(self.dot(bucket, queries))
+
+    def run_beyond(self, shape: StepShape, step: Callable[[], Any]) -> Any:
         """Run what no graph holds, operator by operator, and count it with the most prompt tokens that there can be."""
         if shape.rows:
             self.buffers.set_live_rows(shape.rows)
-        largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, most_tokens)
+        largest = StepShape(self.buffers.max_batch_size if shape.rows else 0, 1, self.prompts.max_batch_size)
         self._reports.setdefault(largest, BucketReport.of(largest, "eager")).eager_runs += 1
         return run(lambda _: step(), Batch(shape.rows, {}))
 
@@ -316,14 +365,12 @@ class GraphTable:
             FrozenError: a slot, adopted tensor or constant was moved.
             StalePointerError: strict, and an address in a graph has lost its owner.
         """
-        if self._strict:
-            self.backend.refuse_stale(self.audit())
-        self.backend.owners.verify()
+        self._backend.verify(self.audit() if self._strict else ())
 
     def audit(self) -> list[StalePointer]:
         """Return every address in the graphs that nobody owns any more, smallest bucket first; see `StalePointer`."""
         buckets = sorted((shape.rows or shape.prompt_tokens, shape) for shape in self._ready)
-        return self.backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
+        return self._backend.audit((bucket, graph) for bucket, at in buckets for graph in self._ready[at][0].graphs)
 
     def freeze(self) -> None:
         """Refuse, from now on, whatever would move memory that the graphs point at, capture again, or load weights.
@@ -334,16 +381,16 @@ class GraphTable:
         Raises:
             FrozenError: something was moved already.
         """
-        self.backend.owners.verify()
+        self._backend.owners.verify()
         self.buffers.freeze()
-        self.backend.owners.freeze()
+        self._backend.owners.freeze()
         self._frozen = True
 
     def thaw(self) -> None:
         """Allow changes again; the graphs are invalid and dropped."""
         self._frozen = False
         self.buffers.thaw()
-        self.backend.owners.thaw()
+        self._backend.owners.thaw()
         self._drop(KINDS)
 
     def report(self, kind: str = "steps") -> GraphReport:
@@ -356,7 +403,7 @@ class GraphTable:
                 steps, rows = loop.counted()
                 report.replays, report.live_rows = report.replays + steps, report.live_rows + rows
             buckets.append(report)
-        return GraphReport(self.backend.name, buckets, self._computed_in)
+        return GraphReport(self.backend, buckets, self._computed_in)
 
     def close(self) -> None:
         """Release all graphs; the buffers stay.
@@ -365,19 +412,36 @@ class GraphTable:
         in use. What is not closed when the process ends is released then, before anything that was there earlier.
         """
         self._drop(KINDS)
-        self.backend.forget()
+        self._backend.forget()
 
     def _drop(self, kinds: Collection[str]) -> None:
         """Retire the graphs of some kinds, and count anew."""
         self._open.difference_update(kinds)
         self._verified = None
         gone = [self._ready.pop(shape)[0] for shape in list(self._ready) if shape.kind in kinds]
-        self.backend.release(gone, is_last=not self._ready)
+        self._backend.release(gone, is_last=not self._ready)
         if "steps" in kinds and self._beside is not None:
             self._beside.shutdown()
             self._beside = None
         waiting = {shape: BucketReport.of(shape, "waiting") for shape in self.ladder.of(*kinds) if shape.queries == 1}
         self._reports = {s: report for s, report in self._reports.items() if s.kind not in kinds} | waiting
+
+
+class GraphManager(GraphTable):
+    """The graphs of a step that has rows alone, one a bucket.
+
+    Args:
+        step: given the buffers narrowed to a bucket's rows; writes its results into them.
+        buffers: everything that the step reads and writes.
+        ladder: the buckets; a `BucketLadder`, or batch sizes.
+        options: those of `GraphTable`.
+    """
+
+    def __init__(self, step: Step, buffers: StepBuffers, ladder: BucketLadder | Iterable[int], **options: Any) -> None:
+        if not isinstance(ladder, BucketLadder):
+            ladder = BucketLadder(ladder, buffers.max_batch_size)
+        shapes = ShapeLadder(map(StepShape, ladder), ladder.max_batch_size)
+        super().__init__(lambda _, batch: step(batch), buffers, shapes, **options)
 
 
 def _close(alive: Callable[[], GraphTable | None]) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import math
 import platform
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from tqdm import tqdm
 from graphdecode.distributed import Collectives
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
-from graphdecode.kernels.native.instructions import instructions
+from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
 from graphdecode.linear.gguf_blocks import GGUF_BLOCKS
@@ -38,6 +39,35 @@ from graphdecode.models.weight_map import check, parts
 from graphdecode.models.weights import Weights
 
 _EXPANDED = "none"  # what `quantize` is where weights in few bits are to be plain ones
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return a device that is there; `"auto"` means CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: the device is unknown or absent, or GRAPHDECODE_ISA names instructions that the processor lacks.
+    """
+    try:
+        instructions()
+    except MissingInstructions as error:
+        raise ArgumentError(str(error)) from error
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    resolved = None
+    with suppress(RuntimeError):
+        resolved = torch.device(device)
+    if resolved is None or resolved.type not in ("cpu", "cuda"):
+        raise ArgumentError(f"device must be auto, cpu or cuda, got {device!r}")
+    index = resolved.index or 0
+    if resolved.type == "cpu":
+        if index:
+            raise ArgumentError(f"device is {device}, but there is one CPU: cpu")
+        return torch.device("cpu")  # as tensors name it, whatever number it was given
+    if not torch.cuda.is_available():
+        raise ArgumentError("device is cuda, but torch finds no CUDA device here")
+    if index >= torch.cuda.device_count():
+        raise ArgumentError(f"device is {device}, but there are {torch.cuda.device_count()} CUDA devices")
+    return resolved
 
 
 def resolve_dtype(

@@ -15,10 +15,10 @@ from tqdm import tqdm
 
 from graphdecode.buckets import BucketLadder
 from graphdecode.config import BucketConfig
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
 from graphdecode.errors import ArgumentError
-from graphdecode.models import Model, load_model
+from graphdecode.models import Model, load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, rows_at
 
 
@@ -184,7 +184,7 @@ class _Turns:
 
     def __init__(self, decoder: Model, config: BucketConfig, context: int) -> None:
         self._runner: Runner = make_runner(decoder, config, prefix_cache=False)
-        self._captured = self._runner.graphs.capture(progress=False)
+        self._captured = self._runner.graphs.capture(progress=False, kinds=["steps"])
         self._held = ExitStack()
         self._held.callback(self._runner.close)
         self._rows = self._held.enter_context(rows_at(self._runner, config.max_batch_size, context))

@@ -191,7 +191,7 @@ class LatencyProfiler:
         for how far one goes depends on its drafts.
         """
         graphs = self.runner.graphs
-        widths = self.runner.table.ladder.queries
+        widths = graphs.ladder.queries
         if len(widths) == 1:
             return []
         times: dict[tuple[int, int], list[float]] = {}

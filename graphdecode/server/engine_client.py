@@ -31,6 +31,7 @@ from graphdecode.server.wire import (
     Teach,
     Vitals,
     framed,
+    in_parts,
     receive,
     unpack_event,
 )
@@ -219,7 +220,7 @@ class EngineClient:
                 self._on_events(known)
                 continue
             for event in known:
-                for part in event.in_parts(_ENTRIES_AT_ONCE):
+                for part in in_parts(event, _ENTRIES_AT_ONCE):
                     self._on_events([part])
                     await asyncio.sleep(0)
                     self._heard = True

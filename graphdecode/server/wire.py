@@ -173,6 +173,18 @@ def unpack_event(packed: PackedEvent, known: RequestMetrics) -> Event:
     return event._replace(metrics=known if event.metrics is None else RequestMetrics(*event.metrics))  # type: ignore[misc]
 
 
+def in_parts(event: Event, entries: int) -> list[Event]:
+    """Return events that say the same together, none of them with many more log-probabilities of the prompt."""
+    scores = event.prompt_logprobs
+    if not scores:
+        return [event]
+    size = max(entries // (len(scores[0].top) + 1), 1)
+    cuts = range(0, max(len(scores) - size, 0), size)
+    nothing = event._replace(token_ids=[], logprobs=None, finish_reason=None, stop_reason=None, error=None)
+    parts = [nothing._replace(prompt_logprobs=scores[cut : cut + size]) for cut in cuts]
+    return [*parts, event._replace(prompt_logprobs=scores[len(parts) * size :])]
+
+
 def framed(message: Any) -> bytes:
     """Return a message as it goes over the socket."""
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

@@ -23,7 +23,7 @@ from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
 from graphdecode.errors import ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
-from graphdecode.graphs import GraphManager
+from graphdecode.graphs import GraphTable
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.models.generation_defaults import GENERATION_FILE
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
@@ -120,7 +120,7 @@ class LLM:
         return self.model.device
 
     @property
-    def graphs(self) -> GraphManager:
+    def graphs(self) -> GraphTable:
         """The captured graphs of the decode step, one a bucket."""
         return self.engine.graphs
 

@@ -19,7 +19,7 @@ from planted import Fault
 from graphdecode.graphs import cuda_loop, step_graph
 from graphdecode.graphs.backend import Backend
 from graphdecode.graphs.cuda import CudaCapture
-from graphdecode.graphs.cuda_loop import GraphLoop, WhileLoop
+from graphdecode.graphs.cuda_loop import GraphLoop
 
 LIVES, EVENTS, EVENTFUL_LIVES = 15, 14, 15
 
@@ -60,11 +60,11 @@ FAULTS = [
     # the loops, call by call
     Fault(cuda_loop, "_destroy", "for destroy, handle in handles:", "for destroy, handle in handles[1:]:"),
     Fault(GraphLoop, "_set_count", "write.value, write.elementSize = value", "write.value, write.elementSize = 1"),
-    Fault(WhileLoop, "_add_steps", "graph, [cleared], None, 1, loop", "graph, [], None, 0, loop"),
-    Fault(WhileLoop, "_add_steps", "body, [ran], 1, decide", "body, [], 0, decide"),
-    Fault(WhileLoop, "_add_steps", "return node", "return cleared"),
-    Fault(WhileLoop, "_add_steps", "context, 1, driver.CU_GRAPH", "context, 0, driver.CU_GRAPH"),
-    Fault(WhileLoop, "_add_steps", "control.limit, control.running", "control.running, control.limit"),
+    Fault(GraphLoop, "_add_while", "graph, [cleared], None, 1, loop", "graph, [], None, 0, loop"),
+    Fault(GraphLoop, "_add_while", "body, [ran], 1, decide", "body, [], 0, decide"),
+    Fault(GraphLoop, "_add_while", "return node", "return cleared"),
+    Fault(GraphLoop, "_add_while", "context, 1, driver.CU_GRAPH", "context, 0, driver.CU_GRAPH"),
+    Fault(GraphLoop, "_add_while", "control.limit, control.running", "control.running, control.limit"),
 ]
 
 

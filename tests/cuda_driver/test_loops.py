@@ -84,7 +84,7 @@ def test_the_condition_is_loaded_once_for_all_buckets_and_unloaded_behind_the_la
 def test_what_is_dropped_without_being_closed_is_given_back_the_kernel_last(device: Device, driver: Driver) -> None:
     counting, graphs = captured([CAPACITY])
     made = CudaLoops(LoopControl(counting.loop(), counting.buffers), torch.device("cuda"))
-    loops = [made.over(graphs.graphs[CAPACITY], None) for _ in range(2)]
+    loops = [made.over(graphs.graphs[CAPACITY]) for _ in range(2)]
     driver.forget_calls()
     del made
     gc.collect()

@@ -12,7 +12,7 @@ from cuda_driver.torch_device import Device
 
 from graphdecode.buckets import ShapeLadder, StepShape
 from graphdecode.buffers import Batch
-from graphdecode.graphs import Backend, GraphTable
+from graphdecode.graphs import GraphTable
 
 ROWS, TOKENS = 4, 8
 
@@ -42,9 +42,9 @@ def test_a_table_captures_all_its_shapes_on_one_stream_into_one_pool(
     steps = [StepShape(bucket, queries) for bucket in (1, ROWS) for queries in (1, 2)]
     halves = [half for shape in steps if shape.queries == 1 for half in shape.halves]
     beside = [StepShape(0, 1, TOKENS), StepShape(ROWS, 1, TOKENS)]
-    backend = Backend(rows.buffers, prompts.buffers, constants=[rows.weight, prompts.weight], name="cuda")
+    constants = [rows.weight, prompts.weight]
     ladder = ShapeLadder([*steps, *halves, *beside], ROWS)
-    table = GraphTable(step, rows.buffers, ladder, backend, prompts=prompts.buffers, loop=rows.loop())
+    table = GraphTable(step, rows.buffers, ladder, constants=constants, prompts=prompts.buffers, loop=rows.loop())
     table.capture(progress=False)
     rows.enter([0.1, 0.2, 0.3], [MAX_STEPS] * 3)
     prompts.enter([0.5] * 3, [2] * 3)

@@ -16,7 +16,7 @@ from graphdecode import LLM
 from graphdecode.config import EngineConfig
 from graphdecode.engine import loading
 from graphdecode.engine.steps import register_step
-from graphdecode.engine.steps.kinds import STEPS
+from graphdecode.engine.steps.step import STEPS
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, load_modules
 from graphdecode.linear import register_form

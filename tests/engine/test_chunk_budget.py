@@ -7,7 +7,8 @@ import pytest
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.pace import ChunkBudget
-from graphdecode.engine.scheduler import Chunk
+from graphdecode.engine.prompts import PromptChunk
+from graphdecode.engine.sequence import Sequence
 
 
 def test_chunks_follow_the_target_whatever_a_token_costs() -> None:
@@ -32,12 +33,15 @@ def test_without_a_target_chunks_are_as_large_as_they_may_be() -> None:
     assert budget.tokens(others_wait=True) == 512
 
 
-def watched(choose: Callable[[int], list[Chunk]], sizes: list[int]) -> Callable[[int], list[Chunk]]:
+Chosen = list[tuple[Sequence, PromptChunk]]
+
+
+def watched(choose: Callable[[int], Chosen], sizes: list[int]) -> Callable[[int], Chosen]:
     """Note how many tokens of prompts are chosen."""
 
-    def chosen(budget: int) -> list[Chunk]:
+    def chosen(budget: int) -> Chosen:
         chunks = choose(budget)
-        sizes.extend([sum(chunk.end - chunk.start for chunk in chunks)] if chunks else [])
+        sizes.extend([sum(len(chunk.token_ids) for _, chunk in chunks)] if chunks else [])
         return chunks
 
     return chosen

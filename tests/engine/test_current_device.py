@@ -78,11 +78,11 @@ def runner(request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest
     """A runner that takes its model to be on another device than the current one."""
     config = BucketConfig(max_batch_size=2, max_sequence_length=64, steps_per_launch=request.param)
     made = make_runner(load_model("demo", device="cpu"), config)
-    made.graphs.capture(progress=False)
+    made.graphs.capture(progress=False, kinds=["steps"])
     calls = {
         made.model: ["prefill"],
         made.step: ["stage", "stage_pages", "read", "rewind"],
-        made.table: ["run", "close"],
+        made.graphs: ["run", "close"],
     }
     for owner, names in calls.items():
         for name in names:
@@ -99,7 +99,8 @@ def test_every_entry_of_the_runner_makes_its_device_the_current_one(runner: Runn
     runner.stage(chunks=chunks)
     runner.launch(LaunchPlan.of_chunks(chunks))
     runner.stage([RowInputs([97, 98, 99, 100], 4, (0,), RowSampling())])
-    runner.stage_pages([(0, 1)])
+    with runner.here():
+        runner.step.stage_pages([(0, 1)])
     assert runner.read(runner.launch(LaunchPlan(StepShape(1))))[0].tokens[0] >= 0
     with pytest.raises(ValueError, match="batch"):
         runner.launch(LaunchPlan(StepShape(3)))

@@ -80,7 +80,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[tuple[int,
 
     def watch(llm: LLM) -> list[tuple[int, int]]:
         seen: list[tuple[int, int]] = []
-        table = llm.engine.runner.table
+        table = llm.engine.runner.graphs
         run = table.run
 
         def noting(wanted: StepShape, *, steps: int | None = None, **options: Any) -> StepShape | None:
@@ -197,7 +197,7 @@ def test_a_launch_runs_as_many_steps_as_the_scheduler_has_pages_for(make_llm: Ma
     scheduler = llm.engine.scheduler
     streams = [llm.stream([97] * 5, GREEDY), llm.stream([98] * 3, GREEDY)]
     scheduler.prefilled(chunks := scheduler.next_chunks(512))
-    assert [chunk.end for chunk in chunks] == [4, 2]
+    assert [chunk.end for _, chunk in chunks] == [4, 2]
     # 4 and 2 tokens are cached; 8 pages hold 16 tokens of each, or 20 and 12
     assert scheduler.make_room(64) == 12
     assert sum(len(llm.cache.pages_of(s.request_id)) for s in scheduler.decoding) == 8
@@ -214,7 +214,7 @@ def test_a_row_past_its_pages_writes_to_nobody_elses(make_llm: MakeLLM, steps_pe
     streams = [llm.stream([97 + i] * (3 + 2 * i), GREEDY) for i in range(4)]
     scheduler = llm.engine.scheduler
     chunks = scheduler.next_chunks(512)
-    inputs = [chunk.inputs(llm.cache) for chunk in chunks]
+    inputs = [chunk for _, chunk in chunks]
     runner.stage(chunks=inputs)
     runner.launch(LaunchPlan.of_chunks(inputs))
     scheduler.prefilled(chunks)

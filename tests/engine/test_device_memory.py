@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphdecode import BucketConfig
-from graphdecode.engine import capacity as engine_capacity
-from graphdecode.engine.capacity import Memory, host_memory, plan_capacity
+from graphdecode import BucketConfig, memory
+from graphdecode.engine.capacity import plan_capacity
+from graphdecode.memory import Memory, host_memory
 from graphdecode.models import describe_model
 
 MIB = 2**20
@@ -69,6 +69,6 @@ def test_a_system_that_does_not_tell_has_something(tmp_path: Path) -> None:
 def test_pages_of_a_cpu_are_made_of_what_can_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     config = BucketConfig(max_batch_size=1024, max_sequence_length=512, memory_fraction=0.5)
     model, device = describe_model("demo"), torch.device("cpu")
-    monkeypatch.setattr(engine_capacity, "host_memory", lambda: Memory(64 * MIB, 40 * MIB))
+    monkeypatch.setattr(memory, "host_memory", lambda: Memory(64 * MIB, 40 * MIB))
     capacity = plan_capacity(config, model, torch.float32, device)
     assert capacity.total_num_pages == 20 * MIB // capacity.page_bytes - 1

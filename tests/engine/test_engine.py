@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def engine() -> Iterator[Engine]:
     config = BucketConfig(max_batch_size=4, max_sequence_length=64)
     made = Engine(make_runner(load_model("demo", device="cpu"), config))
-    made.graphs.capture(progress=False)
+    made.graphs.capture(progress=False, kinds=["steps"])
     yield made
     made.close()
 
@@ -104,7 +104,7 @@ def test_no_launch_goes_beyond_the_last_token_and_only_steps_that_gave_one_are_c
 ) -> None:
     config = BucketConfig(max_batch_size=4, max_sequence_length=64, steps_per_launch=steps_per_launch)
     engine = Engine(make_runner(load_model("demo", device="cpu"), config))
-    engine.graphs.capture(progress=False)
+    engine.graphs.capture(progress=False, kinds=["steps"])
     engine.loop.lookahead = lookahead
     launches: list[int] = []
     launch = engine.runner.launch
@@ -184,7 +184,7 @@ def test_seeds_of_requests_without_one_come_from_the_engines() -> None:
     def tokens(seed: int) -> list[list[int]]:
         config = BucketConfig(max_batch_size=2, max_sequence_length=64)
         made = Engine(make_runner(load_model("demo", device="cpu"), config), seed=seed)
-        made.graphs.capture(progress=False)
+        made.graphs.capture(progress=False, kinds=["steps"])
         params = SamplingParams(temperature=1.5, max_tokens=12, ignore_eos=True)
         for _ in range(2):
             made.add(Request([97], params))

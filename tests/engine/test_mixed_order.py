@@ -82,7 +82,7 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def ready(runner: Runner) -> Engine:
     engine = Engine(runner)
-    runner.table.capture(progress=False)
+    runner.graphs.capture(progress=False)
     assert "mixed" in runner.reports()
     return engine
 
@@ -142,7 +142,7 @@ FAULTS = [
     # the engine's loop
     Fault(LaunchPlan, "of_chunks", ", 1, chunks", ", 3, chunks"),  # the rings have one entry of a mixed step
     Fault(EngineLoop, "_planned", "if along:", "if along and not self._under_way:"),
-    Fault(EngineLoop, "_taken_along", "self._to_prefill, []", "[], []"),
+    Fault(EngineLoop, "_planned", "along, self._to_prefill = self._to_prefill, []", "along, self._to_prefill = [], []"),
     # the passes
     Fault(StepShape, "holds", "and self.prompt_tokens >= wanted.prompt_tokens", ""),
 ]

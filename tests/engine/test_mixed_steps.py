@@ -10,8 +10,8 @@ import torch
 from graphdecode import BucketConfig, Engine, EngineConfig, Request, SamplingParams
 from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
+from graphdecode.engine.prompts import PromptChunk
 from graphdecode.engine.runner import Launch, LaunchPlan
-from graphdecode.engine.scheduler import Chunk
 from graphdecode.models import Decoder, Model, load_model
 from graphdecode.models.blocks import StepOperators
 
@@ -41,9 +41,9 @@ class Arrival(NamedTuple):
 
 def engine_of(model: Model, *, config: BucketConfig = CONFIG, mixes: bool = True, **keywords: object) -> Engine:
     runner = make_runner(model, EngineConfig(config, **keywords))
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     if mixes:
-        runner.table.capture(progress=False, kinds=BESIDE)
+        runner.graphs.capture(progress=False, kinds=BESIDE)
     return Engine(runner)
 
 
@@ -231,7 +231,8 @@ def test_hostile_padding_changes_no_bit_of_a_row_or_a_page(model: Model) -> None
         engine.step()
         assert runner.reports()["mixed"].buckets
         sequence = engine.scheduler.decoding[0]
-        chunk = Chunk(sequence, 2, 5).inputs(engine.scheduler.cache)  # what it computes is there already
+        pages = engine.scheduler.cache.pages_of(sequence.request_id)
+        chunk = PromptChunk(sequence.token_ids[2:5], 2, pages)  # what it computes is there already
         runner.stage(chunks=[chunk])
         if poisoned:
             runner.buffers.poison(3)
@@ -306,7 +307,7 @@ def test_graphs_are_captured_again_without_a_trace_in_anybodys_pages(model: Mode
     runner = engine.runner
     served(engine, arriving(8, seed=2))
     pages = [tensor[:-1].fill_(0.5) for layer in runner.cache.layers for tensor in layer]
-    runner.table.capture(progress=False, kinds=BESIDE)
+    runner.graphs.capture(progress=False, kinds=BESIDE)
     assert all(bool((tensor == 0.5).all()) for tensor in pages)
 
 

@@ -16,7 +16,7 @@ from graphdecode.buffers import Batch
 from graphdecode.engine import shapes
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.shapes import mixed_shapes, prompt_shapes
-from graphdecode.graphs import Backend, GraphTable
+from graphdecode.graphs import GraphTable
 from graphdecode.graphs.recorded import RecordedStepGraph
 from graphdecode.models import Model, load_model
 
@@ -50,13 +50,13 @@ def test_a_device_has_one_stream_and_one_pool_for_all_shapes(model: Model, monke
     with installed(3) as streams, lazy_runner(streams, model, EngineConfig(CONFIG)) as runner:
         for name in ("Stream", "graph_pool_handle"):
             monkeypatch.setattr(torch.cuda, name, counted(name, getattr(torch.cuda, name)))
-        runner.table.capture(progress=False)
+        runner.graphs.capture(progress=False)
         engine = Engine(runner)
         for length in (5, 30, 2):
             engine.add(Request([100] * length, SamplingParams(max_tokens=6, ignore_eos=True)))
         while engine.has_work:
             engine.step()
-        runner.table.run(StepShape(2, part="logits"), meanwhile=lambda: None)
+        runner.graphs.run(StepShape(2, part="logits"), meanwhile=lambda: None)
         captured = {kind for kind, report in runner.reports().items() if report.buckets}
         engine.close()
     assert sorted(made) == ["Stream", "graph_pool_handle"]
@@ -66,14 +66,14 @@ def test_a_device_has_one_stream_and_one_pool_for_all_shapes(model: Model, monke
 def test_recorded_graphs_of_all_shapes_share_one_pool(model: Model) -> None:
     """Smaller shapes need nothing that larger ones do not have."""
     runner = make_runner(model, EngineConfig(CONFIG))
-    runner.table.capture(progress=False)
+    runner.graphs.capture(progress=False)
     found = {(kind, bucket.name): bucket for kind, report in runner.reports().items() for bucket in report.buckets}
     added = {key: bucket.pool_bytes for key, bucket in found.items() if bucket.state == "captured"}
     assert len(added) > 6
     assert max(added.values()) == added["mixed", "8+56"] > 0
     assert sum(added.values()) < 1.5 * added["mixed", "8+56"]
     alone = make_runner(model, EngineConfig(CONFIG))
-    alone.table.capture(progress=False, kinds=["steps"])
+    alone.graphs.capture(progress=False, kinds=["steps"])
     assert sum(bucket.pool_bytes for bucket in alone.reports()["steps"].buckets) > sum(
         nbytes for (kind, _), nbytes in added.items() if kind == "steps"
     )
@@ -120,7 +120,7 @@ def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, back
 
     shapes_ = [StepShape(r, q, t) for r in (2, 6) for q, t in ((1, 0), (4, 0), (1, 8))] + [StepShape(0, 1, 16)]
     table = GraphTable(
-        step, rows, ShapeLadder(shapes_, 6), Backend(rows, prompts, name=backend), prompts=prompts,
+        step, rows, ShapeLadder(shapes_, 6), backend=backend, prompts=prompts,
         capture_when=capture_when,
     )  # fmt: skip
     table.capture(progress=False)
@@ -131,7 +131,7 @@ def test_every_step_is_counted_once_whichever_way_it_ran(capture_when: str, back
         wanted = StepShape(chosen.randint(0 if tokens else 1, 6), queries, tokens)
         if table.run(wanted) is None:
             buffers = rows if wanted.rows else prompts
-            table.run_beyond(wanted, 40, lambda buffers=buffers: buffers.steps.add_(1))
+            table.run_beyond(wanted, lambda buffers=buffers: buffers.steps.add_(1))
         asked += 1
     reports = [bucket for kind in ("steps", "prompts", "mixed") for bucket in table.report(kind).buckets]
     assert sum(bucket.replays + bucket.eager_runs for bucket in reports) == asked

@@ -5,7 +5,8 @@ import pytest
 from graphdecode import LLM, BucketConfig, Engine, Request, SamplingParams
 from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
-from graphdecode.graphs import Backend, CaptureError
+from graphdecode.graphs import CaptureError
+from graphdecode.graphs.backend import Backend
 from graphdecode.models import load_model
 
 LENGTHS = (1, 2, 3, 8, 9, 10, 16, 17, 33, 63, 64, 65, 66, 90)  # of prompts, whose last token no pass takes
@@ -19,7 +20,7 @@ def runner_with(**keywords: object) -> Runner:
 def answers_of(runner: Runner) -> list[list[int]]:
     """The tokens of prompts that come together, so that passes hold chunks of several."""
     engine = Engine(runner)
-    engine.graphs.capture(progress=False)
+    engine.graphs.capture(progress=False, kinds=["steps"])
     params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     prompts = [[97 + (7 * index + length) % 26 for index in range(length)] for length in LENGTHS]
     told: dict[int, list[int]] = {engine.add(Request(prompt, params)): [] for prompt in prompts}
@@ -30,19 +31,19 @@ def answers_of(runner: Runner) -> list[list[int]]:
 
 
 def replays_of(runner: Runner) -> int:
-    return sum(bucket.replays for bucket in runner.table.report("prompts").buckets)
+    return sum(bucket.replays for bucket in runner.graphs.report("prompts").buckets)
 
 
 def captured_for_prompts(runner: Runner) -> list[int]:
     """The tokens of passes that have graphs."""
-    return [bucket.bucket for bucket in runner.table.report("prompts").buckets if bucket.state == "captured"]
+    return [bucket.bucket for bucket in runner.graphs.report("prompts").buckets if bucket.state == "captured"]
 
 
 @pytest.mark.parametrize("budget", [20, 64, 512])
 def test_answers_are_the_same_with_graphs_and_without(budget: int) -> None:
     without, runner = (runner_with(max_prefill_tokens=budget) for _ in range(2))
     expected = answers_of(without)
-    runner.table.capture(progress=False, kinds=["prompts"])
+    runner.graphs.capture(progress=False, kinds=["prompts"])
     assert answers_of(runner) == expected
     assert replays_of(without) == 0
     assert replays_of(runner) > 0
@@ -65,7 +66,7 @@ def test_a_prompt_that_is_scored_is_computed_without_a_graph() -> None:
 @pytest.mark.parametrize("keywords", [{"batch_invariant": True}, {"backend": "eager"}])
 def test_there_are_no_graphs_where_nothing_is_captured(keywords: dict[str, object]) -> None:
     runner = runner_with(**keywords)
-    runner.table.capture(progress=False)
+    runner.graphs.capture(progress=False)
     assert captured_for_prompts(runner) == []
 
 
@@ -79,6 +80,6 @@ def test_prompts_are_served_without_graphs_where_these_cannot_be_captured(monkey
     with monkeypatch.context() as patch:
         patch.setattr(Backend, "captured", refused)
         with pytest.warns(RuntimeWarning, match="prompts are computed without graphs: .*not today"):
-            runner.table.capture(progress=False, kinds=["prompts"])
+            runner.graphs.capture(progress=False, kinds=["prompts"])
     assert captured_for_prompts(runner) == []
     assert answers_of(runner) == expected

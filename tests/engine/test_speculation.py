@@ -39,7 +39,7 @@ def make(decoder: Any, step: Callable[[StepSetting], Any] | None = None, **confi
     defaults = {"max_batch_size": 4, "max_sequence_length": WIDTH, "page_size": 8, "batch_invariant": True}
     settings = EngineConfig.of(None, **{**defaults, **config})
     engine = Engine(make_runner(decoder, settings, step=step or step_of(settings)))
-    engine.graphs.capture(progress=False)
+    engine.graphs.capture(progress=False, kinds=["steps"])
     return engine
 
 

@@ -96,7 +96,7 @@ def serve(model: Model, expected: list[Answer], seed: int) -> LazyStreams:
     ):
         warnings.filterwarnings("ignore", "bucket . stays eager:")
         engine = Engine(runner)
-        engine.graphs.capture(progress=False)
+        engine.graphs.capture(progress=False, kinds=["steps"])
         if chosen.random() < REFUSAL_SHARE:
             streams.refused_bucket = chosen.choice(BUCKETS)
         Visit(engine, REQUESTED, expected, chosen).run_on(streams)

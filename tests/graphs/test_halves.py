@@ -10,7 +10,7 @@ import torch
 from graphdecode import Slot, StepBuffers
 from graphdecode.buckets import ShapeLadder, StepShape
 from graphdecode.buffers import Batch
-from graphdecode.graphs import Backend, GraphTable
+from graphdecode.graphs import GraphTable
 
 
 @pytest.fixture
@@ -50,9 +50,7 @@ def made(
     backend: str = "auto",
 ) -> GraphTable:
     shapes = [StepShape(bucket, part=part) for bucket in rows for part in parts]
-    graphs = GraphTable(
-        lambda shape, batch: parts[shape.part](batch), buffers, ShapeLadder(shapes, 8), Backend(buffers, name=backend)
-    )
+    graphs = GraphTable(lambda shape, batch: parts[shape.part](batch), buffers, ShapeLadder(shapes, 8), backend=backend)
     graphs.capture(progress=False)
     return graphs
 

@@ -111,7 +111,7 @@ def test_the_report_has_figures_for_every_bucket_for_prompts_and_for_experts(tmp
     save_checkpoint("mixtral", tmp_path)
     settings = {"quantize": "q8_0", "max_batch_size": 3, "max_sequence_length": 64, "max_prefill_tokens": 24}
     with closing(load_runner(tmp_path, times_products=True, **settings)) as runner:
-        runner.table.capture(progress=False)
+        runner.graphs.capture(progress=False)
         reports = runner.reports()
     assert [bucket.bucket for bucket in reports["steps"].buckets] == [1, 2, 3]
     assert [(bucket.bucket, bucket.state) for bucket in reports["prompts"].buckets][-1] == (24, "captured")

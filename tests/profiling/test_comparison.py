@@ -138,7 +138,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, delays_us: dict[int, float]) -> di
     config = BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4])
     decoder = load_model("demo", device=torch.device("cpu"), max_sequence_length=128, batch_sizes=(1, 4))
     runner = make_runner(decoder, config, step=DawdlingStep)
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     try:
         return LatencyProfiler(runner, steps=300).profile([32], model="demo", progress=False)
     finally:

@@ -30,7 +30,7 @@ def trace_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(trace_path: Path) -> dict:
     runner = load_runner("demo", BucketConfig(max_batch_size=4, max_sequence_length=128, batch_sizes=[1, 4]))
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     profiler = LatencyProfiler(runner, steps=STEPS)
     result = profiler.profile([16, 64], model="demo", progress=False)
     profiler.write_trace(trace_path, 16)
@@ -48,7 +48,7 @@ def test_an_engine_that_speculates_is_measured_by_rows_and_queries(profile: dict
     limits = {"max_batch_size": 4, "max_sequence_length": 64, "batch_sizes": [1, 4]}
     speculation = {"method": "ngram", "num_tokens": 3}
     runner = load_runner("demo", EngineConfig.of(None, speculation=speculation, **limits))
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     found = LatencyProfiler(runner, steps=1).profile([16], model="demo", progress=False)
     points = [(row["bucket"], row["queries"]) for row in found["wide_steps"]]
     assert points == [(bucket, queries) for bucket in (1, 4) for queries in (1, 2, 4)]

@@ -6,6 +6,7 @@ import json
 from graphdecode.engine import Event, RequestMetrics, SamplingParams, TokenLogprobs
 from graphdecode.models import resolve_model_path
 from graphdecode.server.reply import in_pieces
+from graphdecode.server.wire import in_parts
 from graphdecode.text.answer import Answer
 from graphdecode.text.outputs import CompletionOutput, RequestOutput
 from graphdecode.text.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ def answered(events: list[Event]) -> RequestOutput:
 
 
 def test_parts_say_together_what_one_event_says() -> None:
-    parts = event().in_parts(1000)
+    parts = in_parts(event(), 1000)
     assert len(parts) > 20
     assert all(len(part.prompt_logprobs or ()) * 21 <= 1000 for part in parts)
     assert [part.is_part for part in parts] == [True] * (len(parts) - 1) + [False]
@@ -42,7 +43,7 @@ def test_parts_say_together_what_one_event_says() -> None:
 
 
 def test_an_answer_in_parts_has_begun_with_its_last_part_alone() -> None:
-    output = answered(event().in_parts(1000)[:-1])
+    output = answered(in_parts(event(), 1000)[:-1])
     assert not output.outputs[0].token_ids
     assert not output.finished
 

@@ -345,8 +345,8 @@ def test_the_engine_refuses_forms_that_are_not_resolved_and_two_masks_for_one_ro
 
 def test_rows_without_a_form_upload_no_mask(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, staged = llm.engine.runner, []
-    stage = runner.stage_masks
-    monkeypatch.setattr(runner, "stage_masks", lambda masks: (staged.append(list(masks)), stage(masks)))
+    stage = runner.step.stage_masks
+    monkeypatch.setattr(runner.step, "stage_masks", lambda masks: (staged.append(list(masks)), stage(masks)))
     answers(llm, [SamplingParams(max_tokens=9, ignore_eos=True)] * 3)
     assert not staged
     free = SamplingParams(max_tokens=9, ignore_eos=True)

@@ -51,7 +51,7 @@ def soak(steps: int, requests: int, seed: int) -> list[Reading]:
     """
     rng = random.Random(seed)
     runner = load_runner("demo", device="cpu", max_batch_size=_ROWS, max_sequence_length=512, page_size=16)
-    runner.graphs.capture(progress=False)
+    runner.graphs.capture(progress=False, kinds=["steps"])
     runner.buffers.freeze()
     engine = Engine(runner)
     length = max(min(2 * steps * _ROWS // (3 * max(requests, 1)), 400), 1)  # so that both come to their end together

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from graphdecode.engine.loading import resolve_device
+from graphdecode.models import resolve_device
 from graphdecode.profiling.bandwidth import read_bandwidth
 from harness import Device, names, numbers, record, write
 from peers.attention import (

@@ -17,7 +17,7 @@ import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphdecode import InferenceParams
-from graphdecode.engine.loading import resolve_device
+from graphdecode.models import resolve_device
 from harness import Device, Out, seconds_of, show, write
 
 PAGE_SIZE = 16

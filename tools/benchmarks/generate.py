@@ -17,8 +17,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from graphdecode.engine.loading import resolve_device
-from graphdecode.models import resolve_model_path
+from graphdecode.models import resolve_device, resolve_model_path
 from harness import Device, Dtype, Out, Rounds, Sizes, numbers, record, write
 from peers import PEERS, Workload, compare_engines, contest_notes, contest_table, parse_peers
 

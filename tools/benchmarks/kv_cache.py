@@ -16,9 +16,9 @@ import torch
 import typer
 
 from graphdecode import LLM, BucketConfig
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import Runner
-from graphdecode.models import load_model
+from graphdecode.models import load_model, resolve_device
 from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler, fill_pages, rows_at
 from harness import ROOT, Dtype, Model, OutFolder, Sizes, in_turn, medians, numbers, perplexity, record, write
 
@@ -48,7 +48,7 @@ def steps(
     config = BucketConfig(max_batch_size=max(batches), batch_sizes=tuple(batches), max_sequence_length=longest)
     runners = {kind: make_runner(decoder, config, kv_cache_dtype=kind) for kind in KINDS}
     for runner in runners.values():
-        runner.graphs.capture(progress=False)
+        runner.graphs.capture(progress=False, kinds=["steps"])
     found = []
     for context in contexts:
         for batch in batches:

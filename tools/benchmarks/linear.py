@@ -17,11 +17,11 @@ import torch
 import typer
 from torch import Tensor
 
-from graphdecode.engine.loading import resolve_device
 from graphdecode.linear.forms import FORMS
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 from graphdecode.linear.weight_form import FormOptions, WeightForm
+from graphdecode.models import resolve_device
 from graphdecode.models.shapes import shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
 from harness import Device, Dtype, Sizes, in_turn, medians, numbers, record, write

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from graphdecode import LLM, BucketConfig, SamplingParams
-from graphdecode.engine.loading import resolve_device
 from graphdecode.engine.runner import Launch
 from graphdecode.engine.steps import StepTokens
+from graphdecode.models import resolve_device
 from harness import Device, Dtype, Model, Out, Rounds, Sizes, in_turn, numbers, record, show, write
 
 PROMPT_TOKENS = 32

@@ -27,8 +27,7 @@ from tqdm import tqdm
 
 from graphdecode.buckets import StepShape
 from graphdecode.config import BucketConfig
-from graphdecode.engine.capacity import free_bytes
-from graphdecode.engine.loading import make_runner, resolve_device
+from graphdecode.engine.loading import make_runner
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs
 from graphdecode.errors import ArgumentError
@@ -37,7 +36,8 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 from graphdecode.kernels.norm.rms_norm import normed
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.models import Decoder, load_model
+from graphdecode.memory import free_bytes
+from graphdecode.models import Decoder, load_model, resolve_device
 from graphdecode.models.blocks import StepOperators
 from graphdecode.models.shapes import PREFIX, shape_config
 from graphdecode.profiling.bandwidth import read_bandwidth
@@ -245,7 +245,7 @@ def captured_variants(
                 runner = make_runner(decoder, config, prefix_cache=False)
             else:
                 full = runners[FULL]
-                runner = Runner(decoder, full.cache, config, full.capacity, prefill_budget=full.prefill_budget)
+                runner = Runner(replace(full.setting, model=decoder), full.cache, full.capacity)
             held.callback(runner.close)
             with nullcontext() if is_compiled else native.switched_off():
                 runner.graphs.capture(progress=False)

@@ -1,7 +1,6 @@
 """The steps that the engine can run, and what they are told of their rows."""
 
 from graphdecode.engine.steps.decode import DecodeStep
-from graphdecode.engine.steps.kinds import register_step
 from graphdecode.engine.steps.speculative import SpeculativeStep
 from graphdecode.engine.steps.step import (
     ENDED_BEFORE,
@@ -14,6 +13,7 @@ from graphdecode.engine.steps.step import (
     StepLogprobs,
     StepSetting,
     StepTokens,
+    register_step,
 )
 
 __all__ = [

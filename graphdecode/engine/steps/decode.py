@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,6 @@ from graphdecode.kernels.sampling.sampling_slots import (
     PROMPT_BIT,
     LogprobOutputs,
     SamplingSlots,
-    SlotSpec,
     sampling_slots,
 )
 from graphdecode.models import Chunks, Model
@@ -81,7 +81,6 @@ class DecodeStep(Step):
         self.rings = Rings.allocate(entries, rows, self._logprobs, pin_memory=model.device.type == "cuda")
         self._ring_tokens = self.rings.tokens.numpy()  # a torch index takes ten times as long
         self._automata = AutomatonPlaces(config, model.config.vocab_size) if config.max_automaton_states else None
-        self.guided_rows: frozenset[int] = frozenset()
         self.buffers = StepBuffers(self._slots(setting), max_batch_size=rows, device=model.device)
         self._adopt_tensors()
         self.loop = Loop(config.steps_per_launch, epilogue=self._end_launch) if config.steps_per_launch > 1 else None
@@ -150,13 +149,11 @@ class DecodeStep(Step):
         slots = SamplingSlots(*(getattr(batch, name) for name in SamplingSlots._fields))
         logprobs = LogprobOutputs(*(getattr(batch, name) for name in LogprobOutputs._fields))
         state = AdvanceState(*(getattr(batch, name) for name in AdvanceState._fields))
-        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, self._guides(batch))
-
-    def _guides(self, batch: Batch) -> Guides | None:
-        if self._automata is None:
-            return None
-        tables = (getattr(batch, name) for name in AutomatonTables._fields)
-        return Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
+        guides = None
+        if self._automata is not None:
+            tables = (getattr(batch, name) for name in AutomatonTables._fields)
+            guides = Guides(batch.automaton_state, batch.token_mask, batch.automaton, *tables)
+        sample_and_advance(state, batch.sampled, logprobs, logits, live_rows, slots, guides)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""
@@ -181,33 +178,30 @@ class DecodeStep(Step):
         """Tell rows which automaton they follow, and where in it they stand."""
         staged["automaton_state"][: len(rows)] = NO_AUTOMATON
         guides = {row: inputs.guide for row, inputs in enumerate(rows) if inputs.guide is not None}
-        if self._automata is None or not guides:
-            self.guided_rows = frozenset()
-            return
-        places = self._automata.place([guide.automaton for guide in guides.values()], self.buffers)
-        for row, guide in guides.items():
-            if guide.automaton in places:
-                place = places[guide.automaton]
-                staged["automaton"][row] = place.number
-                staged["automaton_state"][row] = place.line + guide.state
+        wanted = [guide.automaton for guide in guides.values()]
+        places = {} if self._automata is None else self._automata.place(wanted, self.buffers)
         self.guided_rows = frozenset(row for row, guide in guides.items() if guide.automaton in places)
+        for row in self.guided_rows:
+            place = places[guides[row].automaton]
+            staged["automaton"][row] = place.number
+            staged["automaton_state"][row] = place.line + guides[row].state
 
     def _stage_block(self, flag: int, rows: Sequence[RowInputs]) -> None:
         """Write the slots that rows with a flag alone are read of; nothing is moved where no row has it."""
-        flagged = [
-            (row, inputs) for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag
-        ]
+        flagged = [row for row, inputs in enumerate(rows) if not flag or inputs.sampling.sampling_flags & flag]
         if not flagged:
             return
-        block = _block_of(flag)
-        staged = self.buffers.staging(block)
-        for row, inputs in flagged:
-            for spec in self._specs:
-                if spec.flag == flag:
-                    _fill(staged[spec.name], row, getattr(inputs.sampling, spec.name), spec)
-            if flag == FLAG_BAD_WORDS:
-                _fill_recent(staged["recent_tokens"][row], inputs)
-        self.buffers.upload(block, len(rows))
+        staged = self.buffers.staging(_block_of(flag))
+        specs = [spec for spec in self._specs if spec.flag == flag]
+        for row, spec in product(flagged, specs):
+            value, target = getattr(rows[row].sampling, spec.name), staged[spec.name]
+            target[row] = spec.neutral if spec.sizes else value
+            if spec.sizes:
+                target[row, : len(value)] = value
+        if flag == FLAG_BAD_WORDS:
+            for row in flagged:
+                _fill_recent(staged["recent_tokens"][row], rows[row])
+        self.buffers.upload(_block_of(flag), len(rows))
 
     def _count_tokens(self, row: int, inputs: RowInputs) -> None:
         generated = inputs.token_ids[inputs.prompt_length :]
@@ -254,14 +248,6 @@ class DecodeStep(Step):
 def _block_of(flag: int) -> str:
     """Return the staging block of the slots that are read of rows with a flag alone; it moves when such rows do."""
     return f"flag_{flag}" if flag else _ROWS
-
-
-def _fill(staged: np.ndarray, row: int, value: Any, spec: SlotSpec) -> None:
-    if spec.sizes:
-        staged[row] = spec.neutral
-        staged[row, : len(value)] = value
-    else:
-        staged[row] = value
 
 
 def _fill_recent(staged: np.ndarray, inputs: RowInputs) -> None:

@@ -67,16 +67,8 @@ class NgramDrafts(DraftSource):
 
     def look(self, batch: Batch) -> None:
         """Look the last tokens up."""
-        ngram_draft(
-            batch.drafts,
-            batch.num_drafts,
-            batch.match_lengths,
-            batch.history,
-            batch.pre_step_seqlens,
-            batch.live_rows,
-            ngram_min=self._ngram_min,
-            ngram_max=self._ngram_max,
-        )
+        found, known = (batch.drafts, batch.num_drafts, batch.match_lengths), (batch.history, batch.pre_step_seqlens)
+        ngram_draft(*found, *known, batch.live_rows, ngram_min=self._ngram_min, ngram_max=self._ngram_max)
 
 
 class ModelDrafts(DraftSource):

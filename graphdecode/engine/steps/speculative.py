@@ -54,14 +54,10 @@ class SpeculativeStep(DecodeStep):
         self._num_drafts = num_drafts
         self._adapts = adapts
         self._source = source(setting)
-        self._ring_drafts = torch.zeros(
-            setting.ring_length * widths[-1], DRAFT_COLUMNS, rows, dtype=torch.int32, device=device
-        )
-        self._host_drafts = (
-            torch.zeros(self._ring_drafts.shape, dtype=torch.int32, pin_memory=True)
-            if self._is_cuda
-            else self._ring_drafts
-        )
+        sizes = (setting.ring_length * widths[-1], DRAFT_COLUMNS, rows)
+        self._ring_drafts = self._host_drafts = torch.zeros(sizes, dtype=torch.int32, device=device)
+        if self._is_cuda:
+            self._host_drafts = torch.zeros(sizes, dtype=torch.int32, pin_memory=True)
         self._query_rows = torch.arange(rows * widths[-1], dtype=torch.int32, device=device)
         self._known: list[tuple[Sequence[int], int]] = []  # tokens of each row that the staging block holds
         super().__init__(setting, queries=widths[-1])
@@ -125,12 +121,9 @@ class SpeculativeStep(DecodeStep):
 
     def _spread(self, batch: Batch, queries: int) -> Batch:
         count, table = batch.size * queries, batch.page_table
-        spread = Queries(
-            torch.empty(count, dtype=torch.int64, device=table.device),
-            torch.empty(count, dtype=torch.int32, device=table.device),
-            torch.empty(count, table.shape[1], dtype=torch.int32, device=table.device),
-            torch.empty(1, dtype=torch.int32, device=table.device),
-        )
+        tokens = torch.empty(count, dtype=torch.int64, device=table.device)
+        sizes = ((count,), (count, table.shape[1]), (1,))
+        spread = Queries(tokens, *(torch.empty(each, dtype=torch.int32, device=table.device) for each in sizes))
         state = (batch.tokens, batch.pre_step_seqlens, batch.finished, batch.drafts, batch.num_drafts, table)
         spread_queries(spread, *state, batch.live_rows, queries=queries, trash_page=self._trash_page)
         rows: dict[str, Tensor] = {
@@ -143,37 +136,17 @@ class SpeculativeStep(DecodeStep):
         return Batch(count, rows)
 
     def _judge(self, batch: Batch, index: int, queries: int) -> None:
-        judge_drafts(
-            batch.finished,
-            batch.active_rows,
-            batch.history,
-            batch.ring_drafts,
-            batch.ring_tokens,
-            batch.step_index,
-            batch.pre_step_seqlens,
-            batch.drafts,
-            batch.num_drafts,
-            batch.live_rows,
-            index=index,
-            queries=queries,
-        )
+        written = (batch.finished, batch.active_rows, batch.history, batch.ring_drafts)
+        read = (batch.ring_tokens, batch.step_index, batch.pre_step_seqlens, batch.drafts, batch.num_drafts)
+        judge_drafts(*written, *read, batch.live_rows, index=index, queries=queries)
 
     def _settle(self, batch: Batch, queries: int, *, adapts: bool) -> None:
         """Look for the next step's drafts, and let all rows go on."""
         self._source.look(batch)
-        settle_drafts(
-            batch.finished,
-            batch.running,
-            batch.step_entries,
-            batch.ring_drafts,
-            DraftSlots(*(getattr(batch, name) for name in DraftSlots._fields)),
-            batch.pre_step_seqlens,
-            batch.last_position,
-            batch.step_index,
-            batch.live_rows,
-            queries=queries,
-            adapts=adapts,
-        )
+        drafts = DraftSlots(*(getattr(batch, name) for name in DraftSlots._fields))
+        written = (batch.finished, batch.running, batch.step_entries, batch.ring_drafts)
+        read = (batch.pre_step_seqlens, batch.last_position, batch.step_index, batch.live_rows)
+        settle_drafts(*written, drafts, *read, queries=queries, adapts=adapts)
 
     def _end_launch(self, batch: Batch) -> None:
         """What follows the steps of a launch: the next one's begin where the host expects them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -17,6 +17,8 @@ from graphdecode.config import BucketConfig
 from graphdecode.engine.constraint import Guide
 from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.shapes import mixed_shapes
+from graphdecode.errors import ArgumentError, shown
+from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import (
     BAD_WORD_LENGTH,
@@ -29,11 +31,11 @@ from graphdecode.kernels.sampling.sampling_slots import (
     held_back,
     sampling_flags,
 )
-from graphdecode.models import Chunks, Model
+from graphdecode.models import Chunks, MixingModel, Model
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
-_AS_ASKED_FOR = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 # What a step gives a row instead of a token.
 ENDED_BEFORE = -1
@@ -71,13 +73,9 @@ class RowSampling:
 
     def __post_init__(self) -> None:
         flags = sampling_flags(
-            temperature=self.temperature,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
+            **{name: getattr(self, name) for name in ("temperature", "num_logprobs", *_PENALTIES)},
             num_biases=len(self.bias_ids),
             masks_stops=bool(self.stop_ids) and self.min_position > 0,
-            num_logprobs=self.num_logprobs,
             is_masked=self.token_mask is not None,
             num_bad_words=len(self.bad_words),
         )
@@ -106,7 +104,7 @@ class RowSampling:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
-            **{name: getattr(params, name) for name in _AS_ASKED_FOR},
+            **{name: getattr(params, name) for name in ("top_p", "min_p", *_PENALTIES)},
             # below, a division by it leaves the range of float32: what is left is the most likely token
             temperature=params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0,
             top_k=max(params.top_k, 0),
@@ -199,8 +197,11 @@ class StepSetting:
 
     @property
     def mixed_shapes(self) -> list[StepShape]:
-        """Steps that take prompts along; none where they are not to."""
-        if not self.mixes:
+        """Steps that take prompts along; none where they are not to, or cannot."""
+        # with `batch_invariant` a token's bits are those of the launch that it would be in by itself
+        if not self.mixes or self.batch_invariant or self.config.backend == "eager":
+            return []
+        if not isinstance(self.model, MixingModel):
             return []
         return mixed_shapes(self.model.device.type, self.prefill_tokens, self.config.ladder)
 
@@ -212,10 +213,7 @@ class StepSetting:
     @property
     def sampling_capacity(self) -> SamplingCapacity:
         """How much one row may ask of sampling."""
-        config = self.config
-        return SamplingCapacity(
-            config.max_logprobs, config.max_stop_token_ids, config.max_logit_biases, config.max_bad_words
-        )
+        return SamplingCapacity(*(getattr(self.config, name) for name in SamplingCapacity._fields))
 
     @property
     def ring_length(self) -> int:
@@ -310,3 +308,40 @@ class Step(ABC):
             num_rows: rows that were live.
             logprobs: most likely tokens that any row asked for; None: no row wants log-probabilities.
         """
+
+
+StepMaker: TypeAlias = Callable[[StepSetting], Step]
+
+# the kinds that came in from outside, by the names that `[model] step_kind` asks for: filled while files are imported
+STEPS: dict[str, StepMaker] = {}
+
+
+def register_step(name: str, make: StepMaker, *, replace: bool = False) -> None:
+    """Let engines run another kind of step.
+
+    Args:
+        name: that settings ask for it by.
+        make: its class.
+        replace: take the place of the step of that name.
+
+    Raises:
+        ArgumentError: the name is taken.
+    """
+    refuse_taken("a step", name, name in STEPS, replace)
+    STEPS[name] = make
+
+
+_OUTSIDE = EntryPoints("graphdecode.steps", register_step, STEPS)
+
+
+def step_named(name: str) -> StepMaker:
+    """Return what makes the steps of a kind.
+
+    Raises:
+        ArgumentError: it is not known.
+    """
+    _OUTSIDE.find()
+    if name not in STEPS:
+        known = ", ".join(STEPS) or "none: they come with packages or load_modules"
+        raise ArgumentError(f"step_kind {shown(name, plain=True)} is not registered; registered are {known}")
+    return STEPS[name]

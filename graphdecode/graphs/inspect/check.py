@@ -48,11 +48,6 @@ class Finding:
     why: str
     remedy: str
 
-    @classmethod
-    def of(cls, error: CaptureError) -> Finding:
-        """Return the finding that an error stands for."""
-        return cls(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
-
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}: " if self.file else ""
         source = linecache.getline(self.file, self.line).strip() if self.file and self.line else ""
@@ -91,7 +86,8 @@ def check(
 
     def collect(error: CaptureError) -> None:
         # what a method reads on the host shows up again as the operators below it: one line, one finding of a kind
-        findings.setdefault((error.kind, error.file, error.line), Finding.of(error))
+        found = Finding(error.kind, error.operator, error.file, error.line, error.why, error.remedy)
+        findings.setdefault((error.kind, error.file, error.line), found)
 
     traces = []
     with slots_restored(buffers):

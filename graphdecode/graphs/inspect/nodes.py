@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
@@ -58,7 +59,7 @@ class AddressMap:
                 self._blocks.append((begin, begin + block["size"], owner))
                 begin += block["size"]
             self._blocks.append((begin, end, None))
-        self._known: dict[int, tuple[str | None, bool]] = {}  # the kernels of a step share most of their arguments
+        self._found = functools.cache(self._look_up)  # the kernels of a step share most of their arguments
 
     @classmethod
     def now(cls, owners: Owners, pool: Any) -> AddressMap:
@@ -87,11 +88,6 @@ class AddressMap:
         if owner == argument.owner:
             return None
         return f"{argument.owner} was there at capture, {owner or 'nothing'} is there now"
-
-    def _found(self, address: int) -> tuple[str | None, bool]:
-        if address not in self._known:
-            self._known[address] = self._look_up(address)
-        return self._known[address]
 
     def _look_up(self, address: int) -> tuple[str | None, bool]:
         """Return who owns an address, and whether it lies in memory of torch's."""
@@ -131,8 +127,8 @@ def _node(handle: Any, memory: AddressMap) -> Node:
     arguments: list[Argument] = []
     if kind == "kernel":
         (parameters,) = _checked(driver.cuGraphKernelNodeGetParams(handle))
-        name = _kernel_name(parameters)
-        for place, word, is_whole in _words(parameters):
+        name, words = _kernel(parameters)
+        for place, word, is_whole in words:
             owner = memory.owner_at(word)
             is_declared = owner not in (None, POOL, OTHERS, NOT_OF_TORCH)
             arguments.append(Argument(place, word, owner, is_certain=is_declared or (is_whole and owner is not None)))
@@ -154,24 +150,23 @@ def _copied_at(copy: Any, side: str) -> int:
     return int(getattr(copy, side + ("Host" if on_host else "Device"))) + (z * height + y) * pitch + x
 
 
-def _kernel_name(parameters: Any) -> str:
-    is_function = int(parameters.func)
-    (name,) = _checked(
-        driver.cuFuncGetName(parameters.func) if is_function else driver.cuKernelGetName(parameters.kern)
-    )
-    return name.decode() if isinstance(name, bytes) else str(name)
+def _kernel(parameters: Any) -> tuple[str, Iterator[tuple[str, int, bool]]]:
+    """Return the name of a kernel, and the 8-byte words of its parameters.
+
+    With each word comes its place, and whether it is all of a parameter or a part of a struct.
+    """
+    kind, handle = ("Func", parameters.func) if int(parameters.func) else ("Kernel", parameters.kern)
+    (name,) = _checked(getattr(driver, f"cu{kind}GetName")(handle))
+    words = _words(parameters, functools.partial(getattr(driver, f"cu{kind}GetParamInfo"), handle))
+    return name.decode() if isinstance(name, bytes) else str(name), words
 
 
-def _words(parameters: Any) -> Iterator[tuple[str, int, bool]]:
-    """Yield the 8-byte words of a kernel's parameters, and whether one is all of a parameter or a part of a struct."""
+def _words(parameters: Any, info_of: Callable[[int], tuple]) -> Iterator[tuple[str, int, bool]]:
     if not int(parameters.kernelParams):
         return
-    is_function = bool(int(parameters.func))
-    info = driver.cuFuncGetParamInfo if is_function else driver.cuKernelGetParamInfo
-    handle = parameters.func if is_function else parameters.kern
     index = 0
     while True:
-        error, _, size = info(handle, index)
+        error, _, size = info_of(index)
         if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE:
             return  # past the last one
         _checked((error,))

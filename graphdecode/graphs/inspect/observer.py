@@ -125,16 +125,15 @@ class StepObserver(TorchDispatchMode):
         with self.working():
             result = func(*args, **kwargs)
         self._check_outputs(func, args, result, written)
-        for tensor in leaves(result):
-            if isinstance(tensor, Tensor):
-                key = storage_key(tensor)
-                if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
-                    continue
-                if is_literal:
-                    self.literals[key] = tensor
-                elif key not in self.made:
-                    self.made[key] = StorageWeakRef(tensor.untyped_storage())
-                    self.made_new(key, tensor)
+        for tensor in tensors_of(result):
+            key = storage_key(tensor)
+            if key is None or any(key in known for known in (self._slots, self._constants, self.literals)):
+                continue
+            if is_literal:
+                self.literals[key] = tensor
+            elif key not in self.made:
+                self.made[key] = StorageWeakRef(tensor.untyped_storage())
+                self.made_new(key, tensor)
         self.seen(func, args, kwargs, result)
         return result
 
@@ -200,14 +199,11 @@ class StepObserver(TorchDispatchMode):
                 owner = self.owner_of(tensor) or "its output"
                 detail = f"{owner}: {list(shape)} became {list(tensor.shape)}"
                 self.refuse(CaptureError("moved", str(func), detail))
-        made = leaves(result)
-        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in made):
+        if func.namespace not in ("aten", "prim") and any(isinstance(leaf, (int, float)) for leaf in leaves(result)):
             self.refuse(CaptureError("host-read", str(func), "it returns a number"))
-        has_inputs = any(isinstance(leaf, Tensor) for leaf in leaves(args))
-        if self._device_type != "cpu" and not has_inputs:
-            for leaf in made:
-                if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
-                    self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
+        if self._device_type != "cpu" and not tensors_of(args):
+            for _ in filter(lambda made: made.device.type == "cpu", tensors_of(result)):
+                self.refuse(CaptureError("host-data", str(func), "made on the CPU"))
 
 
 class LastOperator(TorchDispatchMode):
@@ -315,7 +311,7 @@ def given_tensors(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[str, T
     """Yield each tensor that an operator is given, with its argument's name and whether it is written."""
     for argument, value in named_arguments(func, args, kwargs):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
-        yield from ((argument.name, leaf, is_written) for leaf in leaves(value) if isinstance(leaf, Tensor))
+        yield from ((argument.name, tensor, is_written) for tensor in tensors_of(value))
 
 
 def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
@@ -356,6 +352,11 @@ def leaves(value: Any) -> list[Any]:
     if not isinstance(value, (tuple, list)):
         return [value]
     return [leaf for member in value for leaf in leaves(member)]
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors among them."""
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

@@ -124,11 +124,8 @@ def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, torch.nn.Module):
         for place, tensor in [*value.named_parameters(), *value.named_buffers()]:
             yield f"{name}.{place}", tensor
-    elif isinstance(value, (list, tuple)):
-        for index, member in enumerate(value):
-            yield from _named_tensors(member, f"{name}[{index}]")
-    elif isinstance(value, dict):
-        for key, member in value.items():
+    elif isinstance(value, (list, tuple, dict)):
+        for key, member in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _named_tensors(member, f"{name}[{key!r}]")
     else:
         raise ArgumentError(
