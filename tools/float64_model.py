@@ -21,7 +21,8 @@ class Float64Model:
     Args:
         path: of the file or folder.
         cache: what keys and values are rounded to, for each token and head: "int8" (codes times the largest value over
-            127, which is bfloat16), "fp8" (e4m3), or "auto", which rounds nothing.
+            127, which is bfloat16; keys are mixed by a Hadamard matrix before), "fp8" (e4m3), or "auto", which rounds
+            nothing.
 
     Attributes:
         sure: how many tokens of the last call have keys and values, as have all before them, that are as far from where
@@ -115,11 +116,13 @@ class Float64Model:
         def norm(x: Tensor, name: str) -> Tensor:
             return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self._read(name)
 
+        mixing = _hadamard(head_dim) if self._cache == "int8" else torch.eye(head_dim, dtype=torch.float64)
+
         def rotated(x: Tensor) -> Tensor:
             # GGUF keeps the channels of a pair beside each other, folders half a head apart
             pairs = x.unflatten(-1, (-1, 2)) if self._is_gguf else x.unflatten(-1, (2, -1)).transpose(-1, -2)
             turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-            return turned.flatten(-2)  # any order will do that is the same for queries and keys
+            return turned.transpose(-1, -2).flatten(-2)  # first and second channels of all pairs
 
         for layer in range(self.layers):
 
@@ -131,7 +134,10 @@ class Float64Model:
                 (x @ weight(f"attn_{name}").T).unflatten(-1, (heads, head_dim))
                 for name, heads in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads))
             )
-            q, k, v = (each.transpose(0, 1) for each in (rotated(q), self._cached(rotated(k)), self._cached(v)))
+            q, k, v = (
+                each.transpose(0, 1)
+                for each in (rotated(q) @ mixing, self._cached(rotated(k) @ mixing), self._cached(v))
+            )
             k, v = (each.repeat_interleave(self.heads // self.kv_heads, 0) for each in (k, v))
             seen = (q @ k.transpose(1, 2) / math.sqrt(head_dim) + hidden_later).softmax(-1) @ v
             hidden = hidden + seen.transpose(0, 1).flatten(1) @ weight("attn_output").T
@@ -139,3 +145,11 @@ class Float64Model:
             gated = torch.nn.functional.silu(x @ weight("ffn_gate").T) * (x @ weight("ffn_up").T)
             hidden = hidden + gated @ weight("ffn_down").T
         return norm(hidden, "output_norm.weight") @ self._read("output.weight").T
+
+
+def _hadamard(dim: int) -> Tensor:
+    """Return an orthonormal matrix, float64 [dim, dim], that mixes blocks of as many channels as a power of two has."""
+    size = dim & -dim
+    parity = [[(-1.0) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
+    block = torch.tensor(parity, dtype=torch.float64) / math.sqrt(size)
+    return torch.block_diag(*[block] * (dim // size))

@@ -13,6 +13,7 @@ from graphdecode.kernels.attention.append_attention import append_attention
 from graphdecode.kernels.attention.attention_plan import attention_plan, plan_size, work_items
 from graphdecode.kernels.attention.attention_tile import decode_tile, programs_per_processor
 from graphdecode.kernels.attention.decode_attention import decode_attention
+from graphdecode.kernels.cache.rope_append import rope_append
 
 FIXED_SPLIT = 1024  # tokens of a split in batch-invariant plans at least, whatever the capacity
 
@@ -129,6 +130,9 @@ class PagedDecodeAttention:
             dtype=dtype,
             kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )
+        self._appends_apart = kv_dtype == torch.int8 and self.device.type == "cuda"
+        self._rows = torch.arange(max_batch_size, dtype=torch.int32, device=self.device)
+        self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
         self._max_splits = -(-max_kv_len // FIXED_SPLIT) if batch_invariant else 0
@@ -145,7 +149,7 @@ class PagedDecodeAttention:
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that a captured step reads and writes here."""
-        return [self._kv_lens, *self._plans.values(), *self._workspace]
+        return [self._rows, self._kv_lens, *self._plans.values(), *self._workspace]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
         """Plan one step on the device: row i attends to `pre_step_seqlens[i] + 1` tokens, padding to none.
@@ -154,6 +158,7 @@ class PagedDecodeAttention:
             pre_step_seqlens: int32 [rows], tokens in the cache before the step.
             live_rows: int32 [1]; rows past it are padding.
         """
+        self._planned = (pre_step_seqlens, live_rows)
         for window, plan in self._plans.items():
             attention_plan(
                 self._kv_lens,
@@ -222,7 +227,9 @@ class PagedDecodeAttention:
         options: AttentionOptions | None = None,
         scales: CacheScales = CacheScales(),  # noqa: B008
     ) -> None:
-        """Append each row's new token to one layer's cache and write its attention into `out`, in one launch.
+        """Append each row's new token to one layer's cache and write its attention into `out`.
+
+        That is one launch, and two over an int8 cache on a GPU, whose keys are mixed before (`page_scales`).
 
         The bits of a row are not those of `rope_append` and `run`, which a batch-invariant model takes for its prompts:
         the newest key is taken from registers.
@@ -238,6 +245,15 @@ class PagedDecodeAttention:
             scales: of the cache's entries, where they have 8 bits.
         """
         options = self.options if options is None else options
+        if self._appends_apart and self._planned is not None:
+            q, count = torch.empty_like(out), out.shape[0]
+            lens, live = self._planned
+            rope_append(
+                q, k_cache, v_cache, qkv, self._rows[:count], lens, live, page_table, *turn,
+                k_scale=scales.key, v_scale=scales.value, scales=scales.pages,
+            )  # fmt: skip
+            self.run(out, q, k_cache, v_cache, page_table, options, scales)
+            return
         append_attention(
             out,
             k_cache,

@@ -1,7 +1,7 @@
 """All that attention does in a decode step with what the QKV product gave, in one launch: norm of queries and keys,
 rotary embedding, append of the new token to the cache, and attention over the row, split over the chip.
 
-The formulas are those of `rope_append` and `decode_attention`.
+The formulas are those of `rope_append` and `decode_attention`. Over an int8 cache a GPU launches these two instead.
 """
 
 import torch

@@ -79,6 +79,18 @@ def int8_codes(x, unit):
 
 
 @triton.jit
+def mixed_tile(x, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Return heads [HEADS, BLOCK_D] mixed as `mixed` does; channels past HEAD_DIM are 0, and stay so."""
+    COUNT: tl.constexpr = HEAD_DIM & -HEAD_DIM
+    wide = x
+    for stage in tl.static_range(10):
+        if 1 << stage < COUNT:
+            even, odd = tl.split(tl.reshape(wide, [HEADS, BLOCK_D // COUNT, COUNT // 2, 2]))
+            wide = tl.reshape(tl.permute(tl.join(even + odd, even - odd), [0, 1, 3, 2]), [HEADS, BLOCK_D])
+    return wide * (COUNT**-0.5)
+
+
+@triton.jit
 def to_compute(x, COMPUTE: tl.constexpr):
     """Turn queries into the compute type; what does not fit into fp16 becomes its largest value, not infinity."""
     if tl.float16 == COMPUTE and x.dtype != tl.float16:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.page_scales import PageScales, is_mixed
 from ..cache.rope_append import heads_scale
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
@@ -19,8 +19,6 @@ from .attention_tile import (
     decode_tile,
     dequantise,
     head_pages,
-    int8_codes,
-    int8_scale,
     pages_of,
     quantise,
     to_compute,
@@ -138,35 +136,17 @@ def _append(key, value, cache, page, place, kv_head, dims, appends, FORM: tl.con
     """Write a row's new key and value at a place of a page, if `appends`, and return them as the cache has them."""
     KV_BITS: tl.constexpr = FORM.KV_BITS
     wide_head = kv_head.to(tl.int64)
-    k_unit = cache.k_unit
-    v_unit = cache.v_unit
-    if KV_BITS == "int8":
-        k_unit = int8_scale(key, 0)
-        v_unit = int8_scale(value, 0)
-        scales_at = page * cache.scales_page_stride + place + wide_head * cache.scales_head_stride
-        tl.store(cache.k_scales + scales_at, k_unit, mask=appends)
-        tl.store(cache.v_scales + scales_at, v_unit, mask=appends)
-        k_unit = k_unit.to(tl.float32)
-        v_unit = v_unit.to(tl.float32)
-        key = int8_codes(key, k_unit)
-        value = int8_codes(value, v_unit)
-    else:
-        if TURN.IS_FP8:
-            key = key / k_unit
-            value = value / v_unit
-        key = quantise(key, KV_BITS, cache.k_cache.dtype.element_ty)
-        value = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
+    if TURN.IS_FP8:
+        key = key / cache.k_unit
+        value = value / cache.v_unit
+    key = quantise(key, KV_BITS, cache.k_cache.dtype.element_ty)
+    value = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
     appended = dims < tl.where(appends, FORM.HEAD_DIM, 0)
     k_at = cache.k_cache + wide_head * cache.k_head_stride + page * cache.k_page_stride
     v_at = cache.v_cache + wide_head * cache.v_head_stride + page * cache.v_page_stride
     tl.store(k_at + place * cache.k_token_stride + dims, key, mask=appended)
     tl.store(v_at + place * cache.v_token_stride + dims, value, mask=appended)
-    key = dequantise(key, KV_BITS, tl.float32)
-    value = dequantise(value, KV_BITS, tl.float32)
-    if KV_BITS == "int8":
-        key = key * k_unit
-        value = value * v_unit
-    return key, value
+    return dequantise(key, KV_BITS, tl.float32), dequantise(value, KV_BITS, tl.float32)
 
 
 # One program takes one work item (a row's split) of one kv head, and up to BLOCK_M heads of its group, as in
@@ -286,7 +266,13 @@ def append_attention_triton(
     v_scale: float = 1.0,
     scales: PageScales | None = None,
 ) -> None:
-    """Launch the kernel; see `append_attention`. It has run in Triton's interpreter and been compiled ahead of time."""
+    """Launch the kernel; see `append_attention`. It has run in Triton's interpreter and been compiled ahead of time.
+
+    Raises:
+        ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.
+    """
+    if is_mixed(k_cache):
+        raise ValueError("keys of an int8 cache are appended by rope_append, not in the launch that attends to them")
     rows, query_heads, head_dim = out.shape
     heads = Heads(1, query_heads // k_cache.shape[2], k_cache.shape[2])
     tile = decode_tile(heads.group, head_dim, head_dim, out.dtype, k_cache.dtype)

@@ -1,5 +1,11 @@
-"""What cached keys and values of 8 bits are multiplied with: numbers of a layer, or of each token and head."""
+"""What cached keys and values of 8 bits are multiplied with: numbers of a layer, or of each token and head.
 
+Keys that become int8 are mixed before, and so are the queries that they meet: a Hadamard rotation leaves their products
+as they are, and spreads a channel that is always large over all, so that the scale of a head is not made by one channel
+(Ashkboos et al., QuaRot, 2024, section 4.2).
+"""
+
+import math
 from typing import NamedTuple
 
 import torch
@@ -20,6 +26,26 @@ class PageScales(NamedTuple):
 
     k_scales: Bfloat16
     v_scales: Bfloat16
+
+
+def is_mixed(cache: Tensor) -> bool:
+    """Whether keys in this cache, and queries over it, are `mixed`."""
+    return cache.dtype == torch.int8
+
+
+def mixed_channels(head_dim: int) -> int:
+    """Return how many neighbouring channels are mixed: the largest power of two that divides a head's."""
+    return head_dim & -head_dim
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return heads [..., dim] in fp32, times an orthonormal Hadamard matrix of `mixed_channels(dim)` rows."""
+    count = mixed_channels(x.shape[-1])
+    wide = x.float().unflatten(-1, (-1, count))
+    for _ in range(count.bit_length() - 1):
+        even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        wide = torch.cat((even + odd, even - odd), dim=-1)
+    return wide.flatten(-2) * (1 / math.sqrt(count))
 
 
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ INLINE void NAME(rotate_head)(const int is_wide, float *wide, const void *x, con
 /* The same for some heads, whose norm is of each by itself, or of all where the weight is as long as they are. */
 INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, const char *x, const float *weight,
                                int64_t weights, float eps, const float *cos, int64_t half, int64_t heads, int64_t dim,
-                               float *wide) {
+                               int is_mixed, float *wide) {
     int64_t normed = weights > dim ? weights : dim;
     float scale = 0.0f;
     for (int64_t head = 0; head < heads; head++) {
@@ -54,6 +54,7 @@ INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, c
         const char *from = x + at * width_of(is_wide);
         if (weight && at % normed == 0) scale = NAME(inverse_root)(is_wide, from, normed, eps);
         NAME(rotate_head)(is_wide, wide, from, weight ? weight + at % normed : weight, scale, cos, half, dim);
+        if (is_mixed) mix_head(wide, dim);
         NAME(keep_head)(to, head, wide, dim);
     }
 }
@@ -71,12 +72,14 @@ INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int
     const int64_t pages = a->k_cache.size[0], page_size = a->k_cache.size[1], kv_heads = a->k_cache.size[2];
     const int64_t qo_heads = a->q_out.size[1], dim = a->q_out.size[2], heads = qo_heads + 2 * kv_heads;
     const int64_t half = a->cos_sin.size[2], row_pages = a->page_table.size[1];
+    const int is_mixed = a->k_cache.code == CODE_INT8;
     const char *x = (const char *)a->qkv.data + token * heads * dim * width_of(is_wide);
     float eps = (float)a->eps;
     if (position < 0 || position >= a->cos_sin.size[0]) return; /* no angle, so no place either */
     const float *cos = a->cos_sin.data + position * 2 * half;
     struct NAME(kept) queries = {.at = (element *)a->q_out.data + token * qo_heads * dim};
-    NAME(rotate_heads)(is_wide, &queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim, wide);
+    NAME(rotate_heads)(is_wide, &queries, x, a->q_norm.data, a->q_norm.size[0], eps, cos, half, qo_heads, dim,
+                       is_mixed, wide);
     if (row < 0 || row >= a->page_table.size[0] || position >= row_pages * page_size) return;
     int64_t page = a->page_table.data[row * row_pages + position / page_size];
     if (page < 0 || page >= pages) return; /* a page table that is wrong must not reach other memory */
@@ -87,10 +90,11 @@ INLINE void NAME(append_heads)(const int is_wide, const rope_append_args *a, int
     struct NAME(kept) values = NAME(kept_at)(a->v_cache.data, a->v_cache.code, place, (float)a->v_scale,
                                              a->v_scales.data, scale_place, page_size);
     x += qo_heads * dim * width_of(is_wide);
-    NAME(rotate_heads)(is_wide, &keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, wide);
+    NAME(rotate_heads)(is_wide, &keys, x, a->k_norm.data, a->k_norm.size[0], eps, cos, half, kv_heads, dim, is_mixed,
+                       wide);
     x += kv_heads * dim * width_of(is_wide);
     if (values.code || (is_wide && sizeof(element) < sizeof(float)))
-        NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, wide);
+        NAME(rotate_heads)(is_wide, &values, x, 0, 0, 0.0f, cos, 0, kv_heads, dim, 0, wide);
     else memcpy(values.at, x, kv_heads * dim * sizeof(element));
 }
 

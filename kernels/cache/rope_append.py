@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_records import Pages, Turn, TurnForm, kv_bits
-from ..attention.attention_tile import int8_codes, int8_scale, quantise
+from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantise
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
-from .page_scales import PageScales, encoded
+from .page_scales import PageScales, encoded, is_mixed, mixed
 
 
 @triton.jit
@@ -101,6 +101,8 @@ def _rope_append_kernel(
     cos = tl.load(angles + pair, mask=paired, other=1.0)
     sin = tl.load(angles + HALF + pair, mask=paired, other=0.0)
     rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
+    if KV_BITS == "int8":
+        rotated = mixed_tile(rotated, HEADS, BLOCK_D, HEAD_DIM)
     tl.store(
         q_out + (token.to(tl.int64) * qo_heads + head)[:, None] * HEAD_DIM + dims[None, :],
         rotated.to(q_out.dtype.element_ty),
@@ -156,6 +158,8 @@ def rope_append_triton(
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
     turn = TurnForm.of(cos_sin, q_norm, k_cache)
+    if is_mixed(k_cache) and head_dim > 128:
+        turn = turn._replace(HEADS=2)  # mixing four in a program spills
     _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, turn.HEADS))](
         q_out,
         Pages.of(k_cache, v_cache, scales, page_table, k_unit=k_scale, v_unit=v_scale),
@@ -215,6 +219,8 @@ def rope_append(
 ) -> None:
     """Write rotated queries into `q_out`, and rotated keys and values into the cache.
 
+    Over an int8 cache queries and keys are `mixed` behind the rotation, which changes none of their products.
+
     Args:
         q_out: [t, num_qo_heads, head_dim], contiguous.
         k_cache: [pages, page_size, num_kv_heads, head_dim], of any float type, or int8 with `scales`; the last page is
@@ -249,6 +255,8 @@ def rope_append(
     wide = torch.cat((queries, keys), dim=1).float()
     first, second = wide[..., :half], wide[..., half : 2 * half]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
+    if is_mixed(k_cache):
+        rotated = mixed(rotated)
     q_out[:count] = rotated[:, :qo_heads]
     pages, places = page_table[row, position // page_size].long(), position % page_size
     units, of_pages = (k_scale, v_scale), scales or (None, None)

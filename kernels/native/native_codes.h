@@ -87,6 +87,27 @@ static inline void store_e4m3(uint8_t *to, const float *values, float unit, int6
     for (int64_t i = 0; i < count; i++) to[i] = e4m3_of_float(values[i] / unit);
 }
 
+/* Sums and differences of channels that are `apart`. */
+INLINE void butterflies(float *x, const int64_t apart, int64_t dim) {
+    for (int64_t at = 0; at < dim; at += 2 * apart)
+        for (int64_t i = at; i < at + apart; i++) {
+            float first = x[i], second = x[i + apart];
+            x[i] = first + second, x[i + apart] = first - second;
+        }
+}
+
+/* A head times an orthonormal Hadamard matrix over its neighbouring channels; see page_scales.py. */
+static inline void mix_head(float *x, int64_t dim) {
+    const int64_t count = dim & -dim;
+    if (count > 1) butterflies(x, 1, dim);
+    if (count > 2) butterflies(x, 2, dim);
+    if (count > 4) butterflies(x, 4, dim);
+    if (count > 8) butterflies(x, 8, dim);
+    for (int64_t apart = 16; apart < count; apart *= 2) butterflies(x, apart, dim);
+    const float scale = 1.0f / sqrtf((float)count);
+    for (int64_t i = 0; i < dim; i++) x[i] *= scale;
+}
+
 /* Store a head, and return its scale in bf16; where something is not finite that is NaN. */
 static inline uint16_t store_int8(uint8_t *to, const float *values, int64_t count) {
     float most = 0.0f;

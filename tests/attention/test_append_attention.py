@@ -6,8 +6,11 @@ import pytest
 import torch
 from attention_oracle import Options, attend
 from covering import pairwise
-from paged_rows import int8_codes, tolerance
+from paged_rows import int8_codes, mixing, tolerance
 
+from graphdecode.attention import PagedDecodeAttention
+from graphdecode.attention.options import HeadTurn
+from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
@@ -59,7 +62,7 @@ NATIVE_CASES = pairwise(
 
 def takes_whole(version):
     """Whether a version takes scales as one argument, as Triton's do; the others take them one by one."""
-    return version is append_attention_triton
+    return version in (append_attention_triton, two_launches)
 
 
 def as_integers(cache):
@@ -155,6 +158,8 @@ class Problem:
         for row, length in enumerate(self.lens):
             q, k, v = self.qkv[row].double().view(-1, dim).split((self.heads, kv_heads, kv_heads))
             q, k = (turned(normed(x, w), self.cos_sin[length - 1]) for x, w in zip((q, k), self.gains, strict=True))
+            if self.kv_dtype == torch.int8:
+                q, k = q @ mixing(dim), k @ mixing(dim)
             kept = [self.stored(x, unit) for x, unit in zip((k, v), self.units, strict=True)]
             new = [codes.double() * unit for codes, unit in kept]
             for cache, entry in zip(caches, new, strict=True):
@@ -217,7 +222,50 @@ class Problem:
 def test_kernel_agrees_with_float64_on_every_pair_of_options(number, device):
     case = CASES[number]
     split = {"fixed_split": 64} if number % 3 == 0 else {"plan_window": case["window_left"] if number % 3 == 1 else -1}
-    Problem(case, device, number).check(append_attention_triton, **split)
+    is_int8 = case["dtype"].endswith("int8")
+    Problem(case, device, number).check(two_launches if is_int8 else append_attention_triton, **split)
+
+
+def two_launches(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
+    """What one launch of `append_attention` does, by an append and an attention."""
+    q_norm, k_norm, sinks, eps, items, scale, window, cap, *_, scales = given
+    q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
+    live = (kv_lens[: len(out)] > 0).sum().to(torch.int32).view(1)
+    rope_append_triton(
+        q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps, scales=scales
+    )
+    decode_attention_triton(
+        out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, scale, 1.0,
+        window, cap, "NONE", 1.0, 1e4, sinks, scales,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
+    """As a GPU has it, with the operators of the processor that is here."""
+    draw = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, page, rows = 6, 2, 64, 4, 3
+    sizes = {"page_size": page, "max_pages_per_row": 5, "dtype": dtype, "kv_dtype": torch.int8, "device": "cpu"}
+    lens, live = torch.tensor([0, 7, 19], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    table = torch.randperm(15, generator=draw).view(rows, 5).to(torch.int32)
+    angles = torch.rand(20, dim // 2, generator=draw)
+    turn = HeadTurn(torch.stack([angles.cos(), angles.sin()], dim=1))
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, generator=draw).to(dtype)
+    codes = torch.randint(-127, 128, (2, 16, page, kv_heads, dim), generator=draw).to(torch.int8)
+    found = []
+    for is_apart in (False, True):
+        attention = PagedDecodeAttention(
+            max_batch_size=rows, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **sizes
+        )
+        monkeypatch.setattr(attention, "_appends_apart", is_apart)
+        scales = PageScales(*torch.full((2, 16, kv_heads, page), 0.01, dtype=torch.bfloat16))
+        keys, values = codes.clone()
+        attention.plan(lens, live)
+        out = torch.empty(rows, heads, dim, dtype=dtype)
+        attention.append_and_run(out, qkv, keys, values, table, turn, scales=CacheScales(pages=scales))
+        found.append((out, keys, values, *scales))
+    for one, two in zip(*found, strict=True):
+        assert torch.equal(one, two)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)))
@@ -245,17 +293,7 @@ def test_one_launch_gives_what_append_and_attention_gave(window_left, device):
     problem = Problem({**BASE, "window_left": window_left}, device, 3)
     together, caches = problem.run(append_attention_triton)
 
-    def apart(out, k_cache, v_cache, qkv, table, kv_lens, plan, partial, sums, counters, cos_sin, *given):
-        q_norm, k_norm, sinks, eps, items, scale, window, cap, *_ = given
-        q, at = torch.empty_like(out), torch.arange(len(out), dtype=torch.int32, device=out.device)
-        live = (kv_lens > 0).sum().to(torch.int32).view(1)
-        rope_append_triton(q, k_cache, v_cache, qkv, at, kv_lens - 1, live, table, cos_sin, q_norm, k_norm, eps)
-        decode_attention_triton(
-            out, None, q, k_cache, v_cache, table, None, kv_lens, plan, partial, sums, counters, 1, items, scale, 1.0,
-            window, cap, "NONE", 1.0, 1e4, sinks,
-        )  # fmt: skip
-
-    expected, expected_caches = problem.run(apart)
+    expected, expected_caches = problem.run(two_launches)
     torch.testing.assert_close(together, expected, atol=1e-5, rtol=1e-5)
     for cache, wanted in zip(caches, expected_caches, strict=True):
         torch.testing.assert_close(cache[:-1], wanted[:-1], atol=1e-6, rtol=1e-6, equal_nan=True)

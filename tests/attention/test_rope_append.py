@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from paged_rows import mixing
 
 from graphdecode.kernels.cache.page_scales import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
@@ -92,18 +93,21 @@ def test_entries_of_8_bits_are_those_of_float64_over_their_scales(version, kind,
     given = inputs(64, 64, torch.float32, "of each head", device if version == "triton" else "cpu")
     for name in ("k_cache", "v_cache"):
         given[name].zero_()
-    _, *wanted = expected(given)
+    queries, *wanted = expected(given)
     given |= {name: torch.zeros_like(given[name], dtype=torch.uint8).view(kind) for name in ("k_cache", "v_cache")}
     if kind == torch.int8:
         shape = (PAGES, KV_HEADS, PAGE)
         scales = PageScales(*(torch.zeros(shape, dtype=torch.bfloat16, device=given["live"].device) for _ in range(2)))
         VERSIONS[version](*given.values(), scales=scales)
+        queries, wanted[0] = queries @ mixing(64), wanted[0] @ mixing(64)
         units = [scale.cpu().double().transpose(1, 2)[..., None] for scale in scales]
         close = units  # half a step of the code, and of the largest code half a step for what the scale lost in bf16
     else:
         VERSIONS[version](*given.values(), k_scale=0.02, v_scale=0.5)
         units = [0.02, 0.5]
         close = [entries.abs() / 16 + 2.0**-9 * unit for unit, entries in zip(units, wanted, strict=True)]
+    live = given["live"].item()
+    torch.testing.assert_close(given["q_out"][:live].double().cpu(), queries[:live], atol=1e-5, rtol=1e-5)
     for name, unit, entries, error in zip(("k_cache", "v_cache"), units, wanted, close, strict=True):
         assert bool(((given[name].cpu().double() * unit - entries).abs() <= error).all())
 

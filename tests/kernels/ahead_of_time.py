@@ -394,13 +394,15 @@ def measure(arch: int) -> dict[str, dict[str, int]]:
     for head_dim, dtype, kv_dtype in ATTENTION_SHAPES:
         name = f"{str(dtype)[6:]}-{str(kv_dtype)[6:]}-d{head_dim}"
         for kind, launch in attention_cases(head_dim, dtype, kv_dtype).items():
-            if kind in ("decode", "step", "extend") or kv_dtype == torch.bfloat16:
+            is_apart = kind == "step" and kv_dtype == torch.int8
+            if (not is_apart and kind in ("decode", "step", "extend")) or kv_dtype == torch.bfloat16:
                 early = "-pdl" * (kind.startswith("step") and arch >= 90)
                 cases[f"{kind}-{name}{early}"] = launch
     for head_dim in (64, 128, 256):
         cases[f"append-d{head_dim}"] = append_case(head_dim, None)
         cases[f"append-norm-d{head_dim}"] = append_case(head_dim, (1, 1))
         cases[f"append-norm-all-d{head_dim}"] = append_case(head_dim, (32, 8))
+        cases[f"append-int8-d{head_dim}"] = append_case(head_dim, None, torch.int8)
     for kv_dtype in (torch.float8_e4m3fn, torch.int8):
         cases[f"append-norm-{str(kv_dtype)[6:]}-d128"] = append_case(128, (1, 1), kv_dtype)
     cases |= step_cases()

@@ -27,15 +27,15 @@ OF_DEMO = {
     "float32": (2e-5, 0.0),
     "bfloat16": (0.06, 0.02),
     "float16": (0.009, 0.01),
-    "bfloat16, cache int8": (0.08, 0.02),
+    "bfloat16, cache int8": (0.06, 0.02),
     "float16, cache fp8": (0.33, 0.07),
 }
 OF_SMOLLM2 = {"default": (0.0025, 0.004), "bfloat16": (0.017, 0.01), "float16 in blocks": (0.0025, 0.004)}
 OF_A_LONG_TEXT = OF_SMOLLM2 | {
     "float16": (0.0035, 0.004),
     "bfloat16 in blocks": (0.015, 0.007),
-    "bfloat16, cache int8": (0.035, 0.02),
-    "float16, cache int8": (0.03, 0.015),
+    "bfloat16, cache int8": (0.021, 0.012),
+    "float16, cache int8": (0.016, 0.012),
 }
 
 
