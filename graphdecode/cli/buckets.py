@@ -70,8 +70,7 @@ def show(
     if config.speculation != "off":
         widths = ", ".join(map(str, query_widths(config.num_tokens)))
         console.print(
-            f"{config.speculation} drafts: each bucket also with {widths} queries a row, captured after a first use",
-            highlight=False,
+            f"{config.speculation} drafts: each bucket also with {widths} queries a row, a graph each", highlight=False
         )
     console.print(_memory_table(config, model, described, chosen, place))
 
