@@ -19,7 +19,7 @@ from graphdecode.linear.weight_form import FormOptions, TensorSource
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
 from graphdecode.models.family import known_families
 from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
-from graphdecode.models.transformers_backend.interface import NAME, answer, register
+from graphdecode.models.transformers_backend.interface import NAME, answer, keep_quantiles, register
 from graphdecode.models.transformers_backend.linears import replace_linears
 from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
 from graphdecode.models.weight_map import CheckpointError
@@ -118,6 +118,7 @@ class AdoptedFolder:
         if missing:
             raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {', '.join(missing)}")
         module = module.to(options.device).eval().requires_grad_(False)
+        keep_quantiles(module)
         return ModuleDecoder(config, module, replace_linears(module, options))
 
     def _settings(self) -> Any:
