@@ -9,6 +9,9 @@ from graphdecode.config.key import auto_or, boolean, integer, key, keys_of, matc
 from graphdecode.errors import ConfigError
 
 REPLICAS = "replicas"  # the section
+# Of the way down, at a time. Requests under way tell little of what few replicas could take: 17 that are half busy have
+# as many as one that is full, and one step down to what these would fill leaves a backlog that takes more than 17.
+DOWNSCALING_FACTOR = 0.25
 
 
 @dataclass(frozen=True)
@@ -20,7 +23,11 @@ class ReplicaConfig:
     """
 
     count: int | None = key(
-        REPLICAS, None, none_or(integer(1), "2"), "Engines; left out, and without autoscale: one, without Ray."
+        REPLICAS,
+        None,
+        none_or(integer(1), "2"),
+        "Engines; left out, and without autoscale: one, without Ray.",
+        flag="--replicas",
     )
     autoscale: str | None = key(
         REPLICAS, None, none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX"), '"1:4"'), "Engines at least and at most."
@@ -86,3 +93,12 @@ class ReplicaConfig:
     def with_settings(self, **changes: Any) -> ReplicaConfig:
         """Return a copy with some fields changed, checked like any other configuration."""
         return replace(self, **changes)
+
+
+def target_requests(rows: int) -> int:
+    """Return how many requests each replica should have under way, so that it can take more while others start.
+
+    Args:
+        rows: that it can decode side by side.
+    """
+    return max(rows // 4, 1)

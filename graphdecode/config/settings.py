@@ -214,6 +214,7 @@ class EngineConfig:
         1,
         integer(1, 64),
         "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+        flag="--tensor-parallel",
     )
     collectives: str = key(
         "model",
@@ -247,6 +248,7 @@ class EngineConfig:
         texts(),
         "Files of Python that every process which loads the model imports first: what they register (families, weight "
         "forms, sources, steps) can be used. They can do what their user can.",
+        flag="--load-module",
     )
     step_kind: str | None = key(
         "model",
@@ -264,6 +266,7 @@ class EngineConfig:
         "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
         "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
         name="method",
+        flag="--speculate",
     )
     draft_model: str | None = key(
         "speculation",

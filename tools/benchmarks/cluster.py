@@ -20,7 +20,7 @@ import typer
 from cluster_model.load import arrivals, day, requests
 from cluster_model.pictures import draw_day, draw_policies, draw_slack
 from cluster_model.simulation import Bounds, Cluster, Outcome, Request, StepCosts, read_costs
-from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
+from graphdecode.config.replicas import DOWNSCALING_FACTOR, target_requests
 from harness import TOOLS, Out, write
 
 PROFILE = TOOLS / "results" / "cpu-epyc-2" / "profile-llama-100m.json"

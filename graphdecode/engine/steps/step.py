@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +14,8 @@ from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
-from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.shapes import mixed_shapes
 from graphdecode.graphs import Loop
 from graphdecode.kernels.sampling.sampling_slots import (
@@ -28,12 +28,22 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingCapacity,
     held_back,
     sampling_flags,
+    sampling_slots,
 )
 from graphdecode.models import Chunks, Model
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
-_AS_ASKED_FOR = ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# slots that hold what was asked for as it was asked for: of `SamplingParams` and of `SamplingSlots` by one name
+_MADE = {"temperature", "top_k", "seed", "bad_words"}
+_AS_ASKED_FOR = {
+    spec.name: float(spec.neutral)
+    for spec in sampling_slots(SamplingCapacity(), 1)
+    if spec.name not in _MADE and hasattr(SamplingParams, spec.name)
+}
+_Asked: Any = make_dataclass(
+    "_Asked", [(name, float, float(value)) for name, value in _AS_ASKED_FOR.items()], frozen=True
+)
 
 # What a step gives a row instead of a token.
 ENDED_BEFORE = -1
@@ -45,7 +55,7 @@ NO_CHOICE = {  # the row ends here, and why
 
 
 @dataclass(frozen=True)
-class RowSampling:
+class RowSampling(_Asked):
     """How a row's tokens are chosen, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
 
     Without a token mask all tokens are allowed; with `num_logprobs=-1` not even the sampled one's is reported.
@@ -53,12 +63,7 @@ class RowSampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()
     stop_ids: tuple[int, ...] = ()
