@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.serving import main
 from graphdecode import LLM, BucketConfig
-from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.profiling.profile_row import Percentiles
 from serving_load.arrivals import Arrival
 from serving_load.picture import plot_serving
 from serving_load.play import check_fits, serve

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from tqdm import tqdm
 
 from graphdecode.errors import ArgumentError
-from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.profiling.profile_row import Percentiles
 from graphdecode.text import LLM, SamplingParams, Stream
 from serving_load.arrivals import Arrival, offered_rate
 

@@ -51,12 +51,13 @@ def answer(model: nn.Module, who: Attends) -> None:
 
 def keep_quantiles(model: nn.Module) -> None:
     """Let Gemma 3n's sparse layers keep what transformers makes of a number of the host at every step."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
             share = torch.tensor(module.activation_sparsity, dtype=torch.float32)
             quantile = torch.distributions.Normal(0.0, 1.0).icdf(share).to(next(module.parameters()).device)
             module.register_buffer("graphdecode_quantile", quantile, persistent=False)
-            setattr(module, "_gaussian_topk", partial(_above_quantile, quantile))  # noqa: B010 (no module declares it)
+            module._gaussian_topk = partial(_above_quantile, quantile)
 
 
 def _above_quantile(quantile: Tensor, inputs: Tensor) -> Tensor:
