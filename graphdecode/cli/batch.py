@@ -60,12 +60,10 @@ def batch(
     from graphdecode.server.batch_lines import BatchInput, BatchOutput
 
     settings = settings_of(config, **overrides)
-    limits = load_server_config(config) if config is not None else ServerConfig()
     # nobody else waits here: what a server refuses for their sake is answered in its turn
     endless = {"max_waiting": _ENDLESS, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
-    limits = limits.with_settings(**endless, **serving)
-    several = load_replica_config(config) if config is not None else ReplicaConfig()
-    several = several.with_settings(**scale)
+    limits = load_server_config(config, **endless, **serving)
+    several = load_replica_config(config, **scale)
     if ray:
         prepare_ray("a batch with --ray", several)
         settings = sharing(settings, several)

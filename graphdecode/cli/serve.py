@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from graphdecode.cli.options import (
@@ -54,10 +55,7 @@ def serve(
     check_extra("serving")
 
     settings = settings_of(config, **overrides)
-    limits = load_server_config(config) if config is not None else ServerConfig()
-    limits = limits.with_settings(**serving)
-    several = load_replica_config(config) if config is not None else ReplicaConfig()
-    several = several.with_settings(**scale)
+    limits, several = load_server_config(config, **serving), load_replica_config(config, **scale)
     if several.wanted:
         prepare_ray("replicas", several)
         settings = sharing(settings, several)
@@ -101,7 +99,7 @@ def _run_behind_proxies(
 
     if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may listen on their port already
         with bind(limits.host, limits.port) as free:
-            limits = limits.with_settings(port=free.getsockname()[1])
+            limits = replace(limits, port=free.getsockname()[1])
     service, address = make_service(), f"http://{limits.host}:{limits.port}"
     asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(lambda: _say_ready(service, address)))
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from graphdecode.config.key import auto_or, boolean, integer, key, keys_of, matching, none_or, number, one_of
 from graphdecode.errors import ConfigError
@@ -89,10 +88,6 @@ class ReplicaConfig:
             return (self.count or 1,) * 2
         least, _, most = self.autoscale.partition(":")
         return int(least), int(most)
-
-    def with_settings(self, **changes: Any) -> ReplicaConfig:
-        """Return a copy with some fields changed, checked like any other configuration."""
-        return replace(self, **changes)
 
 
 def target_requests(rows: int) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from graphdecode.config.key import boolean, integer, key, keys_of, matching, none_or, number, texts
 
@@ -80,10 +79,6 @@ class ServerConfig:
         "Let requests bring their own `chat_template`. It is a program, which runs in a child with limits.",
     )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
-
-    def with_settings(self, **changes: Any) -> ServerConfig:
-        """Return a copy with some fields changed, checked like any other configuration."""
-        return replace(self, **changes)
 
     def __post_init__(self) -> None:
         for each in keys_of(self):

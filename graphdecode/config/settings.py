@@ -380,18 +380,26 @@ class EngineConfig:
         return self.max_prefill_tokens
 
 
-def load_server_config(path: str | Path) -> ServerConfig:
-    """Read the section [server] of a configuration file; all of the file is checked.
+def load_server_config(path: str | Path | None, **changes: Any) -> ServerConfig:
+    """Read the section [server] of a configuration file, all of which is checked; without a file it is the defaults.
+
+    Args:
+        path: of the file.
+        changes: fields that count for more.
 
     Raises:
         ConfigError: as `EngineConfig.load`.
     """
-    return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
+    return ServerConfig(**_section(path, SERVER) | changes)
 
 
-def load_replica_config(path: str | Path) -> ReplicaConfig:
+def load_replica_config(path: str | Path | None, **changes: Any) -> ReplicaConfig:
     """Read the section [replicas] of a configuration file; see `load_server_config`."""
-    return ReplicaConfig(**ConfigDocument.read(path, _keys()).values[REPLICAS])
+    return ReplicaConfig(**_section(path, REPLICAS) | changes)
+
+
+def _section(path: str | Path | None, name: str) -> dict[str, Any]:
+    return {} if path is None else ConfigDocument.read(path, _keys()).values[name]
 
 
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:
