@@ -110,24 +110,6 @@ _MODULES = {
 
 __all__ = list(_MODULES)
 
-_OF_FLASHINFER = {  # part of a name there -> what serves instead
-    "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
-    "mla": "LLM runs models with latent attention",
-    "cascade": "merge_state and merge_states put parts of an attention together",
-    "attention": "graphdecode.attention.cached_attention attends from many queries",
-    "fast_decode_plan": "the wrapper's own plan runs on the device, and can be captured",
-    "sampling": "SamplingParams says how LLM and Engine sample",
-}
-
-
-def instead_of(name: str) -> str:
-    """Return what is to be said of a name that FlashInfer has, and its surface here has not; nothing of others."""
-    found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
-    if found is None:
-        return ""
-    return f": of FlashInfer's surface there are decode, append and merge (graphdecode.surfaces.flashinfer); {found}"
-
-
 if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pass
 
     def __getattr__(name: str) -> Any:
@@ -144,7 +126,8 @@ if not TYPE_CHECKING:  # a checker that saw this would let any misspelt name pas
         elif not name.startswith("_") and util.find_spec(f"graphdecode.{name}") is not None:
             return import_module(f"graphdecode.{name}")
         else:
-            raise AttributeError(f"module 'graphdecode' has no attribute {name!r}{instead_of(name)}")
+            beyond = import_module("graphdecode.errors").beyond_flashinfer(name)
+            raise AttributeError(f"module 'graphdecode' has no attribute {name!r}{beyond}")
         globals()[name] = value
         return value
 

@@ -202,10 +202,9 @@ class ShapeLadder:
     def at_startup(self) -> list[StepShape]:
         """Those that are captured before anything is served; the others are rare, and captured after their first use.
 
-        Rare are halves, several queries, and prompts by themselves where steps can take them along.
+        Rare are halves, and prompts by themselves where steps can take them along.
         """
-        kinds = ("steps", "mixed") if self.of("mixed") else KINDS
-        return [shape for shape in self.of(*kinds) if shape.queries == 1]
+        return self.of(*(("steps", "mixed") if self.of("mixed") else KINDS))
 
     def fit(self, wanted: StepShape) -> StepShape | None:
         """Return the shape that serves a step, which is given as it is; None where none holds so many prompt tokens.

@@ -59,3 +59,21 @@ def shown(value: Any, *, plain: bool = False) -> str:
     except Exception:  # whatever a stranger's object stumbles over when it is shown
         text = f"a value of type {type(value).__name__} that cannot be shown"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+_OF_FLASHINFER = {  # part of a name there -> what serves instead
+    "prefill": "LLM and Engine compute prompts; graphdecode.attention.cached_attention attends from many queries",
+    "mla": "LLM runs models with latent attention",
+    "cascade": "merge_state and merge_states put parts of an attention together",
+    "attention": "graphdecode.attention.cached_attention attends from many queries",
+    "fast_decode_plan": "the wrapper's own plan runs on the device, and can be captured",
+    "sampling": "SamplingParams says how LLM and Engine sample",
+}
+
+
+def beyond_flashinfer(name: str) -> str:
+    """Return what is to be said of a name that FlashInfer has, and its surface here has not; nothing of others."""
+    found = next((instead for part, instead in _OF_FLASHINFER.items() if part in name.lower()), None)
+    if found is None:
+        return ""
+    return f": of FlashInfer's surface there are decode, append and merge (graphdecode.surfaces.flashinfer); {found}"

@@ -115,7 +115,7 @@ def test_the_version_is_the_installed_one() -> None:
         ("top_k_top_p_sampling_from_probs", "SamplingParams"),
     ],
 )
-@pytest.mark.parametrize("module", ["graphdecode", "graphdecode.decode"])
+@pytest.mark.parametrize("module", ["graphdecode", "graphdecode.decode", "graphdecode.surfaces.flashinfer"])
 def test_what_flashinfer_has_beyond_this_surface_names_what_serves_instead(
     module: str, name: str, instead: str
 ) -> None:

@@ -13,6 +13,7 @@ from transformers import (
     Cohere2Config,
     CohereConfig,
     Exaone4Config,
+    Gemma3nTextConfig,
     Glm4Config,
     GPT2Config,
     GPTNeoXConfig,
@@ -50,6 +51,12 @@ class Sizes(NamedTuple):
         return self.grouped(sliding_window=20, layer_types=layer_types, **others)
 
 
+def _gemma3n(sizes: Sizes) -> PreTrainedConfig:
+    sparsity = [0.5, *[0.0] * (sizes.num_hidden_layers - 1)]
+    fields = sizes.windowed(head_dim=16, laurel_rank=8, num_kv_shared_layers=0, activation_sparsity_pattern=sparsity)
+    return Gemma3nTextConfig(hidden_size_per_layer_input=16, vocab_size_per_layer_input=sizes.vocab_size, **fields)
+
+
 TINY = Sizes(259, 64, 96, 2, 4, 256)
 SMALL = Sizes(8192, 384, 1536, 6, 6, 1024)  # about 20 million parameters
 ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
@@ -60,6 +67,7 @@ ADOPTED: dict[str, Callable[[Sizes], PreTrainedConfig]] = {
     "cohere2": lambda sizes: Cohere2Config(**sizes.windowed()),
     "glm4": lambda sizes: Glm4Config(**sizes.grouped(head_dim=32)),
     "exaone4": lambda sizes: Exaone4Config(**sizes.windowed()),
+    "gemma3n": _gemma3n,
     "opt": lambda sizes: OPTConfig(
         **sizes.fields(ffn_dim=sizes.intermediate_size, word_embed_proj_dim=sizes.hidden_size // 2)
     ),

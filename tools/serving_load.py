@@ -19,8 +19,8 @@ import numpy as np
 from tqdm import tqdm
 
 from graphdecode.errors import ArgumentError, cause
-from graphdecode.profiling.percentiles import Percentiles
 from graphdecode.profiling.plots import new_figure
+from graphdecode.profiling.profile_row import Percentiles
 from graphdecode.text import LLM, SamplingParams, Stream
 
 SCHEMA_VERSION = 1  # of the file that holds these figures

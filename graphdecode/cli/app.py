@@ -7,27 +7,67 @@ before torch could be imported.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import sys
 import traceback
+from importlib import metadata
 from types import FrameType
 from typing import Annotated
 
 import typer
 
+import graphdecode
 from graphdecode.cli.batch import batch
 from graphdecode.cli.buckets import buckets
 from graphdecode.cli.chat import chat
-from graphdecode.cli.convert import convert
 from graphdecode.cli.generate import generate
-from graphdecode.cli.models import models
+from graphdecode.cli.models import convert, models, quantize
 from graphdecode.cli.options import print_error
 from graphdecode.cli.profile import profile
-from graphdecode.cli.quantize import quantize
 from graphdecode.cli.serve import serve
 from graphdecode.cli.step import check, inspect
-from graphdecode.cli.versions import state, versions
 from graphdecode.errors import ArgumentError, GraphdecodeError, cause
+
+_PACKAGES = ("torch", "triton", "cuda-bindings", "numpy", "safetensors", "transformers", "tokenizers")
+
+
+def versions() -> str:
+    """Return the versions that say most, in one line."""
+    return ", ".join(
+        [f"graphdecode {graphdecode.__version__}", *(f"{name} {_of(name)}" for name in ("torch", "triton"))]
+    )
+
+
+def state() -> str:
+    """Return all that a report of a bug should tell, one fact a line."""
+    import torch
+
+    from graphdecode.kernels.native import library
+    from graphdecode.models import resolve_device, resolve_dtype
+    from graphdecode.profiling.environment import describe_environment
+
+    facts: dict[str, object] = {"graphdecode": graphdecode.__version__, "platform": platform.platform()}
+    facts |= {name: _of(name) for name in _PACKAGES}
+    device = resolve_device("auto")
+    facts |= describe_environment(device)
+    dtypes = {
+        "plain weights in bfloat16": resolve_dtype("auto", torch.bfloat16, device),
+        "in float16": resolve_dtype("auto", torch.float16, device),
+        "integers of few bits": resolve_dtype("auto", torch.bfloat16, device, few_bits=True),
+    }
+    told = ", ".join(f"{str(dtype).removeprefix('torch.')} for {what}" for what, dtype in dtypes.items())
+    return "\n".join(
+        [*(f"{name}: {value}" for name, value in facts.items()), library.describe(), f"dtype auto: {told}"]
+    )
+
+
+def _of(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
 
 _SIGNALLED = 128  # and the signal's number, as shells count
 _BROKEN_PIPE = 1  # as Python's own

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import limited
 from graphdecode.cli.options import (
+    OF_A_MODEL,
     STDERR,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    KvCacheDtypeOption,
-    LoadModuleOption,
-    MaxSequenceLengthOption,
-    ModelImplOption,
     ModelOption,
-    QuantizeOption,
-    SpeculateOption,
-    TensorParallelOption,
     TokenizerOption,
-    TrustRemoteCodeOption,
+    chosen,
+    overriding,
     print_error,
     settings_of,
+    taking,
 )
 from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
+from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
+    from graphdecode.config import EngineConfig
     from graphdecode.server.batch import Answers
     from graphdecode.server.batch_lines import BatchInput, BatchOutput
     from graphdecode.server.service import Service
@@ -42,33 +36,19 @@ _AHEAD = 2  # requests under way for each row: a row that is free finds its next
 _ENDLESS = 2**31 - 1
 
 
+@taking("serving", chosen(ServerConfig, "served_model_name"))
+@taking("scale", chosen(ReplicaConfig, "count", "ray_address"))
+@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
 def batch(
+    overrides: dict[str, Any],
+    serving: dict[str, Any],
+    scale: dict[str, Any],
     requests: Annotated[Path, typer.Argument(metavar="INPUT", help="Requests, one a line, as OpenAI's batches.")],
     answers: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Answers are added to it, one a line.")],
     model: ModelOption = "demo",
     config: ConfigOption = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What the requests call the model.")] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Answers side by side at most; left out: the configuration's.")
-    ] = None,
-    max_sequence_length: MaxSequenceLengthOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    quantize: QuantizeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    speculate: SpeculateOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    model_impl: ModelImplOption = None,
-    trust_remote_code: TrustRemoteCodeOption = False,
-    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
     ray: Annotated[bool, typer.Option("--ray", help="Answer with several engines, on Ray.")] = False,
-    replicas: Annotated[
-        int | None, typer.Option(help="Engines, with --ray; left out: the configuration's, or 1.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="A cluster of Ray to join; left out: a Ray on this machine alone.")
-    ] = None,
 ) -> None:
     """Answer a file of requests; the same command goes on where an earlier one was ended.
 
@@ -76,28 +56,18 @@ def batch(
     then.
     """
     check_extra("a batch")
-    from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
     from graphdecode.server.batch import EngineAnswers
     from graphdecode.server.batch_lines import BatchInput, BatchOutput
 
-    settings = settings_of(
-        config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
-        tensor_parallel_size=tensor_parallel, model_impl=model_impl, trust_remote_code=trust_remote_code or None,
-        load_modules=load_module,
-    )  # fmt: skip
-    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-    limits = load_server_config(config) if config is not None else ServerConfig()
+    settings = settings_of(config, **overrides)
     # nobody else waits here: what a server refuses for their sake is answered in its turn
-    limits = limits.with_settings(max_waiting=_ENDLESS, request_timeout_s=0.0, otlp_traces_endpoint=None)
-    if served_model_name is not None:
-        limits = limits.with_settings(served_model_name=served_model_name)
-    several = load_replica_config(config) if config is not None else ReplicaConfig()
-    scale = {"count": replicas, "ray_address": ray_address}
-    several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
+    endless = {"max_waiting": _ENDLESS, "request_timeout_s": 0.0, "otlp_traces_endpoint": None}
+    limits = load_server_config(config, **endless, **serving)
+    several = load_replica_config(config, **scale)
     if ray:
         prepare_ray("a batch with --ray", several)
         settings = sharing(settings, several)
-    elif replicas is not None or ray_address is not None:
+    elif scale:
         raise ArgumentError("--replicas and --ray-address are for a batch with --ray")
     asked = BatchInput(requests, limits.max_body_bytes)
     if answers.exists() and answers.samefile(requests):

@@ -10,10 +10,7 @@ from rich.table import Table
 
 from graphdecode.buckets import query_widths
 from graphdecode.cli.options import (
-    DeviceOption,
-    DtypeOption,
-    KvCacheDtypeOption,
-    ModelImplOption,
+    overriding,
     settings_of,
     wide_console,
 )
@@ -46,16 +43,14 @@ buckets = typer.Typer(
 
 
 @buckets.command(epilog="Example: graphdecode buckets my-buckets.toml --model shape:llama-3.1-8b")
+@overriding("device", "dtype", "kv_cache_dtype", "model_impl")
 def show(
+    overrides: dict[str, Any],
     file: Annotated[Path | None, typer.Argument(help="A configuration file (TOML); none: the defaults.")] = None,
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    model_impl: ModelImplOption = None,
 ) -> None:
     """Print the ladder, which batch sizes go where, the worst padding, and the memory plan for a model."""
-    config = settings_of(file, device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype, model_impl=model_impl)
+    config = settings_of(file, **overrides)
     from graphdecode.models import describe_model, resolve_device, resolve_dtype
 
     described = describe_model(model, model_impl=config.model_impl, trust_remote_code=config.trust_remote_code)
@@ -69,8 +64,7 @@ def show(
     if config.speculation != "off":
         widths = ", ".join(map(str, query_widths(config.num_tokens)))
         console.print(
-            f"{config.speculation} drafts: each bucket also with {widths} queries a row, captured after a first use",
-            highlight=False,
+            f"{config.speculation} drafts: each bucket also with {widths} queries a row, a graph each", highlight=False
         )
     console.print(_memory_table(config, model, described, chosen, place))
 

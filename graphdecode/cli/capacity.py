@@ -8,20 +8,6 @@ from dataclasses import replace
 from graphdecode.config import EngineConfig
 
 
-def limited(settings: EngineConfig, **limits: int | None) -> EngineConfig:
-    """Return the settings with the limits that were given as options.
-
-    Args:
-        settings: of a file, or the defaults.
-        limits: fields of `BucketConfig`; None means that the option was left out.
-
-    Raises:
-        ConfigError: a limit cannot be used.
-    """
-    given = {name: limit for name, limit in limits.items() if limit is not None}
-    return replace(settings, buckets=settings.buckets.with_limits(**given))
-
-
 def fitted(
     settings: EngineConfig, prompt_lengths: Sequence[int], max_tokens: int | None, *, answers: int, trained_length: int
 ) -> EngineConfig:

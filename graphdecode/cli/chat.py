@@ -10,21 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import fitted, limited
+from graphdecode.cli.capacity import fitted
 from graphdecode.cli.checkpoint import find_checkpoint
 from graphdecode.cli.options import (
+    OF_A_MODEL,
     STDERR,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    KvCacheDtypeOption,
-    LoadModuleOption,
-    ModelImplOption,
-    QuantizeOption,
-    SpeculateOption,
-    TensorParallelOption,
     TokenizerOption,
-    TrustRemoteCodeOption,
+    overriding,
     settings_of,
     stdin_text,
 )
@@ -36,7 +29,9 @@ if TYPE_CHECKING:
 
 
 @sampling(*OF_A_CHAT)
+@overriding("max_sequence_length", *OF_A_MODEL)
 def chat(
+    overrides: dict[str, Any],
     sampling: dict[str, Any],
     words: Annotated[
         list[str] | None, typer.Argument(metavar="[MESSAGE]", help="What to say; none: a session, or what is piped in.")
@@ -51,18 +46,6 @@ def chat(
     ] = None,
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 1024,
-    max_sequence_length: Annotated[
-        int | None, typer.Option(help="Tokens of the conversation at most; left out: the configuration's.")
-    ] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    quantize: QuantizeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    speculate: SpeculateOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    model_impl: ModelImplOption = None,
-    trust_remote_code: TrustRemoteCodeOption = False,
-    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
     """Talk with a model. Answers go to stdout as they come, all else to stderr.
@@ -76,29 +59,14 @@ def chat(
         turns = [stdin_text().strip()]
     if any(not turn.strip() for turn in turns):
         raise ArgumentError("there is no message: give one, pipe one in, or run it in a terminal")
-    settings = limited(
-        settings_of(
-            config,
-            device=device,
-            dtype=dtype,
-            seed=sampling.get("seed"),
-            quantize=quantize,
-            kv_cache_dtype=kv_cache_dtype,
-            speculation=speculate,
-            tensor_parallel_size=tensor_parallel,
-            model_impl=model_impl,
-            trust_remote_code=trust_remote_code or None,
-            load_modules=load_module,
-        ),
-        max_sequence_length=max_sequence_length,
-    )
+    settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
     from graphdecode.cli.chat_session import ChatSession, make_prompt_session
     from graphdecode.text import Conversation, RunSummary, render_chat
 
-    given = sampling | {"seed": settings.seed, "max_tokens": max_tokens}
+    given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     SamplingParams(**given)  # what cannot be is said before a model is looked for
-    checkpoint = find_checkpoint(model, tokenizer, settings, max_sequence_length)
+    checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
     messages = [{"role": "user", "content": turns[0] if turns else "Hello"}]
     render_chat(
         checkpoint.tokenizer, messages, chat_template=chat_template

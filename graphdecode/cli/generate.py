@@ -13,23 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphdecode.cli.capacity import fitted, limited
+from graphdecode.cli.capacity import fitted
 from graphdecode.cli.checkpoint import FoundCheckpoint, find_checkpoint
 from graphdecode.cli.options import (
+    OF_A_MODEL,
     STDERR,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    KvCacheDtypeOption,
-    LoadModuleOption,
-    MaxSequenceLengthOption,
-    ModelImplOption,
     ModelOption,
-    QuantizeOption,
-    SpeculateOption,
-    TensorParallelOption,
     TokenizerOption,
-    TrustRemoteCodeOption,
+    overriding,
     print_error,
     settings_of,
     stdin_text,
@@ -45,32 +37,17 @@ if TYPE_CHECKING:
 
 
 @sampling(*ALL)
+@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL, "batch_invariant", "prefix_cache")
 def generate(
     sampling: dict[str, Any],
+    overrides: dict[str, Any],
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[-]", help="- reads prompts from stdin.")] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     prompts_file: Annotated[Path | None, typer.Option(help="A file with one prompt a line.")] = None,
     model: ModelOption = "demo",
     config: ConfigOption = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most, for each prompt.")] = 128,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Prompts side by side at most; left out: the configuration's.")
-    ] = None,
-    max_sequence_length: MaxSequenceLengthOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    quantize: QuantizeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    speculate: SpeculateOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    batch_invariant: Annotated[
-        bool, typer.Option("--batch-invariant", help="The same bits for a request in any company; slower prompts.")
-    ] = False,
-    model_impl: ModelImplOption = None,
-    trust_remote_code: TrustRemoteCodeOption = False,
-    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
-    no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Do not share prompt prefixes.")] = False,
     record_batches: Annotated[Path | None, typer.Option(help="Add this run's batch sizes to a file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line, for each prompt.")] = False,
 ) -> None:
@@ -85,31 +62,16 @@ def generate(
     if max_tokens < 1 and "prompt_logprobs" not in sampling:
         raise ArgumentError(f"--max-tokens must be an integer >= 1 (0 with --prompt-logprobs), got {max_tokens}")
     texts = _collect_prompts(prompts or [], prompt or [], prompts_file)
-    settings = settings_of(
-        config,
-        device=device,
-        dtype=dtype,
-        seed=sampling.get("seed"),
-        quantize=quantize,
-        kv_cache_dtype=kv_cache_dtype,
-        speculation=speculate,
-        tensor_parallel_size=tensor_parallel,
-        batch_invariant=batch_invariant or None,
-        model_impl=model_impl,
-        trust_remote_code=trust_remote_code or None,
-        load_modules=load_module,
-        prefix_cache=False if no_prefix_cache else None,
-    )
-    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
+    settings = settings_of(config, **overrides)
     from graphdecode import LLM, SamplingParams
     from graphdecode.profiling.batch_record import check_record, record_batch_sizes
     from graphdecode.text import RunSummary
 
-    given = sampling | {"seed": settings.seed, "max_tokens": max_tokens}
+    given = {"seed": settings.seed, **sampling, "max_tokens": max_tokens}
     asked = SamplingParams(**given)  # what cannot be is said before a model is looked for
     if record_batches is not None:
         check_record(record_batches)
-    checkpoint = find_checkpoint(model, tokenizer, settings, max_sequence_length)
+    checkpoint = find_checkpoint(model, tokenizer, settings, overrides.get("max_sequence_length"))
     settings = _sized(settings, checkpoint, texts, asked)
     with LLM(checkpoint.path, config=settings, tokenizer=checkpoint.tokenizer, progress=True) as llm:
         params = replace(llm.get_default_sampling_params(), **given)

@@ -1,16 +1,17 @@
-"""`graphdecode models`: what this machine can run, and `install`, which fetches a model that is a package."""
+"""`graphdecode models`: what this machine can run, and what brings a model here or writes it anew."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.table import Table
 
-from graphdecode.cli.options import STDERR, ConfigOption, DeviceOption, DtypeOption, settings_of, wide_console
+from graphdecode.cli.options import STDERR, ConfigOption, overriding, settings_of, wide_console
 from graphdecode.errors import ArgumentError, GraphdecodeError
 
 if TYPE_CHECKING:
@@ -18,6 +19,57 @@ if TYPE_CHECKING:
 
     from graphdecode.config import EngineConfig
     from graphdecode.models.places import LocalModel
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or repository id, of plain weights, or GGUF.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make, or the .gguf file.")],
+    to: Annotated[
+        str, typer.Option(help="int4, int8 or fp8, written as safetensors; q8_0 or q4_k, written as GGUF.")
+    ] = "int4",
+    group_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Weights of a row that share a scale, with int4 and int8; left out: what is usual."),
+    ] = None,
+    file_format: Annotated[
+        str | None, typer.Option("--format", help="safetensors or gguf; left out: the one that --to is for.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there already.")] = False,
+) -> None:
+    """Write a model with weights in few bits: whole, with its tokenizer, for this program and for others.
+
+    It is there at once or not at all: nothing is left of a copy that failed or was interrupted.
+    """
+    from graphdecode.text.quantised_copy import quantised_copy
+
+    made = quantised_copy(
+        model, out, to, group_size=group_size, file_format=file_format, overwrite=overwrite, progress=True
+    )
+    files = [made] if made.is_file() else [file for file in made.iterdir() if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    STDERR.print(f"{size / 2**20:.1f} MiB, {to}", highlight=False)
+    typer.echo(made)
+
+
+def convert(
+    model: Annotated[str, typer.Argument(help="A .gguf file, a repository id that has one, or smollm2.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16; auto is bfloat16 for blocks, else the file's own.")
+    ] = "auto",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint that is there.")] = False,
+) -> None:
+    """Write a GGUF model as safetensors, with config.json, tokenizer and chat template, as transformers reads them.
+
+    Weights in blocks are expanded: what they lost when they were rounded stays lost.
+    """
+    from graphdecode.text.converted_copy import converted_copy
+
+    made = converted_copy(model, folder, dtype=dtype, overwrite=overwrite, progress=True)
+    size = sum(file.stat().st_size for file in made.iterdir() if file.is_file())
+    STDERR.print(f"{size / 2**20:.1f} MiB", highlight=False)
+    typer.echo(made)
+
 
 models = typer.Typer(invoke_without_command=True, epilog="Example: graphdecode models install smollm2")
 
@@ -56,11 +108,11 @@ class ModelRecord:
 
 
 @models.callback()
+@overriding("device", "dtype")
 def show(
+    overrides: dict[str, Any],
     ctx: typer.Context,
     config: ConfigOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
 ) -> None:
     """List the models of this machine: size, format, architecture, and the memory that each needs.
@@ -69,7 +121,7 @@ def show(
     """
     if ctx.invoked_subcommand is not None:
         return
-    settings = settings_of(config, device=device, dtype=dtype)
+    settings = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
     from graphdecode.models.places import local_models
 

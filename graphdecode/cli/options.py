@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 
-from graphdecode.config import EngineConfig
+from graphdecode.config import BucketConfig, EngineConfig, ReplicaConfig, ServerConfig
+from graphdecode.config.key import Option
 from graphdecode.errors import ArgumentError, cause
 from graphdecode.extensions import load_modules
 
@@ -20,40 +26,8 @@ ModelOption = Annotated[
     typer.Option(help="What `graphdecode models` lists, a checkpoint folder, or a repository id."),
 ]
 ConfigOption = Annotated[Path | None, typer.Option(help="A configuration file (TOML); options override it.")]
-DeviceOption = Annotated[str | None, typer.Option(help="auto, cpu or cuda; left out: the configuration's.")]
-DtypeOption = Annotated[
-    str | None, typer.Option(help="auto, float32, bfloat16 or float16; left out: the configuration's.")
-]
-QuantizeOption = Annotated[
-    str | None,
-    typer.Option(help="Weights in few bits: int8, int4, fp8, q8_0 or q4_k; none expands those of a checkpoint."),
-]
-KvCacheDtypeOption = Annotated[
-    str | None, typer.Option(help="auto, or int8 or fp8: keys and values in 8 bits; left out: the configuration's.")
-]
-SpeculateOption = Annotated[
-    str | None, typer.Option(help="ngram: guess tokens ahead from what stood before; the answers stay the same.")
-]
-TensorParallelOption = Annotated[
-    int | None, typer.Option("--tensor-parallel", help="Processes, one a GPU, that share the model's weights.")
-]
-MaxSequenceLengthOption = Annotated[
-    int | None, typer.Option(help="Tokens of a prompt and its answer at most; left out: the configuration's.")
-]
-ModelImplOption = Annotated[
-    str | None, typer.Option(help="auto, native or transformers: who runs the model; left out: the configuration's.")
-]
-TrustRemoteCodeOption = Annotated[
-    bool,
-    typer.Option("--trust-remote-code", help="Run a checkpoint's own Python code where transformers needs it."),
-]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="A folder, file or repository to take the tokenizer from; left out: the model's.")
-]
-
-LoadModuleOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="FILE", help="A file of Python that registers a family, form, source or step; repeatable."),
 ]
 
 _LEAST_WIDTH = 118  # of tables where standard output is no terminal
@@ -66,19 +40,105 @@ def wide_console() -> Console:
     return console if is_as_it_is else Console(width=max(console.width, _LEAST_WIDTH))
 
 
+def field_options(config: type) -> dict[str, Any]:
+    """Return the options that a dataclass states for its fields, as typer takes them, by the fields' names."""
+    hints = get_type_hints(config, localns={"Sequence": list, "Mapping": _Pairs})
+    return {
+        each.name: _annotated(each, hints[each.name])
+        for each in dataclasses.fields(config)
+        if each.metadata.get("option") is not None
+    }
+
+
+class _Pairs(dict[Any, Any]):
+    """A mapping, which comes as texts at the shell."""
+
+
+def _annotated(field: dataclasses.Field[Any], hint: Any) -> Any:
+    option: Option = field.metadata["option"]
+    kinds = [kind for kind in (get_args(hint) or (hint,)) if kind is not NoneType]
+    kind = next((kind for kind in kinds if get_origin(kind) is list), kinds[0])
+    if get_origin(hint) is _Pairs or any(get_origin(kind) is _Pairs for kind in kinds):
+        kind = list[str]
+    flags = option.flags
+    if kind is bool and not flags:
+        name = f"--{field.name.replace('_', '-')}"
+        flags = (f"{name}/--no-{name[2:]}" if field.default else name,)
+    return Annotated[kind | None, typer.Option(*flags, metavar=option.metavar, help=option.help)]
+
+
+def taking(
+    name: str, options: Mapping[str, Any], read: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command some options; those that were given come together as one argument, a dict.
+
+    Args:
+        name: of the argument.
+        options: by the names of the dict's keys.
+        read: makes of what was given what the command gets.
+    """
+
+    def with_options(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def called(**given: Any) -> None:
+            values = {key: given.pop(key, None) for key in options}
+            command(**given, **{name: read({key: value for key, value in values.items() if value not in (None, [])})})
+
+        own = inspect.signature(command, eval_str=True)
+        parameters = [parameter for key, parameter in own.parameters.items() if key != name]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters += [inspect.Parameter(key, kind, default=None, annotation=options[key]) for key in options]
+        called.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return called
+
+    return with_options
+
+
+OPTIONS: dict[type, dict[str, Any]] = {  # of all settings, by their fields
+    config: field_options(config) for config in (BucketConfig, EngineConfig, ServerConfig, ReplicaConfig)
+}
+OF_A_MODEL = (  # the settings that commands take which run a model
+    "device",
+    "dtype",
+    "quantize",
+    "kv_cache_dtype",
+    "speculation",
+    "tensor_parallel_size",
+    "model_impl",
+    "trust_remote_code",
+    "load_modules",
+)
+
+
+def chosen(config: type, *fields: str) -> dict[str, Any]:
+    """Return the options of some fields of a configuration."""
+    return {name: OPTIONS[config][name] for name in fields}
+
+
+def overriding(*fields: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of some settings of an engine; those that were given come as `overrides`.
+
+    Args:
+        fields: of `BucketConfig` and `EngineConfig`.
+    """
+    known = OPTIONS[BucketConfig] | OPTIONS[EngineConfig]
+    return taking("overrides", {name: known[name] for name in fields})
+
+
 def settings_of(config: Path | None, **options: Any) -> EngineConfig:
     """Return what a configuration file, or the defaults, and the options that were given mean; load what they name.
 
     Args:
         config: the file, or None.
-        options: fields of `EngineConfig`; None means that the option was left out.
+        options: fields of it and of its buckets.
 
     Raises:
         ArgumentError: the file or an option cannot be used.
     """
-    settings = EngineConfig.of(config, **{name: value for name, value in options.items() if value is not None})
-    load_modules(settings.load_modules)
-    return settings
+    found = EngineConfig.of(config, **options)
+    load_modules(found.load_modules)
+    return found
 
 
 def tokenizer_for(model: Path, other: str | None, settings: EngineConfig) -> Any:

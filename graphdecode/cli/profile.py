@@ -6,7 +6,7 @@ import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,25 +14,22 @@ from rich.table import Table
 
 from graphdecode.cli.options import (
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    ModelImplOption,
     numbers,
+    overriding,
     settings_of,
     wide_console,
 )
 from graphdecode.errors import ArgumentError
 
 
+@overriding("device", "dtype", "model_impl")
 def profile(
+    overrides: dict[str, Any],
     model: Annotated[str, typer.Option(help="A folder, a repository id, demo, or shape:llama-3.1-8b.")] = "demo",
     config: ConfigOption = None,
     contexts: Annotated[str, typer.Option(help="Tokens in the cache of each row; separated by commas.")] = "32,128",
     steps: Annotated[int, typer.Option(help="Replays to time at each point.")] = 200,
     out: Annotated[Path, typer.Option(help="A folder for profile.json, pictures and report.html.")] = Path("profile"),
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    model_impl: ModelImplOption = None,
     trace: Annotated[bool, typer.Option("--trace", help="Also write a Chrome trace of ten steps.")] = False,
     compare: Annotated[
         tuple[Path, Path] | None, typer.Option(help="Compare two profile.json files instead: before, after.")
@@ -48,7 +45,7 @@ def profile(
         raise ArgumentError(f"--steps must be >= 1, got {steps}")
     if out.exists() and not out.is_dir():
         raise ArgumentError(f"--out must be a folder, or not exist, got {out}")
-    settings = settings_of(config, device=device, dtype=dtype, model_impl=model_impl)
+    settings = settings_of(config, **overrides)
     from graphdecode.engine.loading import load_runner
     from graphdecode.profiling.latency import STEPS_PER_STAGING, LatencyProfiler
     from graphdecode.profiling.plots import MISSING

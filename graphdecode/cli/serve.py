@@ -3,108 +3,59 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from graphdecode.cli.capacity import limited
 from graphdecode.cli.options import (
+    OF_A_MODEL,
     STDERR,
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
-    KvCacheDtypeOption,
-    LoadModuleOption,
-    MaxSequenceLengthOption,
-    ModelImplOption,
     ModelOption,
-    QuantizeOption,
-    SpeculateOption,
-    TensorParallelOption,
     TokenizerOption,
-    TrustRemoteCodeOption,
+    chosen,
+    overriding,
     settings_of,
+    taking,
 )
 from graphdecode.cli.service import check_extra, prepare_ray, service_maker, sharing
+from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
+    from graphdecode.config import EngineConfig
     from graphdecode.server.service import Service
 
 
+_OF_THE_SERVER = (
+    "host",
+    "port",
+    "api_keys",
+    "served_model_name",
+    "chat_template",
+    "cors_origins",
+    "allowed_hosts",
+    "log_requests",
+)
+
+
+@taking("serving", chosen(ServerConfig, *_OF_THE_SERVER))
+@taking("scale", chosen(ReplicaConfig, "count", "autoscale", "ray_address", "direct"))
+@overriding("max_batch_size", "max_sequence_length", *OF_A_MODEL)
 def serve(
+    overrides: dict[str, Any],
+    serving: dict[str, Any],
+    scale: dict[str, Any],
     model: ModelOption = "demo",
     config: ConfigOption = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; left out: the configuration's.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. Left out: the configuration's.")] = None,
-    api_key: Annotated[
-        list[str] | None, typer.Option(help="Clients of /v1 must bring it as a bearer token; may be repeated.")
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A template in Jinja; left out: the model's own.")
-    ] = None,
-    max_batch_size: Annotated[
-        int | None, typer.Option(help="Requests side by side at most; left out: the configuration's.")
-    ] = None,
-    max_sequence_length: MaxSequenceLengthOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    quantize: QuantizeOption = None,
-    kv_cache_dtype: KvCacheDtypeOption = None,
-    speculate: SpeculateOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    model_impl: ModelImplOption = None,
-    trust_remote_code: TrustRemoteCodeOption = False,
-    load_module: LoadModuleOption = None,
     tokenizer: TokenizerOption = None,
-    cors_origin: Annotated[
-        list[str] | None, typer.Option(help="An origin whose pages may call the server; may be repeated.")
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None, typer.Option(help="A name that clients may call the server by; may be repeated.")
-    ] = None,
-    replicas: Annotated[
-        int | None, typer.Option(help="Engines behind one address, on Ray; left out: the configuration's.")
-    ] = None,
-    autoscale: Annotated[
-        str | None, typer.Option(metavar="MIN:MAX", help="So many engines as the load needs, on Ray.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="A cluster of Ray to join; left out: a Ray on this machine alone.")
-    ] = None,
-    direct: Annotated[bool, typer.Option("--direct", help="Take answers from the engines past Ray's proxy.")] = False,
-    log_requests: Annotated[bool, typer.Option("--log-requests", help="Log prompts and answers.")] = False,
 ) -> None:
     """Serve a model to OpenAI's clients, until SIGTERM or Ctrl-C; running answers are finished first."""
     check_extra("serving")
-    from graphdecode.config import ReplicaConfig, ServerConfig, load_replica_config, load_server_config
 
-    settings = settings_of(
-        config, device=device, dtype=dtype, quantize=quantize, kv_cache_dtype=kv_cache_dtype, speculation=speculate,
-        tensor_parallel_size=tensor_parallel, model_impl=model_impl, trust_remote_code=trust_remote_code or None,
-        load_modules=load_module,
-    )  # fmt: skip
-    settings = limited(settings, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length)
-    options = {
-        "host": host,
-        "port": port,
-        "api_keys": api_key,
-        "served_model_name": served_model_name,
-        "chat_template": None if chat_template is None else str(chat_template),
-        "cors_origins": cors_origin,
-        "allowed_hosts": allowed_host,
-        "log_requests": log_requests or None,
-    }
-    limits = load_server_config(config) if config is not None else ServerConfig()
-    limits = limits.with_settings(**{name: value for name, value in options.items() if value is not None})
-    several = load_replica_config(config) if config is not None else ReplicaConfig()
-    scale = {"count": replicas, "autoscale": autoscale, "ray_address": ray_address, "direct": direct or None}
-    several = several.with_settings(**{name: value for name, value in scale.items() if value is not None})
+    settings = settings_of(config, **overrides)
+    limits, several = load_server_config(config, **serving), load_replica_config(config, **scale)
     if several.wanted:
         prepare_ray("replicas", several)
         settings = sharing(settings, several)
@@ -148,7 +99,7 @@ def _run_behind_proxies(
 
     if several.ray_address is None or limits.port == 0:  # the proxies of a cluster may listen on their port already
         with bind(limits.host, limits.port) as free:
-            limits = limits.with_settings(port=free.getsockname()[1])
+            limits = replace(limits, port=free.getsockname()[1])
     service, address = make_service(), f"http://{limits.host}:{limits.port}"
     asyncio.run(Cluster(make_service, settings, limits, several, "proxy").run(lambda: _say_ready(service, address)))
 

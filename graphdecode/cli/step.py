@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphdecode.buckets import BucketLadder
-from graphdecode.cli.options import ConfigOption, DeviceOption, ModelImplOption, SpeculateOption, settings_of
+from graphdecode.cli.options import ConfigOption, overriding, settings_of
 from graphdecode.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -102,15 +102,14 @@ def check(
     raise typer.Exit(1)
 
 
+@overriding("device", "model_impl", "speculation")
 def inspect(
+    overrides: dict[str, Any],
     target: Annotated[
         str | None, typer.Argument(metavar="[MODULE[:FUNCTION]]", help="A step of your own; none: that of a model.")
     ] = None,
     model: Annotated[str, typer.Option(help="A checkpoint folder, a repository id, demo, or shape:NAME.")] = "demo",
     config: ConfigOption = None,
-    device: DeviceOption = None,
-    model_impl: ModelImplOption = None,
-    speculate: SpeculateOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     queries: Annotated[int, typer.Option(help="Of a row, for a picture.")] = 1,
     dot: Annotated[int | None, typer.Option(metavar="BUCKET", help="Print one bucket's step for Graphviz.")] = None,
@@ -125,7 +124,7 @@ def inspect(
     """
     if sum((as_json, dot is not None, svg is not None)) > 1:
         raise ArgumentError("--json, --dot and --svg exclude each other")
-    settings = settings_of(config, device=device, model_impl=model_impl, speculation=speculate)
+    settings = settings_of(config, **overrides)
     from graphdecode.engine.loading import load_runner
     from graphdecode.graphs import GraphManager
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -14,9 +14,8 @@ from rich.table import Table
 
 from graphdecode.cli.options import (
     ConfigOption,
-    DeviceOption,
-    DtypeOption,
     check_new_file,
+    overriding,
     settings_of,
     wide_console,
 )
@@ -30,7 +29,9 @@ if TYPE_CHECKING:
 _FEW_STEPS = 1000
 
 
+@overriding("device", "dtype")
 def tune(
+    overrides: dict[str, Any],
     record: Annotated[Path, typer.Option(help="Batch sizes that `generate --record-batches` wrote.")],
     out: Annotated[Path, typer.Option(help="Where the tuned configuration goes (TOML).")],
     profile: Annotated[Path | None, typer.Option(help="A profile.json; without one, a linear cost model.")] = None,
@@ -42,8 +43,6 @@ def tune(
     model: Annotated[str, typer.Option(help="To measure: a folder, a repository id, demo, shape:NAME.")] = "demo",
     context: Annotated[int, typer.Option(help="To measure: tokens of each row.")] = 64,
     rounds: Annotated[int, typer.Option(help="To measure: turns of each ladder.")] = 7,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
     report: Annotated[Path | None, typer.Option(help="Write all figures to this file, as JSON.")] = None,
 ) -> None:
     """Find the ladder of least expected step time for a recorded load, and write a configuration with it.
@@ -57,7 +56,7 @@ def tune(
         if path is not None:
             check_new_file(option, path)
     settings = settings_of(config)
-    measuring = settings_of(config, device=device, dtype=dtype)
+    measuring = settings_of(config, **overrides)
     from graphdecode.models import resolve_device
     from graphdecode.profiling.batch_record import read_batch_sizes
     from graphdecode.profiling.comparison import read_profile

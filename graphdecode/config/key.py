@@ -10,11 +10,25 @@ import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphdecode.errors import ConfigError, shown
 
 _MOST_NUMBER = 1e30  # an integer of a file may be too large to become a float
+
+
+class Option(NamedTuple):
+    """An option of commands that gives a field.
+
+    Attributes:
+        help: of the option.
+        flags: left out: the field's name.
+        metavar: what stands for the value in the help.
+    """
+
+    help: str
+    flags: tuple[str, ...] = ()
+    metavar: str | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +76,10 @@ class Key:
             raise ConfigError(f"{where or self.name} must be {self.values.expected}, got {shown(value)}")
 
 
-def key(section: str, default: Any, values: Values, meaning: str, *, name: str | None = None) -> Any:
-    """Return a dataclass field that is a key.
+def key(
+    section: str, default: Any, values: Values, meaning: str, *, name: str | None = None, flag: str | None = None
+) -> Any:
+    """Return a dataclass field that is a key, and can be an option of commands.
 
     Args:
         section: of the file.
@@ -71,8 +87,14 @@ def key(section: str, default: Any, values: Values, meaning: str, *, name: str |
         values: what the key takes.
         meaning: for the reference.
         name: in the file, where it differs from the field's.
+        flag: of the option, where it differs from the field's name.
     """
-    told = {"section": section, "name": name, "values": values, "meaning": meaning}
+    first = meaning.partition(". ")[0].rstrip(".")
+    taken = f" Takes {values.expected.removeprefix('None or ')}."
+    if isinstance(default, (bool, tuple)):
+        taken = " May be repeated." if isinstance(default, tuple) else ""
+    option = Option(f"{first}.{taken}", () if flag is None else (flag,))
+    told = {"section": section, "name": name, "values": values, "meaning": meaning, "option": option}
     return dataclasses.field(default=default, metadata=told)
 
 

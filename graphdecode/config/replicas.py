@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from graphdecode.config.key import auto_or, boolean, integer, key, keys_of, matching, none_or, number, one_of
 from graphdecode.errors import ConfigError
 
 REPLICAS = "replicas"  # the section
+# Of the way down, at a time. Requests under way tell little of what few replicas could take: 17 that are half busy have
+# as many as one that is full, and one step down to what these would fill leaves a backlog that takes more than 17.
+DOWNSCALING_FACTOR = 0.25
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,11 @@ class ReplicaConfig:
     """
 
     count: int | None = key(
-        REPLICAS, None, none_or(integer(1), "2"), "Engines; left out, and without autoscale: one, without Ray."
+        REPLICAS,
+        None,
+        none_or(integer(1), "2"),
+        "Engines; left out, and without autoscale: one, without Ray.",
+        flag="--replicas",
     )
     autoscale: str | None = key(
         REPLICAS, None, none_or(matching(r"[1-9]\d*:[1-9]\d*", "MIN:MAX"), '"1:4"'), "Engines at least and at most."
@@ -83,6 +89,11 @@ class ReplicaConfig:
         least, _, most = self.autoscale.partition(":")
         return int(least), int(most)
 
-    def with_settings(self, **changes: Any) -> ReplicaConfig:
-        """Return a copy with some fields changed, checked like any other configuration."""
-        return replace(self, **changes)
+
+def target_requests(rows: int) -> int:
+    """Return how many requests each replica should have under way, so that it can take more while others start.
+
+    Args:
+        rows: that it can decode side by side.
+    """
+    return max(rows // 4, 1)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from graphdecode.config.key import boolean, integer, key, keys_of, matching, none_or, number, texts
 
@@ -26,6 +25,7 @@ class ServerConfig:
         texts(),
         "Who brings one of them as a bearer token may use /v1; none: everybody may. The environment's "
         "GRAPHDECODE_API_KEY adds one.",
+        flag="--api-key",
     )
     served_model_name: str | None = key(
         SERVER, None, none_or(matching(r"\S+", "a name"), '"my-model"'), "What clients call the model."
@@ -36,6 +36,7 @@ class ServerConfig:
         texts(),
         'Names that clients may call the server by, besides localhost and addresses; "*" is all. Left out: no others '
         "where it listens on this machine alone, else all.",
+        flag="--allowed-host",
     )
     max_connections: int = key(SERVER, 1000, integer(1), "Open at a time; beyond, one is answered with 503.")
     max_waiting: int = key(
@@ -57,7 +58,7 @@ class ServerConfig:
         SERVER, 30.0, number(0), "How long running work may go on when the server is told to end."
     )
     cors_origins: tuple[str, ...] | list[str] = key(
-        SERVER, (), texts(), 'Origins whose pages may call the server; "*" is all.'
+        SERVER, (), texts(), 'Origins whose pages may call the server; "*" is all.', flag="--cors-origin"
     )
     otlp_traces_endpoint: str | None = key(
         SERVER,
@@ -78,10 +79,6 @@ class ServerConfig:
         "Let requests bring their own `chat_template`. It is a program, which runs in a child with limits.",
     )
     log_requests: bool = key(SERVER, False, boolean(), "Log prompts and answers.")
-
-    def with_settings(self, **changes: Any) -> ServerConfig:
-        """Return a copy with some fields changed, checked like any other configuration."""
-        return replace(self, **changes)
 
     def __post_init__(self) -> None:
         for each in keys_of(self):

@@ -214,6 +214,7 @@ class EngineConfig:
         1,
         integer(1, 64),
         "Processes that share the model, each with a part of the weights: one a GPU, or a few on a CPU.",
+        flag="--tensor-parallel",
     )
     collectives: str = key(
         "model",
@@ -247,6 +248,7 @@ class EngineConfig:
         texts(),
         "Files of Python that every process which loads the model imports first: what they register (families, weight "
         "forms, sources, steps) can be used. They can do what their user can.",
+        flag="--load-module",
     )
     step_kind: str | None = key(
         "model",
@@ -264,6 +266,7 @@ class EngineConfig:
         "Guess tokens ahead, and verify several of a row in one step; the answers stay the same. ngram: what followed "
         "the last tokens where they stood before in the prompt or the answer. model: what a small model says.",
         name="method",
+        flag="--speculate",
     )
     draft_model: str | None = key(
         "speculation",
@@ -377,18 +380,26 @@ class EngineConfig:
         return self.max_prefill_tokens
 
 
-def load_server_config(path: str | Path) -> ServerConfig:
-    """Read the section [server] of a configuration file; all of the file is checked.
+def load_server_config(path: str | Path | None, **changes: Any) -> ServerConfig:
+    """Read the section [server] of a configuration file, all of which is checked; without a file it is the defaults.
+
+    Args:
+        path: of the file.
+        changes: fields that count for more.
 
     Raises:
         ConfigError: as `EngineConfig.load`.
     """
-    return ServerConfig(**ConfigDocument.read(path, _keys()).values[SERVER])
+    return ServerConfig(**_section(path, SERVER) | changes)
 
 
-def load_replica_config(path: str | Path) -> ReplicaConfig:
+def load_replica_config(path: str | Path | None, **changes: Any) -> ReplicaConfig:
     """Read the section [replicas] of a configuration file; see `load_server_config`."""
-    return ReplicaConfig(**ConfigDocument.read(path, _keys()).values[REPLICAS])
+    return ReplicaConfig(**_section(path, REPLICAS) | changes)
+
+
+def _section(path: str | Path | None, name: str) -> dict[str, Any]:
+    return {} if path is None else ConfigDocument.read(path, _keys()).values[name]
 
 
 def _with_speculation(keywords: Mapping[str, Any]) -> dict[str, Any]:

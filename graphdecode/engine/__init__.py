@@ -1,9 +1,9 @@
 """Tokens in, tokens out: requests, scheduled into batches, through captured steps."""
 
+from graphdecode.config.sampling_params import SamplingParams, StructuredOutputsParams
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.metrics import EngineStats, RequestMetrics
 from graphdecode.engine.request import Event, Request, RequestError, TokenLogprobs
-from graphdecode.engine.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
     "Engine",

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any, NamedTuple
 
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.metrics import RequestMetrics
-from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity
 

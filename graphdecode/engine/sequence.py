@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Constraint, ConstraintError
 from graphdecode.engine.metrics import RequestMetrics
 from graphdecode.engine.request import TokenLogprobs
-from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.steps import NO_CHOICE, RowInputs, RowSampling
 from graphdecode.kernels.sampling.sampling_slots import WITHOUT_FINITE
 

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.linear.across_ranks import Gathered
-from graphdecode.linear.weight_form import Stored
-from graphdecode.models.blocks import Head, Layer, Stem
-from graphdecode.models.blocks_stem import BlocksStem
+from graphdecode.linear.weight_form import RowTable, Stored
+from graphdecode.models.blocks import Head, Layer, Stem, Tokens
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.split_blocks import SplitStem
 from graphdecode.models.weight_map import Part, WeightMap
 from graphdecode.models.weights import Weights
+
+
+@dataclass(frozen=True)
+class BlocksStem(Stem):
+    """An embedding whose rows are undone as they are gathered; `embedding` has no rows, it says dtype and channels.
+
+    Attributes:
+        table: the embedding, perhaps the output layer's own.
+    """
+
+    table: RowTable = field(kw_only=True)
+
+    def embed(self, residual: Tensor, tokens: Tokens) -> None:
+        """Write the embedded tokens into `residual`."""
+        self.table.gather(residual, tokens.ids, tokens.live, self.scale)
 
 
 class Family(ABC):

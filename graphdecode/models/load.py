@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import platform
 import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from graphdecode.distributed import Collectives
@@ -23,20 +27,141 @@ from graphdecode.linear.gguf_blocks import GGUF_BLOCKS
 from graphdecode.linear.groups import GROUP_TYPES, GroupSource
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.tile_sources import TILED_BLOCKS
-from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, TensorSource
-from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
-from graphdecode.models.config import DTYPES, ModelConfig
+from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.models.config import DTYPES, ModelConfig, read_json
 from graphdecode.models.decoder import Decoder
-from graphdecode.models.family import family_of
-from graphdecode.models.huge_pages import join_pages
-from graphdecode.models.implementation import adopted
+from graphdecode.models.family import family_of, known_families
 from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.sources import Source, open_source
 from graphdecode.models.split import SplitSource, check_split, split_config
 from graphdecode.models.transformers_backend import AdoptedConfig, AdoptedFolder
-from graphdecode.models.weight_map import check, parts
+from graphdecode.models.weight_map import CheckpointError, check, parts
 from graphdecode.models.weights import Weights
+
+MODEL_IMPLS = ("auto", "native", "transformers")
+
+
+def adopted(source: Source, model_impl: str = "auto", *, trust_remote_code: bool = False) -> AdoptedFolder | None:
+    """Return a source's model as transformers runs it; None where a family of ours does.
+
+    Args:
+        source: of the model.
+        model_impl: "native", "transformers", or "auto": ours where there is one.
+        trust_remote_code: see `AdoptedFolder`.
+
+    Raises:
+        ArgumentError: transformers is asked for, and the source is no folder; or there is no such implementation.
+        UnsupportedModelError: the folder's config.json cannot be read.
+    """
+    if model_impl not in MODEL_IMPLS:
+        raise ArgumentError(f"model_impl must be one of {', '.join(MODEL_IMPLS)}, got {model_impl!r}")
+    folder: Path | None = getattr(source, "folder", None)
+    if model_impl == "native" or (folder is None and model_impl == "auto"):
+        return None
+    if folder is None:
+        raise ArgumentError(f"model_impl='transformers' runs checkpoint folders, and {source.name} is none")
+    file = folder / "config.json"
+    if model_impl == "auto" and (not file.exists() or _is_ours(read_json(file).get("architectures"))):
+        return None
+    return AdoptedFolder(folder, trust_remote_code=trust_remote_code)
+
+
+def _is_ours(architectures: object) -> bool:
+    """Whether a family of ours has an architecture, or none is named at all, which is for ours to say."""
+    return not (isinstance(architectures, list) and architectures and isinstance(architectures[0], str)) or (
+        architectures[0] in known_families()
+    )
+
+
+HUGE_PAGE = 2 << 20
+_LEAST_SHARE = 0.75  # of a page that is filled: holes between weights cost memory from then on
+_COLLAPSE = 25  # MADV_COLLAPSE of Linux 6.1: now, and where huge pages are for those who ask, too
+
+
+def join_pages(tensors: Iterable[Tensor]) -> None:
+    """Let memory that tensors fill have huge pages where the system has them; values and addresses stay.
+
+    Args:
+        tensors: on a CPU. Where they stand apart and are small, or a library packed them, nothing is done.
+    """
+    if sys.platform != "linux" or HUGE_PAGE % os.sysconf("SC_PAGE_SIZE"):
+        return
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    storages = (tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided)
+    for begin, end in filled_pages({(each.data_ptr(), each.data_ptr() + each.nbytes()) for each in storages}):
+        advise(begin, end - begin, _COLLAPSE)  # what cannot be had stays as it is
+
+
+def filled_pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the spans of huge pages that spans of addresses fill, or nearly so."""
+    filled: Counter[int] = Counter()
+    for begin, end in spans:
+        for page in range(begin // HUGE_PAGE, -(-end // HUGE_PAGE)):
+            filled[page] += min(end, (page + 1) * HUGE_PAGE) - max(begin, page * HUGE_PAGE)
+    found: list[tuple[int, int]] = []
+    for page in sorted(page for page, count in filled.items() if count >= _LEAST_SHARE * HUGE_PAGE):
+        begin, end = page * HUGE_PAGE, (page + 1) * HUGE_PAGE
+        if found and found[-1][1] == begin:
+            begin = found.pop()[0]
+        found.append((begin, end))
+    return found
+
+
+_ATTENTION = "model.layers.{}.self_attn."
+_NAMES = (  # of keys and of values, behind the attention's own
+    ("k_scale", "v_scale"),  # compressed-tensors, llm-compressor
+    ("attn.k_scale", "attn.v_scale"),
+    ("k_proj.k_scale", "v_proj.v_scale"),  # ModelOpt
+    ("qkv_proj.k_scale", "qkv_proj.v_scale"),
+    ("k_proj.output_scale", "v_proj.output_scale"),  # compressed-tensors of before
+    ("k_cache.scale", "v_cache.scale"),
+    ("kv_scale", "kv_scale"),  # AutoFP8: one for both
+)
+
+
+def cache_scale_names(tensors: Mapping[str, Stored], num_layers: int) -> list[tuple[str, str] | None]:
+    """Return the names of each layer's scales, of keys and of values; None where a layer has none.
+
+    Args:
+        tensors: of a source.
+        num_layers: of its model.
+    """
+    found: list[tuple[str, str] | None] = []
+    for layer in range(num_layers):
+        prefix = _ATTENTION.format(layer)
+        pairs = ((prefix + key, prefix + value) for key, value in _NAMES)
+        found.append(next((pair for pair in pairs if all(name in tensors for name in pair)), None))
+    return found
+
+
+def read_cache_scales(source: TensorSource, num_layers: int, num_kv_heads: int) -> list[tuple[float, float]]:
+    """Return the scales of keys and of values of each layer; 1.0 where the source says nothing.
+
+    Raises:
+        CheckpointError: a scale is not a positive number, or neither one of the layer nor one for each head.
+    """
+    found = cache_scale_names(source.tensors, num_layers)
+    return [
+        (1.0, 1.0) if pair is None else (_read(source, pair[0], num_kv_heads), _read(source, pair[1], num_kv_heads))
+        for pair in found
+    ]
+
+
+def _read(source: TensorSource, name: str, num_kv_heads: int) -> float:
+    shape = source.tensors[name].shape
+    if math.prod(shape) not in (1, num_kv_heads):
+        raise CheckpointError(
+            f"{name} is {list(shape)} and should be one number, or one for each of {num_kv_heads} heads"
+        )
+    values = torch.empty(shape, dtype=torch.float32)
+    source.read(name, values)
+    largest = float(values.max())
+    if not 0.0 < largest < math.inf:
+        raise CheckpointError(f"{name} divides cached keys or values and must be positive, it is {largest}")
+    return largest
+
 
 _EXPANDED = "none"  # what `quantize` is where weights in few bits are to be plain ones
 

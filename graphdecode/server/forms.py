@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from graphdecode.config.sampling_params import StructuredOutputsParams
 from graphdecode.engine.constraint import ConstraintError, TokenAutomaton
-from graphdecode.engine.sampling_params import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.server.desk import Desk
 from graphdecode.server.forked_work import ForkedWork, WorkError, WorkLimits

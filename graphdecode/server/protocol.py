@@ -6,10 +6,13 @@ Types are strict, as OpenAI's are; ranges are the business of `SamplingParams`. 
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from graphdecode.engine import SamplingParams
 
 _TEXTS = ("prompt", "messages", "tools", "bad_words", "stop")
 _NUMBERS = ("allowed_token_ids", "stop_token_ids", "logit_bias")
@@ -47,34 +50,24 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generation(Body):
-    """What completions and chat completions have in common."""
+OTHERWISE = ("logprobs", "logit_bias", "max_tokens", "structured_outputs", "detokenize")  # see `Generation`
 
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+
+def _asking() -> Any:
+    """Return a body with the fields of `SamplingParams`, but for those that a request states otherwise."""
+    kinds = get_type_hints(SamplingParams, localns={"Sequence": Listed}, include_extras=True)
+    asked = [each.name for each in fields(SamplingParams) if each.init and each.name not in OTHERWISE]
+    return create_model("Asking", __base__=Body, **{name: (kinds[name] | None, None) for name in asked})  # type: ignore[call-overload]
+
+
+class Generation(_asking()):  # type: ignore[misc]
+    """What completions and chat completions have in common: `SamplingParams`, but what they state in another way."""
+
     max_tokens: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    stop: str | Listed[str] | None = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    stop_token_ids: Listed[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    prompt_logprobs: int | None = None
-    allowed_token_ids: Listed[int] | None = None
-    bad_words: Listed[str] | None = None
     add_special_tokens: bool | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

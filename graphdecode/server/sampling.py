@@ -7,10 +7,9 @@ from typing import Any
 
 from graphdecode.engine import SamplingParams
 from graphdecode.errors import ArgumentError
-from graphdecode.server.protocol import Generation
+from graphdecode.server.protocol import OTHERWISE, Generation
 
-_KNOWN = {field.name for field in fields(SamplingParams) if field.init}
-_OWN_MEANING = {"logprobs", "logit_bias", "max_tokens", "structured_outputs"}  # that a request states in another way
+_ASKED = {field.name for field in fields(SamplingParams) if field.init} - {*OTHERWISE}
 
 
 def sampling_params(
@@ -28,11 +27,7 @@ def sampling_params(
     Raises:
         ArgumentError: a value outside its range.
     """
-    asked = {
-        name: value
-        for name in type(body).model_fields
-        if name in _KNOWN - _OWN_MEANING - set(others) and (value := getattr(body, name)) is not None
-    }
+    asked = {name: value for name in _ASKED - set(others) if (value := getattr(body, name)) is not None}
     return replace(defaults, **asked, logit_bias=_logit_bias(body), max_tokens=max_tokens, logprobs=logprobs, **others)
 
 

@@ -4,9 +4,8 @@ from graphdecode.engine import EngineStats, RequestMetrics, SamplingParams
 from graphdecode.text.async_llm import AsyncLLM
 from graphdecode.text.chat import RenderedChat, render_chat
 from graphdecode.text.conversation import Conversation
-from graphdecode.text.llm import LLM
+from graphdecode.text.llm import LLM, Stream
 from graphdecode.text.outputs import CompletionOutput, Logprob, RequestOutput
-from graphdecode.text.stream import Stream
 from graphdecode.text.summary import RunSummary
 from graphdecode.text.tokenizer import load_tokenizer
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from graphdecode.config.sampling_params import StructuredOutputsParams
 from graphdecode.engine.constraint import Constraint, ConstraintError, TokenAutomaton, allow, forbid
-from graphdecode.engine.sampling_params import StructuredOutputsParams
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.sampling.sampling_slots import MASK_BITS
 from graphdecode.text.automata import AutomatonConstraint, TokenAutomata

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,19 +21,69 @@ from graphdecode.config.vllm_names import LLMKeywords, as_settings
 from graphdecode.engine import EngineStats, SamplingParams
 from graphdecode.engine.capacity import Capacity
 from graphdecode.engine.loading import load_engine
-from graphdecode.errors import ArgumentError, ClosedError
+from graphdecode.errors import AnswerError, ArgumentError, ClosedError
 from graphdecode.extensions import load_modules
 from graphdecode.graphs import GraphTable
 from graphdecode.models import Model, check_model, generation_defaults, resolve_model_path
 from graphdecode.models.generation_defaults import GENERATION_FILE
+from graphdecode.text.answer import Answer
 from graphdecode.text.chat import ChatOptions, Message, as_conversations, render_chat
 from graphdecode.text.intake import Intake, Order, as_params, as_priorities
 from graphdecode.text.interrupts import DeferredInterrupt
 from graphdecode.text.outputs import RequestOutput
 from graphdecode.text.prompts import Prompt, as_prompt, as_prompts
 from graphdecode.text.router import SteppingRouter
-from graphdecode.text.stream import Stream
 from graphdecode.text.tokenizer import load_tokenizer
+
+
+class Stream:
+    """An iterator of the pieces of one answer; reading it drives the engine.
+
+    Leaving it early, by `close()` or at the end of a `with` block, aborts the request. An answer that had to be given
+    up raises an `AnswerError` behind its last piece.
+
+    Args:
+        request: the prompt, the answer so far, and its metrics; with `error` set, nothing comes.
+        answer: whose pieces these are; None where the prompt was refused.
+        router: steps.
+    """
+
+    def __init__(self, request: RequestOutput, answer: Answer | None, router: SteppingRouter) -> None:
+        self.request = request
+        self._answer = answer
+        self._router = router
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        answer = self._answer
+        if answer is None:
+            raise StopIteration
+        if not answer.pieces and not answer.finished:
+            try:
+                with DeferredInterrupt() as interrupt:
+                    self._router.wait(lambda: bool(answer.pieces) or answer.finished, interrupt.check)
+            except BaseException:
+                self.close()
+                raise
+        if answer.pieces:
+            return answer.pieces.popleft()
+        self._answer = None
+        if self.request.error is not None:
+            raise AnswerError(self.request.error)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort the request if it is not finished."""
+        if self._answer is not None:
+            self._router.give_up([self._answer])
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class LLM:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import urllib.request
 from pathlib import Path
@@ -90,6 +91,21 @@ def test_a_server_and_its_ranks_load_a_single_file(checkpoint: str, tmp_path: Pa
     options = ("--load-module", str(tmp_path / "family.py"), "--tensor-parallel", "2")
     with serving(*options, model=checkpoint) as served:
         assert answer_of(served.address) == "802"
+
+
+@pytest.mark.slow
+def test_replicas_on_ray_find_the_family_of_a_package_and_load_a_single_file(checkpoint: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    site = packaged(tmp_path / "site", {"outside.py": FAMILY}, {"families": "plain = outside:Plain"})
+    (tmp_path / "step.py").write_text(STEP + "\nfrom graphdecode.engine.steps import register_step\n")
+    with (tmp_path / "step.py").open("a") as file:
+        file.write("register_step('loud', Loud)\n")
+    (tmp_path / "settings.toml").write_text('[model]\nstep_kind = "loud"\n')
+    options = ("--load-module", str(tmp_path / "step.py"), "--config", str(tmp_path / "settings.toml"))
+    with tempfile.TemporaryDirectory(prefix="gd", ignore_cleanup_errors=True) as files:  # Ray's paths must be short
+        environment = with_path(site) | {"RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0"}
+        with serving(*options, "--replicas", "2", model=checkpoint, environment=environment) as served:
+            assert answer_of(served.address) == "802"
 
 
 def test_a_step_of_a_package_is_asked_for_by_its_name(tmp_path: Path) -> None:

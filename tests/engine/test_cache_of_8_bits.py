@@ -16,7 +16,7 @@ from graphdecode.kernels.cache.page_scales import decoded, encoded
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models import load_model, resolve_model_path
-from graphdecode.models.cache_scales import read_cache_scales
+from graphdecode.models.load import read_cache_scales
 from graphdecode.models.weight_map import CheckpointError
 
 PROMPTS = {"417+385=": "802", "12+30=": "42", "999+1=": "1000", "rev oceanic=": "cinaeco"}

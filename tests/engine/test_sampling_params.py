@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from graphdecode.engine.sampling_params import SamplingParams
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.steps import RowSampling
 
 

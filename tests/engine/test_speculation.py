@@ -322,6 +322,18 @@ def test_law_5_a_verification_replays_as_it_runs_eagerly(decoder: Any, fuzz: Any
     engine.close()
 
 
+def test_steps_with_drafts_are_captured_before_the_first_one_is_served(decoder: Any, fuzz: Any) -> None:
+    given, _ = fuzz
+    engine = make(decoder, speculation="ngram", ngram_min=1, num_tokens=7)
+    before = {(report.name, report.state) for report in engine.graphs.report().buckets}
+    widths = ("", "x2", "x4", "x8")
+    assert before == {(f"{rows}{width}", "captured") for rows in engine.graphs.buckets for width in widths}
+    answers(engine, given[:6])
+    assert {(report.name, report.state) for report in engine.graphs.report().buckets} == before
+    assert not any(report.eager_runs for report in engine.graphs.report().buckets)
+    engine.close()
+
+
 @needs_kernels
 def test_drafting_stops_where_it_does_not_pay_and_comes_back(decoder: Any, known: Any) -> None:
     """Each verification is made to look dear, then cheap: the pace follows, and what is drafted meanwhile is free."""

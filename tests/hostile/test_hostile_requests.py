@@ -10,8 +10,8 @@ import torch
 from tokenizers import Tokenizer
 
 from graphdecode import LLM, GraphdecodeError, SamplingParams
+from graphdecode.config.sampling_params import MAX_ANSWERS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from graphdecode.engine import Request, RequestError
-from graphdecode.engine.sampling_params import MAX_ANSWERS, MAX_STOP_LENGTH, MAX_STOP_STRINGS
 from graphdecode.models import resolve_model_path
 from graphdecode.text.detokenizer import Detokenizer
 

@@ -13,7 +13,7 @@ from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard
 from graphdecode.models import load_model
 from graphdecode.models.blocks import Tokens
-from graphdecode.models.blocks_stem import BlocksStem
+from graphdecode.models.family import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")

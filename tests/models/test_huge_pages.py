@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from graphdecode.models.huge_pages import HUGE_PAGE, filled_pages, join_pages
+from graphdecode.models.load import HUGE_PAGE, filled_pages, join_pages
 
 MODES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

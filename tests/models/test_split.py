@@ -25,9 +25,8 @@ from graphdecode.linear.across_ranks import Summed
 from graphdecode.linear.blocks import Blocks
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import Model, load_model
-from graphdecode.models.blocks_stem import BlocksStem
 from graphdecode.models.checkpoint import Checkpoint
-from graphdecode.models.family import family_of
+from graphdecode.models.family import BlocksStem, family_of
 from graphdecode.models.shapes import RandomWeights, shape_config
 from graphdecode.models.split import SplitSource, split_config
 from graphdecode.models.weight_map import parts

@@ -35,7 +35,7 @@ from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Tokens
-from graphdecode.models.blocks_stem import BlocksStem
+from graphdecode.models.family import BlocksStem
 from graphdecode.models.gguf.source import Gguf
 
 pytest.importorskip("triton")

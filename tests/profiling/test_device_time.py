@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from graphdecode.profiling.device_time import back_to_back_ms
+from graphdecode.profiling.latency import back_to_back_ms
 
 LAUNCH_MS, STEP_MS, HOLD_MS = 0.03, 0.1, 2.0
 

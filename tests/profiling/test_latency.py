@@ -14,9 +14,8 @@ from graphdecode.cli import app
 from graphdecode.engine.loading import load_runner
 from graphdecode.profiling import plots
 from graphdecode.profiling.latency import LatencyProfiler
-from graphdecode.profiling.percentiles import Histogram
 from graphdecode.profiling.plots import new_figure, plot_profile
-from graphdecode.profiling.profile_row import spread_of
+from graphdecode.profiling.profile_row import Histogram, spread_of
 from graphdecode.profiling.report import floor_columns, profile_tables, summary, time_columns, write_report
 
 STEPS = 40

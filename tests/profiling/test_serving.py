@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.serving import main
 from graphdecode import LLM, BucketConfig
-from graphdecode.profiling.percentiles import Percentiles
+from graphdecode.profiling.profile_row import Percentiles
 from serving_load import Arrival, check_fits, plot_serving, serve
 
 ROOT = Path(__file__).parent.parent.parent

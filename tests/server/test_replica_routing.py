@@ -16,8 +16,7 @@ from graphdecode.cli.service import prepare_ray
 from graphdecode.config import ReplicaConfig, ServerConfig
 from graphdecode.errors import ArgumentError, ConfigError
 from graphdecode.server.replicas.channel import LostError
-from graphdecode.server.replicas.exposition import merged
-from graphdecode.server.replicas.front import make_front
+from graphdecode.server.replicas.front import make_front, merged
 from graphdecode.server.replicas.routing import (
     BLOCK_CHARACTERS,
     MAX_BLOCKS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -14,8 +14,8 @@ from graphdecode.buckets import StepShape
 from graphdecode.buffers import Batch, StepBuffers
 from graphdecode.cache import LayerCache
 from graphdecode.config import BucketConfig
+from graphdecode.config.sampling_params import SamplingParams
 from graphdecode.engine.constraint import Guide
-from graphdecode.engine.sampling_params import SamplingParams
 from graphdecode.engine.shapes import mixed_shapes
 from graphdecode.errors import ArgumentError, shown
 from graphdecode.extensions import EntryPoints, refuse_taken
@@ -30,12 +30,23 @@ from graphdecode.kernels.sampling.sampling_slots import (
     SamplingCapacity,
     held_back,
     sampling_flags,
+    sampling_slots,
 )
 from graphdecode.models import Chunks, MixingModel, Model
 
 _LEAST_TEMPERATURE = 1e-5
 _NO_LIMIT = 2**31 - 1
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+# slots that hold what was asked for as it was asked for: of `SamplingParams` and of `SamplingSlots` by one name
+_MADE = {"temperature", "top_k", "seed", "bad_words"}
+_AS_ASKED_FOR = {
+    spec.name: float(spec.neutral)
+    for spec in sampling_slots(SamplingCapacity(), 1)
+    if spec.name not in _MADE and hasattr(SamplingParams, spec.name)
+}
+_Asked: Any = make_dataclass(
+    "_Asked", [(name, float, float(value)) for name, value in _AS_ASKED_FOR.items()], frozen=True
+)
 
 # What a step gives a row instead of a token.
 ENDED_BEFORE = -1
@@ -47,7 +58,7 @@ NO_CHOICE = {  # the row ends here, and why
 
 
 @dataclass(frozen=True)
-class RowSampling:
+class RowSampling(_Asked):
     """How a row's tokens are chosen, and what ends it: the values of its `SamplingSlots`, whose names the fields have.
 
     Without a token mask all tokens are allowed; with `num_logprobs=-1` not even the sampled one's is reported.
@@ -55,12 +66,7 @@ class RowSampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int = 0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
     bias_ids: tuple[int, ...] = ()
     bias_values: tuple[float, ...] = ()
     stop_ids: tuple[int, ...] = ()
@@ -104,7 +110,7 @@ class RowSampling:
             constrained = token_mask(params.allowed_token_ids, vocab_size)
         bias: Mapping[int, float] = params.logit_bias or {}
         return cls(
-            **{name: getattr(params, name) for name in ("top_p", "min_p", *_PENALTIES)},
+            **{name: getattr(params, name) for name in _AS_ASKED_FOR},
             # below, a division by it leaves the range of float32: what is left is the most likely token
             temperature=params.temperature if params.temperature >= _LEAST_TEMPERATURE else 0.0,
             top_k=max(params.top_k, 0),

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,73 @@ from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
 from graphdecode.errors import shown
-from graphdecode.linear.weight_form import FormOptions, TensorSource
+from graphdecode.linear.forms import linear_of
+from graphdecode.linear.weight_form import FormOptions, TensorSource, WeightForm
 from graphdecode.models.config import DTYPES, UnsupportedModelError, count, read_json
 from graphdecode.models.family import known_families
 from graphdecode.models.transformers_backend.adopted_config import AdoptedConfig
-from graphdecode.models.transformers_backend.interface import NAME, answer, register
-from graphdecode.models.transformers_backend.linears import replace_linears
+from graphdecode.models.transformers_backend.interface import NAME, answer, keep_quantiles, register
 from graphdecode.models.transformers_backend.module_decoder import ModuleDecoder
 from graphdecode.models.weight_map import CheckpointError
+
+
+class FormLinear(nn.Module):
+    """A linear layer whose weight has one of our forms.
+
+    Args:
+        form: of the weight.
+        in_floats: whether products are float32: sums as they are.
+    """
+
+    def __init__(self, form: WeightForm, *, in_floats: bool = False) -> None:
+        super().__init__()
+        self.form = form
+        self.in_floats = in_floats
+        self.in_features = form.in_features
+        self.out_features = form.out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product for `x` [..., in_features], [..., out_features]."""
+        rows = x.reshape(-1, self.in_features)
+        dtype = torch.float32 if self.in_floats else rows.dtype
+        out = rows.new_empty((rows.shape[0], self.out_features), dtype=dtype)
+        self.form.apply(out, rows)
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def weight_of(module: nn.Module) -> Tensor | None:
+    """Return the weight [out_features, in_features] of a plain linear layer; None of any other module."""
+    from transformers.pytorch_utils import Conv1D  # GPT-2's: a product whose weight lies the other way round
+
+    if type(module) is nn.Linear:
+        return module.weight.detach()
+    return module.weight.detach().t() if type(module) is Conv1D else None
+
+
+def replace_linears(model: Any, options: FormOptions) -> list[tuple[str, WeightForm]]:
+    """Put forms in the place of all plain linear layers; each weight is dropped as soon as its form is made.
+
+    Args:
+        model: changed in place; its output layer gives float32.
+        options: of the forms.
+
+    Returns:
+        Name within its layer, such as `q_proj`, and form of each.
+    """
+    head = model.get_output_embeddings()
+    paths = [path for path, module in model.named_modules() if weight_of(module) is not None]
+    forms = []
+    for path in paths:  # modules in a list would hold all weights until the end
+        above, _, name = path.rpartition(".")
+        module: Any = model.get_submodule(path)
+        weight = weight_of(module)
+        assert weight is not None
+        bias = None if module.bias is None else module.bias.detach()
+        in_floats = module is head
+        forms.append((name, linear_of(weight.contiguous(), bias, replace(options, in_floats=in_floats))))
+        setattr(model.get_submodule(above), name, FormLinear(forms[-1][1], in_floats=in_floats))
+    return forms
+
 
 _PLAIN_LAYERS = {"full_attention", "sliding_attention"}  # of transformers' kinds, those that keep keys and values alone
 
@@ -118,6 +178,7 @@ class AdoptedFolder:
         if missing:
             raise CheckpointError(f"{self._folder} does not fit its config.json; missing: {', '.join(missing)}")
         module = module.to(options.device).eval().requires_grad_(False)
+        keep_quantiles(module)
         return ModuleDecoder(config, module, replace_linears(module, options))
 
     def _settings(self) -> Any:

@@ -6,8 +6,10 @@ none, for what a token sees follows from the cache, its position and the window.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from graphdecode.attention import AttentionOptions
@@ -45,6 +47,23 @@ def answer(model: nn.Module, who: Attends) -> None:
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, _PLACE, who)
+
+
+def keep_quantiles(model: nn.Module) -> None:
+    """Let Gemma 3n's sparse layers keep what transformers makes of a number of the host at every step."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_gaussian_topk") and module.activation_sparsity > 0.0:
+            share = torch.tensor(module.activation_sparsity, dtype=torch.float32)
+            quantile = torch.distributions.Normal(0.0, 1.0).icdf(share).to(next(module.parameters()).device)
+            module.register_buffer("graphdecode_quantile", quantile, persistent=False)
+            module._gaussian_topk = partial(_above_quantile, quantile)
+
+
+def _above_quantile(quantile: Tensor, inputs: Tensor) -> Tensor:
+    """Return by how much inputs are above a quantile of theirs, as if they were normally distributed, or 0."""
+    spread = inputs.std(-1, keepdim=True, unbiased=False) * quantile.to(inputs.dtype)
+    return nn.functional.relu(inputs - (inputs.mean(-1, keepdim=True) + spread))
 
 
 def _attention(

@@ -15,12 +15,12 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from graphdecode.config import EngineConfig, ReplicaConfig, ServerConfig
+from graphdecode.config.replicas import DOWNSCALING_FACTOR, target_requests
 from graphdecode.errors import ArgumentError
 from graphdecode.server.replicas.front import Front, make_front
 from graphdecode.server.replicas.ray_channel import HttpChannel, Ingress
 from graphdecode.server.replicas.replica import Replica
 from graphdecode.server.replicas.router import PrefixRouter
-from graphdecode.server.replicas.scaling import DOWNSCALING_FACTOR, target_requests
 from graphdecode.server.run import off_signals, on_signals
 from graphdecode.server.service import Service
 

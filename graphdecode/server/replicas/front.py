@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,8 +20,36 @@ from graphdecode.server import sse
 from graphdecode.server.body import Bodies, disconnected
 from graphdecode.server.http_errors import SAYING, HttpError
 from graphdecode.server.replicas.channel import REPLICA_HEADER, Channel, LostError
-from graphdecode.server.replicas.exposition import merged
 from graphdecode.server.replicas.routing import prompt_blocks
+
+
+def merged(texts: Mapping[str, str]) -> str:
+    """Return one text in which each sample has the label `replica`.
+
+    Args:
+        texts: in Prometheus' text format, by the name of the replica.
+    """
+    families: dict[str, list[str]] = {}  # what introduces a family, and behind it the samples of all replicas
+    for replica, text in texts.items():
+        introduced = ""
+        for line in text.splitlines():
+            if line.startswith("# HELP"):
+                introduced = line
+                families.setdefault(introduced, [])
+            elif line.startswith("#"):
+                if line not in families[introduced]:
+                    families[introduced].append(line)
+            elif line:
+                families[introduced].append(_labelled(line, replica))
+    lines = [line for introduced, others in families.items() for line in (introduced, *others)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _labelled(sample: str, replica: str) -> str:
+    """Return a sample with one label more; ours all have one, so that there is a brace."""
+    name, _, rest = sample.partition("{")
+    return f'{name}{{replica="{replica}",{rest}'
+
 
 _MOST_ROUTED_BYTES = 1 << 20  # a larger body is not looked into: all others would wait for it
 _ATTEMPTS = 3  # at a request that no replica has begun to answer; what ends an engine shall not end all of them

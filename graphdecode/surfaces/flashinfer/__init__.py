@@ -1,5 +1,9 @@
 """FlashInfer's surface: decode attention over a paged cache, planned once a step and run once a layer."""
 
+from typing import Any
+
+from graphdecode.errors import beyond_flashinfer
+
 from .batch_decode import BatchDecodeWithPagedKVCacheWrapper, CUDAGraphBatchDecodeWithPagedKVCacheWrapper
 from .single_decode import single_decode_with_kv_cache
 
@@ -8,3 +12,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "single_decode_with_kv_cache",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{beyond_flashinfer(name)}")

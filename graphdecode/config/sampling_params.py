@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
+from graphdecode.config.key import Option, Values
 from graphdecode.config.vllm_names import SAMPLING_PARAMS, refusing
 from graphdecode.errors import ArgumentError, shown
 
@@ -116,43 +117,25 @@ def _are_ids(value: Any) -> bool:
     return _is_listed(value) and all(_is_integer(token) and token >= 0 for token in value or ())
 
 
-_SWITCHES = (
-    *("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens"),
-    *("include_stop_str_in_output", "detokenize"),
-)
-# what a field may be, whatever the others are, in words and as a test
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "n": (f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n) and 1 <= n <= MAX_ANSWERS),
-    "temperature": ("a number >= 0", lambda value: _is_number(value) and value >= 0),
-    "top_k": ("an integer >= -1", lambda k: _is_integer(k) and -1 <= k < 2**31),
-    "top_p": ("a number in (0, 1]", lambda p: _is_number(p) and 0 < p <= 1),
-    "min_p": ("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1),
-    "seed": ("None or a 64-bit integer", lambda s: s is None or (_is_integer(s) and -(2**63) <= s < 2**63)),
-    "repetition_penalty": ("a number in [0.001, 1000]", lambda value: _is_number(value) and 1e-3 <= value <= 1e3),
-    "presence_penalty": ("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2),
-    "frequency_penalty": ("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2),
-    "truncate_prompt_tokens": ("None, -1 or an integer >= 1", lambda kept: _is_count(kept) and kept != 0),
-    "logprobs": ("None or an integer >= -1", _is_count),
-    "prompt_logprobs": ("None or an integer >= -1", _is_count),
-    **{name: ("True or False", lambda value: isinstance(value, bool)) for name in _SWITCHES},
-    "structured_outputs": (
-        "None or a StructuredOutputsParams",
-        lambda form: form is None or isinstance(form, StructuredOutputsParams),
-    ),
-    "logit_bias": (
-        "a dict of token ids >= 0 with finite values",
-        lambda bias: (
-            bias is None or (isinstance(bias, Mapping) and _are_ids(list(bias)) and all(map(_is_number, bias.values())))
-        ),
-    ),
-    "stop_token_ids": ("a list of token ids >= 0", _are_ids),
-    "allowed_token_ids": ("a list of token ids >= 0", _are_ids),
-    "bad_words": (
-        "a list of texts, none of them empty",
-        lambda words: _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
-    ),
-    "stop": ("text, or a list of texts", lambda stop: isinstance(stop, str) or _is_listed(stop)),
-}
+_CHECKPOINTS = "Left out: the checkpoint's."
+_AT_LEAST_0 = Values("a number >= 0", lambda value: _is_number(value) and value >= 0)
+_PENALTY = Values("a number in [-2, 2]", lambda value: _is_number(value) and -2 <= value <= 2)
+_COUNT = Values("None or an integer >= -1", _is_count)
+_IDS = Values("a list of token ids >= 0", _are_ids)
+_SWITCH = Values("True or False", lambda value: isinstance(value, bool))
+
+
+def _param(default: Any, values: Values | None = None, help: str = "", *flags: str, metavar: str | None = None) -> Any:
+    """Return a field of `SamplingParams`: all there is to know of it, but for what its class says to a reader.
+
+    Args:
+        default: of the field.
+        values: what it takes, whatever the others are; None: that depends on them.
+        help: of the commands' option; "": there is none.
+        flags: of the option; left out: the field's name.
+        metavar: of the option.
+    """
+    return field(default=default, metadata={"values": values, "option": Option(help, flags, metavar) if help else None})
 
 
 @refusing(SAMPLING_PARAMS)
@@ -204,36 +187,97 @@ class SamplingParams:
         ValueError: a value outside its range, with the name, the value and the range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    detokenize: bool = True
+    n: int = _param(
+        1,
+        Values(f"an integer in 1..{MAX_ANSWERS}", lambda n: _is_integer(n) and 1 <= n <= MAX_ANSWERS),
+        "Answers to each prompt.",
+        "-n",
+        "--n",
+    )
+    temperature: float = _param(1.0, _AT_LEAST_0, f"0 is greedy. {_CHECKPOINTS}")
+    top_k: int = _param(
+        0,
+        Values("an integer >= -1", lambda k: _is_integer(k) and -1 <= k < 2**31),
+        f"Of the k most likely tokens; 0 is all. {_CHECKPOINTS}",
+    )
+    top_p: float = _param(
+        1.0,
+        Values("a number in (0, 1]", lambda p: _is_number(p) and 0 < p <= 1),
+        f"Of the likeliest tokens of this much mass. {_CHECKPOINTS}",
+    )
+    min_p: float = _param(
+        0.0,
+        Values("a number in [0, 1]", lambda p: _is_number(p) and 0 <= p <= 1),
+        f"Of the tokens at least this likely beside the likeliest. {_CHECKPOINTS}",
+    )
+    seed: int | None = _param(
+        None,
+        Values("None or a 64-bit integer", lambda s: s is None or (_is_integer(s) and -(2**63) <= s < 2**63)),
+        "Of the sampling; left out: the configuration's.",
+    )
+    repetition_penalty: float = _param(
+        1.0,
+        Values("a number in [0.001, 1000]", lambda value: _is_number(value) and 1e-3 <= value <= 1e3),
+        f"Divides logits of tokens that occurred; 1 is off. {_CHECKPOINTS}",
+    )
+    presence_penalty: float = _param(0.0, _PENALTY, "Taken from logits of generated tokens.")
+    frequency_penalty: float = _param(0.0, _PENALTY, "The same, for each time that they came.")
+    logit_bias: Mapping[int, float] | None = _param(
+        None,
+        Values(
+            "a dict of token ids >= 0 with finite values",
+            lambda bias: (
+                bias is None
+                or (isinstance(bias, Mapping) and _are_ids(list(bias)) and all(map(_is_number, bias.values())))
+            ),
+        ),
+        "Added to a token's logit; may be repeated.",
+        metavar="ID=VALUE",
+    )
+    allowed_token_ids: Sequence[int] | None = _param(
+        None, _IDS, "No others are generated; may be repeated.", "--allowed-token-id"
+    )
+    bad_words: Sequence[str] | None = _param(
+        None,
+        Values(
+            "a list of texts, none of them empty",
+            lambda words: _is_listed(words) and all(isinstance(word, str) and word.strip() for word in words or ()),
+        ),
+        "Text that is not generated; may be repeated.",
+        "--bad-word",
+    )
+    structured_outputs: StructuredOutputsParams | None = _param(
+        None,
+        Values(
+            "None or a StructuredOutputsParams",
+            lambda form: form is None or isinstance(form, StructuredOutputsParams),
+        ),
+    )
+    stop: str | Sequence[str] | None = _param(
+        None,
+        Values("text, or a list of texts", lambda stop: isinstance(stop, str) or _is_listed(stop)),
+        "Text that ends an answer; may be repeated.",
+    )
+    stop_token_ids: Sequence[int] | None = _param(None, _IDS, "Ends an answer; may be repeated.", "--stop-token-id")
+    ignore_eos: bool = _param(False, _SWITCH, "Go on after the end of the sequence.")
+    max_tokens: int | None = _param(16)
+    min_tokens: int = _param(0, None, "Tokens before which nothing ends an answer.")
+    logprobs: int | None = _param(None, _COUNT, "So many likely tokens at each place; with --json.")
+    prompt_logprobs: int | None = _param(None, _COUNT, "As --logprobs, at each place of the prompt.")
+    truncate_prompt_tokens: int | None = _param(
+        None,
+        Values("None, -1 or an integer >= 1", lambda kept: _is_count(kept) and kept != 0),
+        "Last tokens of a longer prompt that are kept; -1: those that leave room.",
+    )
+    skip_special_tokens: bool = _param(True, _SWITCH, "Out of the text.")
+    spaces_between_special_tokens: bool = _param(True, _SWITCH)
+    include_stop_str_in_output: bool = _param(False, _SWITCH, "Let the text end with what stopped it.")
+    detokenize: bool = _param(True, _SWITCH)
     stop_strings: tuple[str, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, (expected, is_good) in _RANGES.items():
-            self._check(name, is_good(getattr(self, name)), expected)
+        for name, values in _VALUES.items():
+            self._check(name, values.accepts(getattr(self, name)), values.expected)
         limit = self.max_tokens
         scores_alone = self.prompt_logprobs is not None and self.n == 1
         self._check(
@@ -273,3 +317,8 @@ class SamplingParams:
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
             raise ArgumentError(f"{name} must be {expected}, got {shown(getattr(self, name))}")
+
+
+_VALUES: dict[str, Values] = {
+    each.name: each.metadata["values"] for each in fields(SamplingParams) if each.metadata.get("values") is not None
+}
