@@ -122,7 +122,7 @@ FAULTS = [
     Fault(EngineLoop, "_reserve_pages", "reserve(ahead)", "reserve(num_tokens)"),
     Fault(EngineLoop, "_reserve_pages", "steps_with_pages() - ahead", "steps_with_pages()"),
     Fault(EngineLoop, "_planned", "if pages_changed:", "if False:"),
-    Fault(EngineLoop, "_planned", "bool(self._held) if is_steady", "False if is_steady"),
+    Fault(EngineLoop, "_planned", "is_held = bool(self._held)", "is_held = False"),
     Fault(EngineLoop, "step", " and not self._held", ""),
     Fault(EngineLoop, "_read_oldest", "popleft()", "pop()"),
     Fault(EngineLoop, "__init__", "1 if runner.model", "4 if runner.model"),  # more than the rings hold
