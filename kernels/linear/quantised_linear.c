@@ -16,35 +16,11 @@
 #define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
 
-/* Add some features' part to sums[row][column] of `rows` rows and `vectors` vectors, both constants where this is used. */
-INLINE void float_tile(const int rows, const int vectors, float *sums, const float *x, int64_t stride,
-                       const float *weights, int64_t features) {
-    vec held[FLOAT_ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) held[r][v] = load_f32(sums + r * PANEL + v * LANES);
-    for (int64_t i = 0; i < features; i++) {
-        vec of_feature[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) of_feature[v] = load_f32(weights + i * PANEL + v * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            vec of_row = splat(x[r * stride + i]);
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) held[r][v] += of_feature[v] * of_row;
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) store_f32(sums + r * PANEL + v * LANES, held[r][v]);
-}
-
+/* Add some features' part to sums[row][column] of `rows` rows, a constant where this is used. */
 INLINE void float_tiles(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
                         int64_t features) {
     for (int v = 0; v < PANEL; v += FLOAT_VECTORS * LANES)
-        float_tile(rows, FLOAT_VECTORS, sums + v, x, stride, weights + v, features);
+        add_lanes(rows, FLOAT_VECTORS, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
 }
 
 /* Add some features' part to sums[row][column]. */
@@ -54,7 +30,7 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
         float *to = sums + row * PANEL;
         const float *from = x + row * stride;
         switch (rows - row) {
-            case 1: float_tile(1, VECTORS, to, from, stride, weights, features); break;
+            case 1: add_lanes(1, VECTORS, AS_THEY_ARE, to, 0, from, stride, 1, weights, features, PANEL); break;
             case 2: float_tiles(2, to, from, stride, weights, features); break;
             case 3: float_tiles(3, to, from, stride, weights, features); break;
             case 4: float_tiles(4, to, from, stride, weights, features); break;
