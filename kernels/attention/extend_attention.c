@@ -33,48 +33,22 @@ struct query_lanes {
     float scale;
 };
 
-/* to[m][lane] = to[m][lane] * shrink[lane] + sum of a[m * row + k * step] * b[k][lane] over `steps` k, for `rows` m and
- * `vectors` vectors of lanes, both constants where this is used; without `shrink` what stood there is forgotten. */
-INLINE void add_lanes(const int rows, const int vectors, float *to, const float *shrink, const float *a, int64_t row,
-                      int64_t step, const float *b, int64_t steps, int64_t padded) {
-    vec sums[8][QUERY_VECTORS];
-#pragma GCC unroll 8
-    for (int m = 0; m < rows; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++)
-            sums[m][v] = shrink ? load_f32(to + m * padded + v * LANES) * load_f32(shrink + v * LANES) : splat(0.0f);
-    for (int64_t k = 0; k < steps; k++) {
-        vec lanes[QUERY_VECTORS];
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) lanes[v] = load_f32(b + k * padded + v * LANES);
-#pragma GCC unroll 8
-        for (int m = 0; m < rows; m++) {
-            vec factor = splat(a[m * row + k * step]);
-#pragma GCC unroll 4
-            for (int v = 0; v < vectors; v++) sums[m][v] += lanes[v] * factor;
-        }
-    }
-#pragma GCC unroll 8
-    for (int m = 0; m < rows; m++)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; v++) store_f32(to + m * padded + v * LANES, sums[m][v]);
-}
-
-/* The same for `rows` m, which are a multiple of 4 and of ROWS_OF_ONE, and all lanes. */
+/* Sums of products as `add_lanes` has them, of what stood in `to` times `shrink`, or without that of nothing; for `rows` m,
+ * which are a multiple of 4 and of ROWS_OF_ONE, and all lanes. */
 static void lane_products(float *to, const float *shrink, int64_t rows, const float *a, int64_t row, int64_t step,
                          const float *b, int64_t steps, int64_t padded) {
     int64_t at = 0;
     for (; at + QUERY_VECTORS * LANES <= padded; at += QUERY_VECTORS * LANES)
         for (int64_t m = 0; m < rows; m += 4) {
             float *sums = to + m * padded + at;
-            if (shrink) add_lanes(4, QUERY_VECTORS, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
-            else add_lanes(4, QUERY_VECTORS, sums, 0, a + m * row, row, step, b + at, steps, padded);
+            if (shrink) add_lanes(4, QUERY_VECTORS, SHRUNK, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
+            else add_lanes(4, QUERY_VECTORS, FRESH, sums, 0, a + m * row, row, step, b + at, steps, padded);
         }
     for (; at < padded; at += LANES)
         for (int64_t m = 0; m < rows; m += ROWS_OF_ONE) {
             float *sums = to + m * padded + at;
-            if (shrink) add_lanes(ROWS_OF_ONE, 1, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
-            else add_lanes(ROWS_OF_ONE, 1, sums, 0, a + m * row, row, step, b + at, steps, padded);
+            if (shrink) add_lanes(ROWS_OF_ONE, 1, SHRUNK, sums, shrink + at, a + m * row, row, step, b + at, steps, padded);
+            else add_lanes(ROWS_OF_ONE, 1, FRESH, sums, 0, a + m * row, row, step, b + at, steps, padded);
         }
 }
 

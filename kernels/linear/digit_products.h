@@ -1,69 +1,48 @@
-/* Products of a row or two with blocks of few bits as integers, as fast as blocks come from memory.
+/* Products of rows with blocks of few bits in digits of a byte, by the processor's dot products of bytes: of a row or two as
+ * fast as blocks come from memory, and of more rows with codes that are undone to bytes once for all of them.
  *
- * A span of a row is taken as whole multiples of a power of 2, its unit, in three digits of a byte, which the processor
- * multiplies with codes, bytes too, and sums up without rounding. A multiple has 22 bits and a sign: a value of bf16 that
- * is at least 2^-14 of the span's largest is exact, and none is off by more than 2^-22 of that. Where many of a span are
- * smaller, beside an outlier, the row is not taken so. So its sums are those of quantised_tiles.h but for their last bits.
+ * One row or two have three digits, 23 bits and a sign: a value of bf16 that is at least 2^-15 of the span's largest is
+ * exact, and none is off by more than 2^-23 of that. So their sums are those of quantised_tiles.h but for their last bits.
+ * More rows, of fp16, have two digits, 15 bits and a sign: what is at least 2^-5 of the span's largest is exact, and
+ * nothing is off by more than 2^-15 of that; fp16 has rounded it by 2^-12.
  */
 #ifndef GRAPHDECODE_DIGIT_PRODUCTS_H
 #define GRAPHDECODE_DIGIT_PRODUCTS_H
 
-#include "linear/short_products.h"
+#include "linear/integer_products.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && LANES == 16
-#define WITH_DIGITS 1
-#define DIGITS 3
-#define MULTIPLE_BITS (8 * DIGITS - 2)
-#define PART 16      /* input features whose digits stand together: half of a block, and the least span */
-#define PART_STEPS 4 /* of 4 features, as many as are multiplied at a time */
+#define DIGITS 3      /* of one row or two */
+#define MANY_DIGITS 2 /* of more rows */
+#define PART 16       /* input features whose digits stand together: half of a block, and the least span */
+#define PART_STEPS 4  /* of 4 features, as many as are multiplied at a time */
+#define STEP_CODES (4 * PANEL)
+#define TOGETHER 4 /* rows whose sums stay in registers */
 
-/* Rows in digits, with all that belongs to a row one behind another. */
-struct digit_rows {
-    int8_t *digits; /* [in / PART][DIGITS][PART], of each 4 features the second and the third in turned order */
-    float *units;   /* [spans] */
-    int32_t *zeros; /* [spans][DIGITS]: what a span's sums begin with, for codes are multiplied, not what they mean */
-    int64_t in, spans;
-};
+/* A row's values are [in / PART][digits][PART], of each 4 features the second and the third in turned order. */
+INLINE int bytes_of_multiple(const int is_checked) { return is_checked ? DIGITS : MANY_DIGITS; }
+
+INLINE int bits_of_multiple(const int is_checked) { return 8 * bytes_of_multiple(is_checked) - 1; }
+
+/* Write PART multiples of a span, whose digits begin at `at`; return what their third digits count. */
+INLINE ivec write_multiples(const int is_checked, char *at, int64_t i, ivec multiples) {
+    const __m128i turned = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    at += i * bytes_of_multiple(is_checked);
+#pragma GCC unroll 3
+    for (int digit = 0; digit < bytes_of_multiple(is_checked); digit++) {
+        if (digit > 0) multiples = (multiples + 128) >> 8; /* without the digit before, which has a sign */
+        __m128i bytes = _mm512_cvtepi32_epi8((__m512i)multiples);
+        _mm_storeu_si128((__m128i *)(at + digit * PART), _mm_shuffle_epi8(bytes, turned));
+    }
+    return is_checked ? multiples : (ivec){0};
+}
 
 /* What a code counts as its zero; see `code_bytes`. */
 static inline int zero_of_codes(const struct block_weight *weight) { return weight->is_linear ? weight->zero : 128; }
 
-/* Lay out rows in digits; they take less than as many rows of floats, a tile more, would. */
-static struct digit_rows digit_rows_at(float *at, int64_t rows, int64_t in, int64_t spans) {
-    int8_t *digits = (int8_t *)carved(&at, rows * DIGITS * in / 4);
-    float *units = carved(&at, rows * spans);
-    return (struct digit_rows){digits, units, (int32_t *)at, in, spans};
-}
-
-/* Write a span of a row, given as floats, and return whether digits keep it well; `count` is a multiple of PART. What is
- * fewer than `well_kept` units has not all of its bits. */
-INLINE int write_digits(const struct digit_rows *to, int64_t row, int64_t span, int64_t first, const float *x,
-                        int64_t count, int zero, int well_kept) {
-    const __m128i turned = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-    __m512i largest = _mm512_setzero_si512(), sums[DIGITS] = {largest, largest, largest};
-    for (int64_t i = 0; i < count; i += PART)
-        largest = _mm512_max_epu32(largest, _mm512_and_si512(_mm512_loadu_si512(x + i), _mm512_set1_epi32(0x7fffffff)));
-    uint32_t bits = _mm512_reduce_max_epu32(largest);
-    int exponent = exponent_above(bits);
-    __m512 multiples_of = _mm512_set1_ps(power_of_two(MULTIPLE_BITS - exponent));
-    int8_t *at = to->digits + row * DIGITS * to->in + first * DIGITS;
-    int64_t poorly = 0;
-    for (int64_t i = 0; i < count; i += PART, at += DIGITS * PART) {
-        __m512 values = _mm512_loadu_ps(x + i);
-        __m512i left = _mm512_cvtps_epi32(_mm512_mul_ps(values, multiples_of));
-        __mmask16 is_small = _mm512_cmplt_epu32_mask(_mm512_abs_epi32(left), _mm512_set1_epi32(well_kept));
-        poorly += __builtin_popcount(_mm512_mask_cmp_ps_mask(is_small, values, _mm512_setzero_ps(), _CMP_NEQ_UQ));
-        for (int digit = 0; digit < DIGITS; digit++) {
-            __m512i lowest = _mm512_srai_epi32(_mm512_slli_epi32(left, 24), 24);
-            sums[digit] = _mm512_add_epi32(sums[digit], lowest);
-            _mm_storeu_si128((__m128i *)(at + digit * PART), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(lowest), turned));
-            left = _mm512_srai_epi32(_mm512_sub_epi32(left, lowest), 8);
-        }
-    }
-    to->units[row * to->spans + span] = power_of_two(exponent - MULTIPLE_BITS);
-    for (int digit = 0; digit < DIGITS; digit++)
-        to->zeros[(row * to->spans + span) * DIGITS + digit] = -zero * _mm512_reduce_add_epi32(sums[digit]);
-    return bits < 0x7f800000 && poorly * MOST_POORLY <= count;
+/* What codes mean, where they are looked up. */
+static void write_table(int8_t *table, const struct block_weight *weight) {
+    if (weight->is_linear || weight->bits == 8) return;
+    for (int code = 0; code < TABLE; code++) table[code] = (int8_t)((int)weight->floats[code] + 128);
 }
 
 /* For each of 4 bytes of a word: from which bit on its code's bits are taken, so that they begin at bit `to` of the byte.
@@ -97,30 +76,43 @@ INLINE __m512i code_bytes(const int bits, const uint16_t *at, const uint16_t *ab
     return _mm512_ternarylogic_epi32(of_low, codes, _mm512_and_si512(more, of_high), 0xCA);
 }
 
-/* Half of a block: add its codes times some rows' digits; all but the addresses are constants where this is used. */
-INLINE void multiply_part(const int bits, const int is_linear, const int rows, __m512i (*sums)[DIGITS][VECTORS],
-                          const uint16_t *at, const uint16_t *above, const int8_t *digits, int64_t row_digits,
-                          __m512i table) {
+/* The same as what they mean, of 4 input features and all of a panel. */
+INLINE void bytes_undone(const int bits, const int is_linear, __m512i *codes, const uint16_t *at, const uint16_t *above,
+                         const int step, __m512i table) {
+#pragma GCC unroll 2
+    for (int side = 0; side < VECTORS; side++) {
+        codes[side] = code_bytes(bits, at, above, step, side);
+        if (!is_linear) codes[side] = _mm512_permutexvar_epi8(codes[side], table);
+    }
+}
+
+INLINE void ask_for_part(const int bits, const uint16_t *at, const uint16_t *above) {
     const int low = low_bits(bits), high = bits - low;
 #pragma GCC unroll 8
     for (int line = 0; line < low; line++) ask_ahead(at + line * ROW_WORDS);
 #pragma GCC unroll 2
     for (int line = 0; line < high; line++) ask_ahead(above + line * ROW_WORDS);
+}
+
+INLINE __m512i splat_four(const char *digits) {
+    int32_t four;
+    memcpy(&four, digits, sizeof four);
+    return _mm512_set1_epi32(four);
+}
+
+/* Half of a block: add its codes times one or two rows' digits; all but the addresses are constants where this is used. */
+INLINE void multiply_part(const int bits, const int is_linear, const int rows, __m512i (*sums)[DIGITS][VECTORS],
+                          const uint16_t *at, const uint16_t *above, const char *digits, int64_t stride, __m512i table) {
+    ask_for_part(bits, at, above);
 #pragma GCC unroll 4
     for (int step = 0; step < PART_STEPS; step++) {
         __m512i codes[VECTORS];
-#pragma GCC unroll 2
-        for (int side = 0; side < VECTORS; side++) {
-            codes[side] = code_bytes(bits, at, above, step, side);
-            if (!is_linear) codes[side] = _mm512_permutexvar_epi8(codes[side], table);
-        }
+        bytes_undone(bits, is_linear, codes, at, above, step, table);
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++)
 #pragma GCC unroll 3
             for (int digit = 0; digit < DIGITS; digit++) {
-                int32_t four;
-                memcpy(&four, digits + row * row_digits + digit * PART + 4 * step, sizeof four);
-                __m512i of_row = _mm512_set1_epi32(four);
+                __m512i of_row = splat_four(digits + row * stride + digit * PART + 4 * step);
 #pragma GCC unroll 2
                 for (int side = 0; side < VECTORS; side++)
                     sums[row][digit][side] = _mm512_dpbusd_epi32(sums[row][digit][side], codes[side], of_row);
@@ -134,11 +126,12 @@ INLINE vec joined_digits(const __m512i (*sums)[VECTORS], const int side) {
     return (vec)_mm512_cvtepi32_ps(sums[2][side]) * 0x1p16f + (vec)_mm512_cvtepi32_ps(lower);
 }
 
-INLINE void digits_of_panel(const int bits, const int is_linear, const int rows, float *out, const struct span_job *job,
-                            const struct digit_rows *x, __m512i table, int64_t panel) {
+INLINE void rows_in_digits(const int bits, const int is_linear, const int rows, float *out, const struct span_job *job,
+                           const struct integer_rows *x, const int8_t *means, int64_t panel) {
+    const __m512i table = is_linear ? _mm512_setzero_si512() : _mm512_loadu_si512(means);
     const struct block_weight *weight = job->weight;
     const int low = low_bits(bits), high = bits - low;
-    const int64_t words = bits * BLOCK_SIZE / 16, row_digits = DIGITS * x->in;
+    const int64_t words = bits * BLOCK_SIZE / 16;
     vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS], totals[CHECKED_ROWS][VECTORS] = {0};
     int has_mins = weight->mins.at != 0;
     int64_t of_chunk = CHUNK / weight->span;
@@ -147,17 +140,20 @@ INLINE void digits_of_panel(const int bits, const int is_linear, const int rows,
         if (place == 0) read_numbers(scales, mins, weight, panel, span, least_of(of_chunk, x->spans - span));
         __m512i sums[CHECKED_ROWS][DIGITS][VECTORS];
 #pragma GCC unroll 2
-        for (int row = 0; row < rows; row++)
-#pragma GCC unroll 3
-            for (int digit = 0; digit < DIGITS; digit++)
+        for (int row = 0; row < rows; row++) {
+            const int32_t *zeros = x->zeros + 2 * (row * x->spans + span);
 #pragma GCC unroll 2
-                for (int side = 0; side < VECTORS; side++)
-                    sums[row][digit][side] = _mm512_set1_epi32(x->zeros[(row * x->spans + span) * DIGITS + digit]);
+            for (int side = 0; side < VECTORS; side++) {
+                sums[row][0][side] = _mm512_set1_epi32(zeros[0]);
+                sums[row][1][side] = _mm512_setzero_si512();
+                sums[row][2][side] = _mm512_set1_epi32(zeros[1]);
+            }
+        }
         for (int64_t i = first; i < last; i += PART) {
             const uint16_t *block = weight->panels + (panel * weight->blocks + i / QUANTISED_BLOCK) * words;
             int64_t part = i % QUANTISED_BLOCK / PART;
             multiply_part(bits, is_linear, rows, sums, block + part * low * ROW_WORDS,
-                          block + (2 * low + part * high) * ROW_WORDS, x->digits + i * DIGITS, row_digits, table);
+                          block + (2 * low + part * high) * ROW_WORDS, x->values + i * DIGITS, x->stride, table);
         }
 #pragma GCC unroll 2
         for (int row = 0; row < rows; row++) {
@@ -165,40 +161,92 @@ INLINE void digits_of_panel(const int bits, const int is_linear, const int rows,
 #pragma GCC unroll 2
             for (int side = 0; side < VECTORS; side++) {
                 totals[row][side] += scales[place][side] * unit * joined_digits(sums[row], side);
-                if (has_mins) totals[row][side] += mins[place][side] * job->totals[row * x->spans + span];
+                if (has_mins) totals[row][side] += mins[place][side] * x->totals[row * x->spans + span];
             }
         }
     }
     memcpy(out, totals, rows * sizeof *totals);
 }
 
-/* What codes mean, as bytes, where they are looked up. */
-static __m512i table_of(const struct block_weight *weight) {
-    uint8_t means[TABLE] = {0};
-    if (!weight->is_linear && weight->bits < 8)
-        for (int code = 0; code < TABLE; code++) means[code] = (uint8_t)(weight->floats[code] + 128);
-    return _mm512_loadu_si512(means);
+/* sums[row][column] of one row or two with one panel. */
+INLINE void few_rows_in_digits(const int bits, const int is_linear, float *out, const struct span_job *job,
+                               const struct integer_rows *x, const int8_t *means, int64_t panel) {
+    if (job->rows == 1) rows_in_digits(bits, is_linear, 1, out, job, x, means, panel);
+    else rows_in_digits(bits, is_linear, 2, out, job, x, means, panel);
 }
 
-/* sums[row][column] of rows in digits with one panel. */
-static void digit_rows_of_panel(float *out, const struct span_job *job, const struct digit_rows *x, int64_t panel) {
-    const struct block_weight *weight = job->weight;
-    __m512i table = table_of(weight);
-#define OF_ROWS(bits, is_linear)                                                        \
-    if (job->rows == 1) digits_of_panel(bits, is_linear, 1, out, job, x, table, panel); \
-    else digits_of_panel(bits, is_linear, 2, out, job, x, table, panel);                \
-    return;
-    switch (weight->bits) {
-        case 2: OF_ROWS(2, 1)
-        case 3: OF_ROWS(3, 1)
-        case 5: OF_ROWS(5, 1)
-        case 6: OF_ROWS(6, 1)
-        case 8: OF_ROWS(8, 1)
+/* A block's codes as bytes, [in / 4][PANEL][4]. */
+INLINE void undo_codes(const int bits, const int is_linear, int8_t *out, const uint16_t *at,
+                       const struct block_weight *weight, const int8_t *means) {
+    const int low = low_bits(bits), high = bits - low;
+    const __m512i table = is_linear ? _mm512_setzero_si512() : _mm512_loadu_si512(means);
+    (void)weight;
+#pragma GCC unroll 2
+    for (int part = 0; part < QUANTISED_BLOCK / PART; part++) {
+        const uint16_t *of_part = at + part * low * ROW_WORDS, *above = at + (2 * low + part * high) * ROW_WORDS;
+        ask_for_part(bits, of_part, above);
+#pragma GCC unroll 4
+        for (int step = 0; step < PART_STEPS; step++, out += STEP_CODES) {
+            __m512i codes[VECTORS];
+            bytes_undone(bits, is_linear, codes, of_part, above, step, table);
+            memcpy(out, codes, sizeof codes);
+        }
     }
-    if (weight->is_linear) { OF_ROWS(4, 1) }
-    OF_ROWS(4, 0)
 }
-#else
-#define WITH_DIGITS 0
-#endif
+
+/* Add to the sums of some rows, [rows][PANEL], what a chunk gives; `rows` and `has_mins` are constants where this is used. */
+INLINE void add_chunk(const int rows, const int has_mins, float *out, const struct integer_chunk *chunk, int64_t span,
+                      const struct integer_rows *x, int64_t row) {
+    const int64_t stride = x->stride, spans = x->spans, number = row * spans + chunk->span;
+    const float *units = x->units + number, *totals = x->totals + number;
+    const int32_t *zeros = x->zeros + 2 * number;
+    const char *digits = x->values + row * stride + chunk->first * MANY_DIGITS;
+    const int8_t *codes = chunk->codes;
+    for (int64_t place = 0, left = chunk->count; left > 0; place++, left -= span) {
+        const vec *scales = chunk->scales[place], *mins = chunk->mins[place];
+        __m512i sums[TOGETHER][MANY_DIGITS][VECTORS];
+        __asm__ volatile("" : : : "memory"); /* or GCC 12 holds sums on the stack, too, in place of digits' in registers */
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+            for (int side = 0; side < VECTORS; side++) sums[r][0][side] = sums[r][1][side] = _mm512_setzero_si512();
+        for (const int8_t *end = codes + least_of(span, left) * PANEL; codes < end; digits += MANY_DIGITS * PART)
+#pragma GCC unroll 4
+            for (int step = 0; step < PART_STEPS; step++, codes += STEP_CODES) {
+                const __m512i first = _mm512_load_si512(codes), second = _mm512_load_si512(codes + STEP_CODES / 2);
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++)
+#pragma GCC unroll 2
+                    for (int digit = 0; digit < MANY_DIGITS; digit++) {
+                        __m512i of_row = splat_four(digits + r * stride + digit * PART + 4 * step);
+                        sums[r][digit][0] = _mm512_dpbusd_epi32(sums[r][digit][0], first, of_row);
+                        sums[r][digit][1] = _mm512_dpbusd_epi32(sums[r][digit][1], second, of_row);
+                    }
+            }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            const float unit = units[place + r * spans], total = totals[place + r * spans];
+            const __m512i zero = _mm512_set1_epi32(zeros[2 * (place + r * spans)]);
+#pragma GCC unroll 2
+            for (int side = 0; side < VECTORS; side++) {
+                float *to = out + r * PANEL + side * LANES;
+                __m512i lower = _mm512_add_epi32(sums[r][0][side], zero), upper = _mm512_slli_epi32(sums[r][1][side], 8);
+                vec sum = load_f32(to) + scales[side] * unit * (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(lower, upper));
+                if (has_mins) sum += mins[side] * total;
+                store_f32(to, sum);
+            }
+        }
+    }
+}
+
+/* The same of up to TOGETHER rows. */
+INLINE void add_rows(const int has_mins, float *sums, const struct integer_chunk *chunk, int64_t span,
+                     const struct integer_rows *x, int64_t row, int64_t rows) {
+    switch (rows) {
+        case 1: add_chunk(1, has_mins, sums, chunk, span, x, row); break;
+        case 2: add_chunk(2, has_mins, sums, chunk, span, x, row); break;
+        case 3: add_chunk(3, has_mins, sums, chunk, span, x, row); break;
+        default: add_chunk(TOGETHER, has_mins, sums, chunk, span, x, row);
+    }
+}
 #endif

@@ -3,10 +3,10 @@
  * Some blocks of a panel are undone together, into memory that stays in the first cache, and all rows are multiplied with
  * them before the next. For bf16 what is undone are integers, which it holds exactly, and a span's sums are scaled in float;
  * for floats whole weights are, which these hold to 2^-24. Where bits may depend on the number of rows, rows of fp16 are
- * multiplied as integers (short_products.h), and so are a row or two of 16 bits (digit_products.h). Writing is that of
- * native_linear.c, which comes before this file in the unit.
+ * multiplied as integers, and so are a row or two of bf16 (integer_products.h). Writing is that of native_linear.c, which
+ * comes before this file in the unit.
  */
-#include "linear/digit_products.h"
+#include "linear/integer_products.h"
 #include "linear/quantised_tiles.h"
 #include "native_blocks.h"
 
@@ -16,35 +16,11 @@
 #define FLOAT_ROWS (LANES == 16 ? 8 : 6) /* whose sums, with FLOAT_VECTORS each, stay in registers */
 #define FLOAT_VECTORS 2
 
-/* Add some features' part to sums[row][column] of `rows` rows and `vectors` vectors, both constants where this is used. */
-INLINE void float_tile(const int rows, const int vectors, float *sums, const float *x, int64_t stride,
-                       const float *weights, int64_t features) {
-    vec held[FLOAT_ROWS][VECTORS];
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) held[r][v] = load_f32(sums + r * PANEL + v * LANES);
-    for (int64_t i = 0; i < features; i++) {
-        vec of_feature[VECTORS];
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) of_feature[v] = load_f32(weights + i * PANEL + v * LANES);
-#pragma GCC unroll 8
-        for (int r = 0; r < rows; r++) {
-            vec of_row = splat(x[r * stride + i]);
-#pragma GCC unroll 8
-            for (int v = 0; v < vectors; v++) held[r][v] += of_feature[v] * of_row;
-        }
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) store_f32(sums + r * PANEL + v * LANES, held[r][v]);
-}
-
+/* Add some features' part to sums[row][column] of `rows` rows, a constant where this is used. */
 INLINE void float_tiles(const int rows, float *sums, const float *x, int64_t stride, const float *weights,
                         int64_t features) {
     for (int v = 0; v < PANEL; v += FLOAT_VECTORS * LANES)
-        float_tile(rows, FLOAT_VECTORS, sums + v, x, stride, weights + v, features);
+        add_lanes(rows, FLOAT_VECTORS, AS_THEY_ARE, sums + v, 0, x, stride, 1, weights + v, features, PANEL);
 }
 
 /* Add some features' part to sums[row][column]. */
@@ -54,7 +30,7 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
         float *to = sums + row * PANEL;
         const float *from = x + row * stride;
         switch (rows - row) {
-            case 1: float_tile(1, VECTORS, to, from, stride, weights, features); break;
+            case 1: add_lanes(1, VECTORS, AS_THEY_ARE, to, 0, from, stride, 1, weights, features, PANEL); break;
             case 2: float_tiles(2, to, from, stride, weights, features); break;
             case 3: float_tiles(3, to, from, stride, weights, features); break;
             case 4: float_tiles(4, to, from, stride, weights, features); break;
@@ -70,10 +46,16 @@ static void float_products(float *sums, const float *x, int64_t stride, const fl
 #endif
 
 #undef WELL_KEPT /* what has all bits of an element: a multiple of a span's unit from so many on */
-#ifdef ELEMENT_BF16
-#define WELL_KEPT (1 << 7)
-#else
+#undef INTEGER_ROWS /* so many are multiplied as integers at most */
+#if defined(ELEMENT_F16)
 #define WELL_KEPT (1 << 10)
+#define INTEGER_ROWS (WITH_INTEGERS ? INT64_MAX : 0)
+#elif defined(ELEMENT_BF16)
+#define WELL_KEPT (1 << 7)
+#define INTEGER_ROWS (WITH_DIGITS ? CHECKED_ROWS : 0)
+#else /* a float has more bits */
+#define WELL_KEPT 0
+#define INTEGER_ROWS 0
 #endif
 #undef quantised_input
 #if defined(ELEMENT_BF16) && defined(WITH_PAIRS)
@@ -88,11 +70,8 @@ struct NAME(quantised_job) {
     const quantised_input *x; /* in tiles where there are many rows */
     int64_t stride;
     void *made; /* what threads write before the product: totals, or rows in tiles */
-#if WITH_DIGITS
-    struct digit_rows digits;
-#endif
-#if WITH_SHORTS
-    struct short_rows shorts;
+#if WITH_INTEGERS
+    struct integer_rows integers;
 #endif
 };
 
@@ -200,60 +179,61 @@ static void NAME(rows_of_panels)(const void *given, int64_t begin, int64_t end) 
     }
 }
 
-#if WITH_DIGITS
-/* Whether rows are multiplied in digits: a float has more of them. */
-static inline int NAME(takes_digits)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
-    return sizeof(element) == 2 && !batch_invariant && rows <= CHECKED_ROWS && has_byte_codes(weight);
+static inline int NAME(takes_integers)(const struct block_weight *weight, int64_t rows, int64_t batch_invariant) {
+    return rows <= INTEGER_ROWS && !batch_invariant && has_byte_codes(weight);
 }
 
-/* Write a row in digits, and return whether they keep it well. */
-static int NAME(row_in_digits)(const struct digit_rows *to, int64_t row, const element *x,
-                               const struct block_weight *weight) {
+#if WITH_INTEGERS
+/* Write a row in multiples, and return whether they keep it well; `is_checked` is a constant where this is used. */
+INLINE int NAME(write_row)(const int is_checked, const struct integer_rows *to, int64_t row, const element *x,
+                           const struct block_weight *weight) {
+    const int zero = zero_of_codes(weight);
     float wide[CHUNK];
     int is_kept = 1;
     for (int64_t span = 0, first = 0; span < to->spans; span++, first += weight->span) {
         int64_t count = least_of(weight->span, to->in - first);
         for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load(x + first + i));
-        is_kept &= write_digits(to, row, span, first, wide, count, zero_of_codes(weight), WELL_KEPT);
+        is_kept &= write_span(is_checked, to, row, span, first, wide, count, zero, WELL_KEPT);
     }
     return is_kept;
 }
 
-static void NAME(digit_panels)(const void *given, int64_t begin, int64_t end) {
+/* The same of one of `rows` rows. */
+static int NAME(row_in_integers)(const struct integer_rows *to, int64_t row, const element *x,
+                                 const struct block_weight *weight, int64_t rows) {
+    if (rows > CHECKED_ROWS) return NAME(write_row)(0, to, row, x, weight);
+    return NAME(write_row)(1, to, row, x, weight);
+}
+
+static void NAME(rows_in_integers)(const void *given, int64_t begin, int64_t end) {
     const struct NAME(quantised_job) *job = given;
-    float sums[CHECKED_ROWS * PANEL];
-    for (int64_t panel = begin; panel < end; panel++) {
-        digit_rows_of_panel(sums, &job->of, &job->digits, panel);
-        NAME(write_panel)(job->a, sums, 0, job->of.rows, panel);
-    }
-}
-#endif
-
-#if defined(ELEMENT_F16) && WITH_SHORTS
-static int row_in_shorts(const struct quantised_job_f16 *job, int64_t row) {
-    const uint16_t *x = (const uint16_t *)job->a->x.data + row * job->a->x.stride[0];
-    int64_t in = job->shorts.in, width = job->of.weight->span;
-    float wide[CHUNK];
-    int is_kept = 1;
-    for (int64_t span = 0, first = 0; first < in; span++, first += width) {
-        int64_t count = least_of(width, in - first);
-        for (int64_t i = 0; i < count; i += LANES) store_f32(wide + i, load_f16(x + first + i));
-        is_kept &= write_shorts(&job->shorts, row, span, first, wide, count);
-    }
-    return is_kept;
+    const element *x = job->a->x.data;
+    for (int64_t row = begin; row < end; row++)
+        NAME(row_in_integers)(&job->integers, row, x + row * job->a->x.stride[0], job->of.weight, job->of.rows);
 }
 
-static void rows_in_shorts(const void *given, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; row++) row_in_shorts(given, row);
+static void NAME(integer_panels)(const void *given, int64_t begin, int64_t end) {
+    const struct NAME(quantised_job) *job = given;
+    int64_t together = items_of(INTEGER_BYTES, least_of(job->integers.stride, 2 * CHUNKS * CHUNK));
+    float *sums = lasting(least_of(together, job->of.rows) * PANEL);
+    for (int64_t row = 0; row < job->of.rows; row += together)
+        for (int64_t panel = begin; panel < end; panel++) {
+            int64_t here = least_of(together, job->of.rows - row);
+            integers_of_panel(sums, &job->of, &job->integers, row, here, panel);
+            NAME(write_panel)(job->a, sums, row, here, panel);
+        }
 }
 
-static void short_panels(const void *given, int64_t begin, int64_t end) {
-    const struct quantised_job_f16 *job = given;
-    float *sums = lasting(job->of.rows * PANEL);
-    for (int64_t panel = begin; panel < end; panel++) {
-        shorts_of_panel(sums, &job->of, &job->shorts, panel);
-        write_panel_f16(job->a, sums, 0, job->of.rows, panel);
-    }
+/* Multiply rows as integers, if these keep them well. */
+static int NAME(multiplied_as_integers)(struct NAME(quantised_job) *job, float *at, int64_t threads, int64_t least) {
+    int64_t rows = job->of.rows, in = job->a->x.size[1], stride = job->a->x.stride[0];
+    job->integers = integer_rows_at(at, rows, in, job->of.spans);
+    if (rows > CHECKED_ROWS) parallel(threads, NAME(rows_in_integers), job, rows, items_of(SHARED_WORK, in));
+    for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++)
+        if (!NAME(row_in_integers)(&job->integers, row, (const element *)job->a->x.data + row * stride, job->of.weight, rows))
+            return 0;
+    parallel(threads, NAME(integer_panels), job, job->a->panels.size[0], least);
+    return 1;
 }
 #endif
 
@@ -266,34 +246,14 @@ KERNEL(quantised_linear) {
     struct NAME(quantised_job) job = {{&weight, rows, (in + weight.span - 1) / weight.span}, a,
                                       (const quantised_input *)a->x.data, a->x.stride[0]};
     int64_t whole = rows + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
-    float *at = scratch(whole * (job.of.spans + in) + 2 * LANES);
+    float *at = scratch(whole * (job.of.spans + in + LANES) + 2 * LANES);
+#if WITH_INTEGERS
+    if (NAME(takes_integers)(&weight, rows, a->batch_invariant) && NAME(multiplied_as_integers)(&job, at, threads, least))
+        return;
+#endif
     job.made = carved(&at, whole * job.of.spans), job.of.totals = job.made;
-    if (weight.mins.at && sizeof(element) == 2)
+    if (weight.mins.at && sizeof(quantised_input) == 2)
         parallel(threads, NAME(span_totals), &job, rows, items_of(SHARED_WORK, in));
-#if WITH_DIGITS
-    if (NAME(takes_digits)(&weight, rows, a->batch_invariant)) {
-        int is_kept = 1;
-        job.digits = digit_rows_at(at, rows, in, job.of.spans);
-        for (int64_t row = 0; row < rows; row++)
-            is_kept &= NAME(row_in_digits)(&job.digits, row, (const element *)a->x.data + row * a->x.stride[0], &weight);
-        if (is_kept) {
-            parallel(threads, NAME(digit_panels), &job, panels, least);
-            return;
-        }
-    }
-#endif
-#if defined(ELEMENT_F16) && WITH_SHORTS
-    if (!a->batch_invariant && has_byte_codes(&weight) && (rows > CHECKED_ROWS || !WITH_DIGITS)) {
-        int is_kept = 1;
-        job.shorts = short_rows_at(at, rows, in, job.of.spans);
-        if (rows > CHECKED_ROWS) parallel(threads, rows_in_shorts, &job, rows, items_of(SHARED_WORK, in));
-        for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++) is_kept &= row_in_shorts(&job, row);
-        if (is_kept) {
-            parallel(threads, short_panels, &job, panels, least);
-            return;
-        }
-    }
-#endif
 #if defined(ELEMENT_BF16) && defined(WITH_TILES)
     if (has_tiles && rows > FEW_ROWS) {
         job.made = at, job.x = job.made;

@@ -4,7 +4,7 @@
  * of quantised_linear.c, so that a row has the same bits with few others and with many where it must; what is done with
  * them is in expert_linear.c. Both come before this file in the unit.
  */
-#include "linear/digit_products.h"
+#include "linear/integer_products.h"
 #include "linear/quantised_tiles.h"
 #include "native_blocks.h"
 
@@ -29,7 +29,7 @@ struct NAME(pair_rows) {
     const quantised_input *x; /* [rows][in], or as few_rows() or pack_tiles() have them */
     int in_digits;
 #if WITH_DIGITS
-    struct digit_rows digits;
+    struct integer_rows digits;
 #endif
 };
 
@@ -39,14 +39,14 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
     int64_t in = a->x.size[1], span = job->weight->span, spans = (in + span - 1) / span;
     int64_t whole = count + TILE_ROWS; /* whole tiles read as many rows' totals, and hold as many rows */
     const int32_t *columns = a->columns.data ? a->columns.data + expert * in : 0;
-    float *at = scratch(whole * (spans + 2 * in) + in + 4 * LANES);
+    float *at = scratch(whole * (spans + 2 * in + LANES) + in + 4 * LANES);
     float *totals = carved(&at, whole * spans);
     quantised_input *rows = (quantised_input *)carved(&at, count * in);
     element *ordered = (element *)carved(&at, in);
     struct NAME(pair_rows) found = {{job->weight, count, spans, totals}, rows, 0};
 #if WITH_DIGITS
-    found.in_digits = NAME(takes_digits)(job->weight, count, a->batch_invariant);
-    if (found.in_digits) found.digits = digit_rows_at(at, count, in, spans);
+    found.in_digits = count <= CHECKED_ROWS && NAME(takes_integers)(job->weight, count, a->batch_invariant);
+    if (found.in_digits) found.digits = integer_rows_at(at, count, in, spans);
 #endif
     for (int64_t r = 0; r < count; r++) {
         const element *row = (const element *)a->x.data + pairs[r] / a->slots * a->x.stride[0];
@@ -56,7 +56,7 @@ static struct NAME(pair_rows) NAME(rows_of_pairs)(const struct NAME(few_bit_expe
         }
         if (job->weight->mins.at) NAME(row_totals)(totals + r * spans, row, span, in);
 #if WITH_DIGITS
-        if (found.in_digits) found.in_digits = NAME(row_in_digits)(&found.digits, r, row, job->weight);
+        if (found.in_digits) found.in_digits = NAME(row_in_integers)(&found.digits, r, row, job->weight, count);
 #endif
         if (sizeof(quantised_input) == sizeof(element)) memcpy(rows + r * in, row, in * sizeof *row);
         else
@@ -97,7 +97,7 @@ static void NAME(multiply_few_bits)(const struct NAME(few_bit_experts) *job, int
         else
 #endif
 #if WITH_DIGITS
-            if (rows.in_digits) digit_rows_of_panel(own, &rows.of, &rows.digits, panel);
+            if (rows.in_digits) integers_of_panel(own, &rows.of, &rows.digits, 0, count, panel);
         else
 #endif
             NAME(rows_of_panel)(own, &rows.of, rows.x, in, panel);

@@ -174,6 +174,37 @@ static inline vec load_f32(const float *at) {
 
 static inline void store_f32(float *at, vec v) { memcpy(at, &v, sizeof v); }
 
+enum { FRESH, AS_THEY_ARE, SHRUNK }; /* what sums begin with: nothing, what stands there, or that times a vector */
+
+/* to[m][lane] = what stands there or nothing, plus the sum of a[m * row + k * step] * b[k][lane] over `steps` k, for `rows`
+ * m and `vectors` vectors of lanes; `rows`, `vectors` and `begin` are constants where this is used, and rows of `to` and
+ * `b` are `padded` long. */
+INLINE void add_lanes(const int rows, const int vectors, const int begin, float *to, const float *shrink, const float *a,
+                      int64_t row, int64_t step, const float *b, int64_t steps, int64_t padded) {
+    vec sums[8][8], lanes[8];
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) {
+            sums[m][v] = begin == FRESH ? splat(0.0f) : load_f32(to + m * padded + v * LANES);
+            if (begin == SHRUNK) sums[m][v] *= load_f32(shrink + v * LANES);
+        }
+    for (int64_t k = 0; k < steps; k++) {
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) lanes[v] = load_f32(b + k * padded + v * LANES);
+#pragma GCC unroll 8
+        for (int m = 0; m < rows; m++) {
+            vec factor = splat(a[m * row + k * step]);
+#pragma GCC unroll 8
+            for (int v = 0; v < vectors; v++) sums[m][v] += lanes[v] * factor;
+        }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < rows; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < vectors; v++) store_f32(to + m * padded + v * LANES, sums[m][v]);
+}
+
 static inline uvec load_words(const void *at) {
     uvec words;
     memcpy(&words, at, sizeof words);

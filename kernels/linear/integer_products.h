@@ -1,0 +1,200 @@
+/* Products of rows of 16 bits with blocks of few bits as integers, exact until a span is scaled.
+ *
+ * A span of a row is taken as whole multiples of a power of 2, its unit. One row or two are checked: where many values of
+ * a span are small, beside an outlier, and would lose bits, the rows are multiplied as floats. What is not finite makes
+ * all of its row no number. How multiples are kept and multiplied depends on the processor: as digits of a byte
+ * (digit_products.h), or of 16 bits (short_products.h).
+ */
+#ifndef GRAPHDECODE_INTEGER_PRODUCTS_H
+#define GRAPHDECODE_INTEGER_PRODUCTS_H
+
+#include "linear/quantised_tiles.h"
+
+#if LANES == 16 && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#define WITH_DIGITS 1
+#else
+#define WITH_DIGITS 0
+#endif
+#if WITH_DIGITS || LANES == 16 && defined(__AVX512BW__) || LANES == 8 && defined(__AVX2__)
+#define WITH_INTEGERS 1
+#else
+#define WITH_INTEGERS 0
+#endif
+
+#define CHECKED_ROWS 2 /* so few are multiplied as integers only if these keep them well */
+
+/* Whether its codes, or what they mean, are bytes that can be undone so. */
+static inline int has_byte_codes(const struct block_weight *weight) {
+    return weight->bits == 8 ? !weight->is_e4m3 : weight->is_linear || weight->bits == 4;
+}
+
+#if WITH_INTEGERS
+#define LEAST_EXPONENT 27 /* of a span's largest, as floats have it: what is below 2^-100 counts as nothing beside it */
+#define MOST_POORLY 8     /* of a span at most one in so many values may have fewer bits than it came with */
+#define INTEGER_BYTES 524288 /* of rows that stay in the second cache while panels go by */
+#define CHUNKS 8 /* are undone together, and stay in the second cache */
+#define ROW_APART 64      /* bytes between rows, which would share places in the first cache */
+
+/* Rows in multiples, with the numbers of their spans. */
+struct integer_rows {
+    char *values;          /* [rows][stride] */
+    float *units, *totals; /* [rows][spans]: what a multiple is worth, and the sum of a span's values */
+    int32_t *zeros;        /* [rows][spans][2]: of digits, what a span's sums begin with */
+    int64_t in, spans, stride; /* bytes of a row */
+};
+
+/* Call a function with a weight's bits and whether its codes are linear as constants. */
+#define FOR_CODES(weight, function, ...)                                \
+    switch ((weight)->bits) {                                           \
+        case 2: function(2, 1, __VA_ARGS__); break;                     \
+        case 3: function(3, 1, __VA_ARGS__); break;                     \
+        case 5: function(5, 1, __VA_ARGS__); break;                     \
+        case 6: function(6, 1, __VA_ARGS__); break;                     \
+        case 8: function(8, 1, __VA_ARGS__); break;                     \
+        default:                                                        \
+            if ((weight)->is_linear) function(4, 1, __VA_ARGS__);       \
+            else function(4, 0, __VA_ARGS__);                           \
+    }
+
+static inline ivec rounded(vec values) {
+#if LANES == 16
+    return (ivec)_mm512_cvtps_epi32((__m512)values);
+#else
+    return (ivec)_mm256_cvtps_epi32((__m256)values);
+#endif
+}
+
+#if WITH_DIGITS
+#define CODE_BYTES 1 /* of a code that is undone */
+#else
+#define CODE_BYTES 2
+#endif
+
+/* Some spans of a panel, with codes that are undone. */
+struct integer_chunk {
+    _Alignas(64) int8_t codes[CODE_BYTES * CHUNK * PANEL];
+    vec scales[MOST_GROUPS][VECTORS], mins[MOST_GROUPS][VECTORS];
+    int64_t first, count, span; /* input features, and the first of its spans */
+};
+
+#if WITH_DIGITS
+#include "linear/digit_products.h"
+#else
+#include "linear/short_products.h"
+#endif
+
+/* Lay out rows in multiples; they take less than as many rows of floats, and a tile and ROW_APART more, would. */
+static struct integer_rows integer_rows_at(float *at, int64_t rows, int64_t in, int64_t spans) {
+    int64_t stride = in * bytes_of_multiple(rows <= CHECKED_ROWS) + ROW_APART;
+    char *values = (char *)carved(&at, rows * stride / 4);
+    float *units = carved(&at, rows * spans), *totals = carved(&at, rows * spans);
+    return (struct integer_rows){values, units, totals, (int32_t *)at, in, spans, stride};
+}
+
+static inline float power_of_two(int exponent) {
+    uint32_t bits = (uint32_t)(127 + exponent) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* 2^exponent is above all values of a span, of which the largest has these bits, and by 1 / 256 of itself: so far up go
+ * digits with a sign each. */
+static inline int exponent_above(uint32_t bits) {
+    uint32_t least = (uint32_t)LEAST_EXPONENT << 23;
+    return (int)(((bits > least ? bits : least) + (1 << 16)) >> 23) - 126;
+}
+
+static inline int32_t sum_of(ivec values) {
+    int32_t sum = 0;
+#if LANES == 16
+    return _mm512_reduce_add_epi32((__m512i)values);
+#endif
+    for (int lane = 0; lane < LANES; lane++) sum += values[lane];
+    return sum;
+}
+
+static inline uint32_t largest_of(uvec values) {
+    uint32_t largest = 0;
+#if LANES == 16
+    return _mm512_reduce_max_epu32((__m512i)values);
+#endif
+    for (int lane = 0; lane < LANES; lane++) largest = values[lane] > largest ? values[lane] : largest;
+    return largest;
+}
+
+/* Write a span of a row, given as `count` floats, and return whether multiples keep it well: what is fewer than
+ * `well_kept` of them has not all bits of an element. `is_checked` is a constant where this is used. */
+INLINE int write_span(const int is_checked, const struct integer_rows *to, int64_t row, int64_t span, int64_t first,
+                      const float *x, int64_t count, int zero, int well_kept) {
+    uvec most = {0};
+    ivec poorly = {0}, sums = {0}, uppers = {0};
+    for (int64_t i = 0; i < count; i += LANES) {
+        uvec each = (uvec)load_f32(x + i) & 0x7fffffff;
+        uvec is_more = (uvec)(each > most);
+        most = (is_more & each) | (~is_more & most);
+    }
+    uint32_t bits = largest_of(most);
+    const int exponent = exponent_above(bits), of_multiple = bits_of_multiple(is_checked);
+    const float unit = bits < 0x7f800000 ? power_of_two(exponent - of_multiple) : NAN;
+    char *at = to->values + row * to->stride + first * bytes_of_multiple(is_checked);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vec value = load_f32(x + i);
+        ivec multiples = rounded(value * power_of_two(of_multiple - exponent));
+        sums += multiples;
+        uppers += write_multiples(is_checked, at, i, multiples);
+        if (is_checked) poorly -= (multiples < well_kept) & (multiples > -well_kept) & (value != 0.0f);
+    }
+    int64_t place = row * to->spans + span;
+    int32_t upper = sum_of(uppers), lower = (int32_t)((uint32_t)sum_of(sums) - ((uint32_t)upper << 16));
+    to->units[place] = unit;
+    to->totals[place] = ((float)upper * 0x1p16f + (float)lower) * unit;
+    to->zeros[2 * place] = -zero * lower, to->zeros[2 * place + 1] = -zero * upper;
+    return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
+}
+
+/* A chunk of a panel, undone. */
+static void undo_chunk(struct integer_chunk *chunk, const struct block_weight *weight, const int8_t *table, int64_t panel,
+                       int64_t first) {
+    const int64_t words = weight->bits * BLOCK_SIZE / 16;
+    const uint16_t *at = weight->panels + (panel * weight->blocks + first / QUANTISED_BLOCK) * words;
+    chunk->first = first, chunk->count = least_of(CHUNK, weight->blocks * QUANTISED_BLOCK - first);
+    chunk->span = first / weight->span;
+    read_numbers(chunk->scales, chunk->mins, weight, panel, chunk->span,
+                 (chunk->count + weight->span - 1) / weight->span);
+    for (int64_t i = 0; i < chunk->count; i += QUANTISED_BLOCK, at += words)
+        FOR_CODES(weight, undo_codes, chunk->codes + i * PANEL * CODE_BYTES, at, weight, table)
+}
+
+/* Add to sums[row][column] of `rows` rows from `first` on what some chunks of a panel give; `has_mins` is a constant. */
+INLINE void add_chunks(const int has_mins, float *sums, const struct integer_chunk *chunks, int64_t count,
+                       const struct span_job *job, const struct integer_rows *x, int64_t first, int64_t rows) {
+    for (int64_t row = 0; row < rows; row += TOGETHER)
+        for (int64_t i = 0; i < count; i++)
+            add_rows(has_mins, sums + row * PANEL, chunks + i, job->weight->span, x, first + row,
+                     least_of(TOGETHER, rows - row));
+}
+
+/* sums[row][column] of `rows` rows from `first` on with one panel. */
+static void integers_of_panel(float *sums, const struct span_job *job, const struct integer_rows *x, int64_t first,
+                              int64_t rows, int64_t panel) {
+    const struct block_weight *weight = job->weight;
+    struct integer_chunk chunks[CHUNKS];
+    int8_t table[TABLE];
+    write_table(table, weight);
+#if WITH_DIGITS
+    if (job->rows <= CHECKED_ROWS) {
+        FOR_CODES(weight, few_rows_in_digits, sums, job, x, table, panel)
+        return;
+    }
+#endif
+    memset(sums, 0, rows * PANEL * sizeof *sums);
+    for (int64_t feature = 0; feature < x->in;) {
+        int64_t count = 0;
+        for (; count < CHUNKS && feature < x->in; feature += CHUNK) undo_chunk(chunks + count++, weight, table, panel, feature);
+        if (weight->mins.at) add_chunks(1, sums, chunks, count, job, x, first, rows);
+        else add_chunks(0, sums, chunks, count, job, x, first, rows);
+    }
+}
+#endif
+#endif
