@@ -11,7 +11,6 @@ from torch import Tensor
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, refuse_taken
 from graphdecode.linear.blocks import Blocks
-from graphdecode.linear.comparison import compared, compared_experts
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames
 from graphdecode.linear.fixed import Fixed
 from graphdecode.linear.group_panels import GroupPanels
@@ -102,9 +101,9 @@ def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, o
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
     kept = keeping(source, names, options)
     if kept is not None:
-        return _compared(kept.load(source, names, shard, options), options)
+        return kept.load(source, names, shard, options)
     form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
-    return _compared(_with(form.load(source, names, shard, options), choices), options)
+    return _with(form.load(source, names, shard, options), choices)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
@@ -124,14 +123,14 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
     for form in EXPERT_FORMS:
         held = form.load(source, names, bias, options) if form.quantize == options.quantize else None
         if held is not None:
-            return compared_experts(held, names, options)
+            return held
     return PlainExperts.load(source, names, bias, options)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
-    return _compared(_with(form.of(weight, bias, options), choices), options)
+    return _with(form.of(weight, bias, options), choices)
 
 
 def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
@@ -166,16 +165,6 @@ def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tup
     paths = {path: partial(product_of, form) for path, form in rivals.items()}
     choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
     return rivals[choices[options.batch_sizes[0]].path], choices
-
-
-def _compared(form: WeightForm, options: FormOptions) -> WeightForm:
-    """Return a form of few bits with what it takes beside a plain weight, for the report to say it."""
-
-    def plain(weight: Tensor) -> WeightForm:
-        able = check_options(replace(options, quantize=None))
-        return next(each for each in able if not each.is_of_source).of(weight, None, options)
-
-    return compared(form, plain, options)
 
 
 def _with(form: WeightForm, choices: Choices) -> WeightForm:

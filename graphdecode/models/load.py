@@ -133,7 +133,6 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     max_sequence_length: int | None = None,
     batch_sizes: tuple[int, ...] = (1, 8),
-    report_sizes: tuple[int, ...] = (),
     quantize: str | None = None,
     quantize_group_size: int | None = None,
     batch_invariant: bool = False,
@@ -151,8 +150,6 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        report_sizes: rows of steps, and tokens of passes of prompts, for which weights of few bits are timed on a CPU,
-            for the report, which takes many seconds; (): none are.
         quantize: None keeps what a checkpoint has in few bits as it is, the blocks of a GGUF file too, where there are
             kernels for it; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
             `"q8_0"` or `"q4_k"` round plain weights while they are read.
@@ -177,7 +174,7 @@ def load_model(
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device, few_bits=config.few_bits)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant, report_sizes=tuple(report_sizes))
+        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
         if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,7 +18,9 @@ import torch
 import typer
 from torch import Tensor
 
-from graphdecode.linear.comparison import seconds_of
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_arguments
+from graphdecode.kernels.native.calls import joined
+from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames, Gate
 from graphdecode.linear.forms import load_experts
 from graphdecode.linear.groups import Groups
@@ -35,6 +38,7 @@ MODELS = {  # slots, channels outside and inside
 Call = Callable[[], None]
 FORMATS = {"bf16": "BF16", "int8": "INT8", "int4": "INT4", "fp8": "FP8", "q8_0": "Q8_0", "q4_k": "Q4_K"}
 _ROUNDS = 5
+_REPETITIONS = 2  # of a round
 _STEPS = 16  # of one row, one behind another; of more rows fewer
 _DEVIATION = 0.02
 
@@ -82,7 +86,6 @@ def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertFor
     shapes = {f"{expert}.{part}": (width, hidden) for expert in range(experts) for part in ("gate", "up")}
     downs = {f"{expert}.down": (hidden, width) for expert in range(experts)}
     quantize = "gguf" if kind.startswith("Q") else None
-    # one size of steps, so that the report has little to time
     options = FormOptions(torch.device("cpu"), torch.bfloat16, LinearTuner(), (1,), quantize=quantize)
     source = RandomExperts(kind, shapes | downs)
     return (
@@ -106,6 +109,35 @@ def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: 
         partial(down.apply, out, inner, *given, slots=1),
     ]
     return calls, len(ids.unique())
+
+
+def seconds_of(calls: Sequence[Call]) -> float:
+    """Return the shortest time of a call in seconds, over all of them one after another, bound to their tensors."""
+    with torch.no_grad(), _Binding() as binding:
+        for call in calls:
+            call()
+    bound = joined(binding.calls)
+    times = []
+    for _ in range(_REPETITIONS):
+        start = time.perf_counter()
+        for each in bound:
+            each()
+        times.append(time.perf_counter() - start)
+    return min(times) / len(calls)
+
+
+class _Binding(TorchDispatchMode):
+    """Keeps the operators that are run, bound to the tensors that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
+        self.calls.append(partial(func, *args, **kwargs) if own is None else own)
+        return func(*args, **kwargs)
 
 
 def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, Any]]:
