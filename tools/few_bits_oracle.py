@@ -48,8 +48,8 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.kernels.native.instructions import VARIABLE
 from graphdecode.kernels.native.registration import versions
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, block_values, gguf_panels
-from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.gguf_blocks import BLOCK_OF, GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.models import load_model
 from graphdecode.profiling.environment import describe_environment
 
@@ -86,11 +86,11 @@ def blocks(is_whole: bool) -> Shares:
     """Return the shares of GGUF's types."""
     found: Shares = {}
     for name in sorted(GGUF_BLOCKS):
-        shapes = SHAPES + NARROW * (block_values(name) == 32) if is_whole else SHAPES[:1]
+        shapes = SHAPES + NARROW * (BLOCK_OF[name].values == 32) if is_whole else SHAPES[:1]
         found[name] = []
         for shape in shapes:
             stored, weight = stored_weight(name, shape)
-            found[name] += of_rows(gguf_panels(stored, name), weight, ALL_ROWS if is_whole else SOME_ROWS)
+            found[name] += of_rows(GgufBlocks(stored, name).some_panels(), weight, ALL_ROWS if is_whole else SOME_ROWS)
     return found
 
 
@@ -121,7 +121,7 @@ def checkpoints(is_whole: bool) -> Shares:
             for dtype in DTYPES:
                 model = load_model(packed, device="cpu", dtype=dtype)
                 for place, layer in model.layers[0].linears.items():
-                    if not isinstance(layer, GroupPanels):
+                    if not isinstance(layer, KeptPanels):
                         raise TypeError(f"{name}: {place} is {type(layer).__name__}")
                     weight = torch.empty(layer.in_features, layer.out_features)
                     meant[place].apply(weight, torch.eye(layer.in_features))
@@ -140,7 +140,7 @@ def embeddings(is_whole: bool) -> Shares:
         found[name] = []
         for shape in SHAPES if is_whole else SHAPES[:1]:
             stored, weight = stored_weight(name, shape)
-            held, tokens = gguf_panels(stored, name), torch.arange(shape[0]).flip(0)
+            held, tokens = GgufBlocks(stored, name).some_panels(), torch.arange(shape[0]).flip(0)
             for dtype in DTYPES:
                 out = torch.full((len(tokens), shape[1]), torch.nan, dtype=dtype)
                 quantised_embedding(out, tokens, held, torch.tensor([len(tokens)], dtype=torch.int32), shape[0])

@@ -61,13 +61,11 @@ class ExpertForm(ABC):
 
     Attributes:
         path: the form's name in reports.
-        quantize: what `FormOptions.quantize` must be for this form to be taken.
         shape: [experts, out_features, in_features].
         bias: [experts, out_features] or None.
     """
 
     path: ClassVar[str]
-    quantize: ClassVar[str | None] = None
     shape: tuple[int, ...]
     bias: Tensor | None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,14 +63,6 @@ class TensorSource(Protocol):
 
     def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
         """Write one tensor, or a part of it and no more, into `out`, converted to its dtype where that differs."""
-
-
-@runtime_checkable
-class BlockSource(TensorSource, Protocol):
-    """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
-
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
 
 
 class LinearNames(NamedTuple):
@@ -141,7 +133,7 @@ class WeightForm(ABC):
     Attributes:
         path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
-        is_of_source: it holds what a source has in few bits, and takes no plain weights.
+        is_of_source: it holds what a source has in few bits, and is taken for that where nothing is asked for, too.
         is_measured: among the forms that could be taken and are measured, the fastest is.
         shape: [out_features, in_features].
         bias: [out_features] or None.

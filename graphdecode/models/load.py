@@ -18,15 +18,16 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS
-from graphdecode.linear.groups import GROUP_TYPES, GroupSource
+from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.tile_sources import TILED_BLOCKS
-from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, TensorSource
+from graphdecode.linear.tiles import KeptTiles
+from graphdecode.linear.weight_form import FormOptions, LinearNames, TensorSource
 from graphdecode.models.cache_scales import cache_scale_names, read_cache_scales
 from graphdecode.models.config import DTYPES, ModelConfig
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of
+from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.huge_pages import join_pages
 from graphdecode.models.implementation import adopted
 from graphdecode.models.model import Model, ModelShape
@@ -165,7 +166,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
-    if quantize == "gguf" and not isinstance(source, BlockSource):
+    if quantize == "gguf" and not isinstance(source, Gguf):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     expands = quantize == _EXPANDED
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
@@ -237,13 +238,13 @@ def _has_blocks(source: TensorSource, device: torch.device) -> bool:
     """Whether weights are in blocks that are multiplied as they are on a device."""
     if device.type == "cpu" and native.library() is None:
         return False
-    kinds = TILED_BLOCKS if device.type == "cuda" else GGUF_BLOCKS
-    return isinstance(source, BlockSource) and any(stored.dtype in kinds for stored in source.tensors.values())
+    kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
+    return isinstance(source, Gguf) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _has_groups(source: TensorSource) -> bool:
     """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return isinstance(source, GroupSource) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
+    return not isinstance(source, Gguf) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

@@ -15,7 +15,7 @@ from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, v
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import layout_of, tiled
-from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks
+from graphdecode.linear.gguf_blocks import TILED_BLOCKS, GgufBlocks
 
 pytest.importorskip("triton")
 from interpreted_launches import early_starts
@@ -62,7 +62,7 @@ def weight_of(name, rows, columns):
     if name in TILED_BLOCKS:
         stored = stored_blocks(name, rows, columns)
         weight = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[name])
-        return tiles_of_blocks(torch.from_numpy(stored), name), torch.from_numpy(weight).double()
+        return GgufBlocks(torch.from_numpy(stored), name).tiles(), torch.from_numpy(weight).double()
     code, group, second_kind, dtype = GROUPED[name]
     draw = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 1 << CODES[code].bits, (rows, columns), generator=draw, dtype=torch.uint8)

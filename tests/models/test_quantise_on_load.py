@@ -15,10 +15,9 @@ from quantised_checkpoints import FORMS, write_pair
 from graphdecode import LLM, SamplingParams
 from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.blocks import Blocks
-from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import Groups
 from graphdecode.linear.int8 import Int8Panels
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import load_model
 from graphdecode.models.gguf.quantize import quantised_blocks
@@ -79,7 +78,7 @@ def test_blocks_are_what_the_library_undoes(block_type: str, most: float) -> Non
     assert error(torch.from_numpy(found), plain) < most
 
 
-FORMS_OF = {"int4": GroupPanels, "fp8": GroupPanels, "q8_0": Blocks, "q4_k": Blocks, "int8": Int8Panels}
+FORMS_OF = {"int4": KeptPanels, "fp8": KeptPanels, "q8_0": KeptPanels, "q4_k": KeptPanels, "int8": Int8Panels}
 
 
 @compiled
@@ -127,8 +126,8 @@ def test_groups_of_a_size_that_is_asked_for_are_made(tmp_path: Path) -> None:
     for quantize, size in (("int8", 32), ("int4", 16)):
         model = load_model(tmp_path, device="cpu", quantize=quantize, quantize_group_size=size)
         form = model.layers[0].linears["o"]
-        assert isinstance(form, GroupPanels)
-        assert form.weight.scales.shape[1] == 64 // size
+        assert isinstance(form, KeptPanels)
+        assert form.parts[0].scales.shape[1] == 64 // size
 
 
 REFUSED = {

@@ -22,8 +22,9 @@ from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_argumen
 from graphdecode.kernels.native.calls import joined
 from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames, Gate
+from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.forms import load_experts
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
 from graphdecode.models.gguf.quantize import quantised_blocks
@@ -59,16 +60,14 @@ class RandomExperts:
         """Write a plain tensor."""
         out.copy_(self._drawn(name))
 
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
-        """Return a tensor in groups."""
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+        """Return a tensor in groups or blocks."""
+        if self._kind.startswith("Q"):
+            return GgufBlocks(quantised_blocks(self._drawn(name), self._kind), self._kind)
         scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
         if scheme is None:
             return None
         return rounded(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))
-
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a tensor in blocks."""
-        return quantised_blocks(self._drawn(name), self._kind) if self._kind.startswith("Q") else None
 
     def _drawn(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(hash_of(name))
@@ -155,9 +154,9 @@ def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, A
         plain = of_step["bf16"]
         for name, (gate_up, down) in forms.items():
             us = of_step[name]
-            nbytes = (gate_up.nbytes + down.nbytes) * taken / experts
+            path, nbytes = gate_up.choice(rows).path, (gate_up.nbytes + down.nbytes) * taken / experts
             yield {
-                "format": name, "path": gate_up.path, "rows": rows, "experts_read": taken, "read_bytes": round(nbytes),
+                "format": name, "path": path, "rows": rows, "experts_read": taken, "read_bytes": round(nbytes),
                 "us": round(us, 1), "times_bf16": round(us / plain, 3), "gb_per_second": round(nbytes / us / 1e3, 1),
                 "rounds_us": [round(each, 1) for each in rounds[name]],
             }  # fmt: skip
