@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from ..cache.rope_append import heads_scale
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton

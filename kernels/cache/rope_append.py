@@ -14,7 +14,7 @@ from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
-from .page_scales import PageScales, encoded
+from .kv_format import PageScales, format_of
 
 
 @triton.jit
@@ -253,16 +253,7 @@ def rope_append(
     pages, places = page_table[row, position // page_size].long(), position % page_size
     units, of_pages = (k_scale, v_scale), scales or (None, None)
     for cache, new, unit, own in zip((k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True):
-        if own is not None:
-            cache[pages, places], own[pages, :, places] = encoded(new)
-            continue
-        entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
-        entries[pages, places] = narrowed(new / unit if unit != 1.0 else new, cache.dtype).view(entries.dtype)
-
-
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values as a cache of some type holds them: fp8 e4m3 knows no infinity, and torch makes NaN of it."""
-    return x.float().clamp(-448.0, 448.0).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+        format_of(cache.dtype).write(cache, (pages, places), new, unit, own)
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

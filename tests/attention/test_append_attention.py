@@ -11,7 +11,7 @@ from paged_rows import int8_codes, tolerance
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions

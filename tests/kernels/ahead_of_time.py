@@ -47,7 +47,7 @@ from graphdecode.kernels.attention import (
     split_decode,
 )
 from graphdecode.kernels.cache import rope_append
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import (
     DOT_TILES,
