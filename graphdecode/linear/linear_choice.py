@@ -68,7 +68,7 @@ class LinearChoice:
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         """Return the choice that `dataclasses.asdict` was given; TypeError where it is none."""
         config = plain.get("config")
-        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(**config)})
+        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(*config)})
 
     def as_report(self) -> dict[str, Any]:
         """Return what is known, for the capture report."""
@@ -231,5 +231,5 @@ def _fits(choices: Choices, batch_sizes: tuple[int, ...], paths: tuple[str, ...]
 
 
 def _is_possible(config: SmallLinearConfig) -> bool:
-    kind, *sizes = dataclasses.astuple(config)
+    kind, *sizes = config
     return kind in ("dot", "gemv") and all(isinstance(size, int) for size in sizes)

@@ -184,7 +184,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     held = Plain(
         (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
     )
-    late = dataclasses.replace(CONFIG, pdl=False)
+    late = CONFIG._replace(pdl=False)
     changed = held.rechosen(lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
     monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))

@@ -217,12 +217,9 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
     ) -> None:
         nonlocal launches
         launches += 1
-        partial, layout = partial_sums(config, x, tiles.words.shape[1], counters), tiles.layout
-        tiled_linear_triton(
-            out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,
-            scale, layout.code, layout.second_kind, layout.group, layout.step, config.block_m, config.block_n,
-            config.splits, config.num_warps, config.num_stages, False,
-        )  # fmt: skip
+        partial = partial_sums(config, x, tiles.words.shape[1], counters)
+        given = config._replace(pdl=False)
+        tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, given)
 
     monkeypatch.setattr("graphdecode.linear.tiles.tiled_linear", by_the_kernel)
     for driven in (plain, kept):
