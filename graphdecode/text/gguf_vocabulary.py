@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from graphdecode.models import ModelSourceError
-from graphdecode.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
+from graphdecode.models.gguf.metadata import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.text.gguf_tokenizer import cut_by
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
 

@@ -19,8 +19,7 @@ from graphdecode.linear.groups import GROUP_TYPES, Groups
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.dequantize import dequantize
-from graphdecode.models.gguf.quantize import quantised_blocks
+from graphdecode.models.gguf.quantize import dequantize, quantised_blocks
 from graphdecode.models.quantised.experts_apart import ExpertsApart
 from graphdecode.models.quantised.rounding import GROUP_SCHEMES, GroupScheme, rounded
 from graphdecode.models.weight_map import Part, WeightMap, parts
