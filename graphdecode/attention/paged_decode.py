@@ -81,6 +81,9 @@ class PagedDecodeAttention:
         batch_invariant: split at fixed places, so that a row's bits do not depend on the rest of the batch.
         device: where the cache is.
 
+    Attributes:
+        appends_apart: `append_and_run` is two launches: over an int8 cache on a GPU, whose keys are mixed before.
+
     Raises:
         ValueError: a size is less than 1, or the heads do not divide.
     """
@@ -130,7 +133,7 @@ class PagedDecodeAttention:
             dtype=dtype,
             kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )
-        self._appends_apart = kv_dtype == torch.int8 and self.device.type == "cuda"
+        self.appends_apart = kv_dtype == torch.int8 and self.device.type == "cuda"
         self._rows = torch.arange(max_batch_size, dtype=torch.int32, device=self.device)
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
@@ -229,7 +232,7 @@ class PagedDecodeAttention:
     ) -> None:
         """Append each row's new token to one layer's cache and write its attention into `out`.
 
-        That is one launch, and two over an int8 cache on a GPU, whose keys are mixed before (`page_scales`).
+        That is one launch, or two; see `appends_apart`.
 
         The bits of a row are not those of `rope_append` and `run`, which a batch-invariant model takes for its prompts:
         the newest key is taken from registers.
@@ -245,7 +248,7 @@ class PagedDecodeAttention:
             scales: of the cache's entries, where they have 8 bits.
         """
         options = self.options if options is None else options
-        if self._appends_apart and self._planned is not None:
+        if self.appends_apart and self._planned is not None:
             q, count = torch.empty_like(out), out.shape[0]
             lens, live = self._planned
             rope_append(

@@ -9,7 +9,7 @@ from .errors import (
     require_positive,
     require_tensors,
 )
-from .layer_cache import CacheScales, LayerCache, entry_bytes
+from .layer_cache import CacheScales, LayerCache
 from .ledger import PageLedger
 from .paged_cache import PagedKVCache, copy_page, fill_page_row
 from .pool import PagePool
@@ -24,7 +24,6 @@ __all__ = [
     "PagedKVCache",
     "UnknownSequenceError",
     "copy_page",
-    "entry_bytes",
     "fill_page_row",
     "require_hashable",
     "require_integers",

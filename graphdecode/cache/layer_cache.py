@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales, format_of
 
 from .untouched import untouched_zeros
 
@@ -59,13 +59,11 @@ class LayerCache:
             key_scale: divides keys, where they are fp8.
             value_scale: divides values, likewise.
         """
+        held = format_of(dtype)
         keys, values = untouched_zeros(shape, dtype, device), untouched_zeros(shape, dtype, device)
-        if dtype == torch.int8:
-            pages, page_size, heads, _ = shape
-            own = (untouched_zeros((pages, heads, page_size), torch.bfloat16, device) for _ in range(2))
-            return cls(keys, values, CacheScales(pages=PageScales(*own)))
-        is_fp8 = dtype == torch.float8_e4m3fn
-        return cls(keys, values, CacheScales(key_scale, value_scale) if is_fp8 else CacheScales())
+        pages = held.page_scales(shape, lambda size, kind: untouched_zeros(size, kind, device))
+        units = (key_scale, value_scale) if held.has_layer_scales else (1.0, 1.0)
+        return cls(keys, values, CacheScales(*units, pages))
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield keys, values, and the scales of pages, where there are any."""
@@ -81,8 +79,3 @@ class LayerCache:
     def nbytes(self) -> int:
         """Bytes of all of it."""
         return sum(tensor.nbytes for tensor in self)
-
-
-def entry_bytes(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the bytes of one head's key, or value, of one token, its scale included."""
-    return head_dim * dtype.itemsize + (torch.bfloat16.itemsize if dtype == torch.int8 else 0)

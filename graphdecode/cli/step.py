@@ -137,7 +137,7 @@ def inspect(
         graphs: GraphTable = GraphManager(given.step, given.buffers, ladder, constants=given.constants)
     else:
         _check_drawn(drawn, settings.buckets.ladder)
-        runner = load_runner(model, settings, progress=True, times_products=True)
+        runner = load_runner(model, settings, progress=True)
         graphs = runner.graphs
     try:
         graphs.capture(kinds=["steps"])

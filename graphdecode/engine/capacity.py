@@ -7,17 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from graphdecode.cache import entry_bytes
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.shapes import MIXED_TOKENS, mixed_shapes, prompt_shapes
 from graphdecode.engine.steps.automaton_places import state_bytes
 from graphdecode.engine.steps.step import ring_length
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.cache.kv_format import format_named, format_of
 from graphdecode.kernels.sampling.sampling_slots import BAD_WORD_LENGTH, SamplingCapacity, sampling_slots
 from graphdecode.memory import free_bytes, total_bytes
 from graphdecode.models import ModelShape
 
-_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 # of what graphs take beside the cache: a driver keeps some kilobytes for each kernel of a graph, a layer has some ten,
 # and a token's intermediates in the pool that all shapes share are some rows of its width
 _NODE_BYTES = 16 * 2**10
@@ -71,7 +70,7 @@ def plan_capacity(
     """
     max_sequence_length = min(config.max_sequence_length, model.max_position_embeddings)
     pages_per_row = -(-max_sequence_length // config.page_size)
-    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * entry_bytes(dtype, model.head_dim)
+    token_bytes = 2 * model.num_hidden_layers * model.num_key_value_heads * format_of(dtype).entry_bytes(model.head_dim)
     page_bytes = token_bytes * config.page_size
     total = config.total_num_pages
     if isinstance(total, str):
@@ -100,7 +99,7 @@ def graph_bytes(config: BucketConfig, model: ModelShape) -> int:
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
     """Return what keys and values are kept in, as `EngineConfig` names it, beside a model of some dtype."""
-    return _CACHE_DTYPES.get(kv_cache_dtype, dtype)
+    return format_named(kv_cache_dtype, dtype).dtype
 
 
 def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, device: torch.device) -> Capacity:

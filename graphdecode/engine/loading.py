@@ -22,7 +22,7 @@ from graphdecode.engine.capacity import plan_room, resolve_cache_dtype
 from graphdecode.engine.engine import Engine
 from graphdecode.engine.ranks import Command, LeadingRunner, run
 from graphdecode.engine.runner import Runner
-from graphdecode.engine.shapes import pass_sizes, pays
+from graphdecode.engine.shapes import pays
 from graphdecode.engine.steps import DecodeStep, SpeculativeStep, Step, StepSetting
 from graphdecode.engine.steps.draft_sources import DraftSource, ModelDrafts, NgramDrafts
 from graphdecode.engine.steps.step import step_named
@@ -39,7 +39,6 @@ def load_runner(
     *,
     progress: bool = False,
     ranks: Ranks | None = None,
-    times_products: bool = False,
     **keywords: Unpack[EngineKeywords],
 ) -> Runner:
     """Load a model, size its cache, and lay out its buffers; nothing is captured yet.
@@ -49,7 +48,6 @@ def load_runner(
         config: all settings, those of the buckets alone, or the path of a file.
         progress: show a bar on standard error while loading.
         ranks: that share the model; all of them load it.
-        times_products: time the products with weights of few bits on a CPU beside plain ones, for the reports.
         keywords: settings that override those of `config`; see `EngineConfig`.
 
     Raises:
@@ -63,7 +61,6 @@ def load_runner(
     shape = describe_shard(model, settings)
     plan_room(settings, shape, resolve_dtype(settings.dtype, shape.dtype, device, few_bits=shape.few_bits), device)
     sizes = settings.buckets.ladder.sizes
-    report_sizes = (*sizes, *pass_sizes(device.type, settings.prefill_tokens(device.type)))
     load = partial(
         load_model,
         device=device,
@@ -76,7 +73,6 @@ def load_runner(
     decoder = load(
         model,
         **{name: getattr(settings, name) for name in wanted},
-        report_sizes=report_sizes if times_products else (),
         shared=None if ranks is None else ranks.collectives,
     )
     draft = None
@@ -93,7 +89,7 @@ def load_runner(
     told = f"{model}: activations go beyond 65504, the most that float16 holds, so it is computed in float32"
     warnings.warn(f"{told}; dtype='float32' says nothing", RuntimeWarning, stacklevel=2)
     settings = settings.with_settings(dtype="float32")
-    return load_runner(model, settings, progress=progress, ranks=ranks, times_products=times_products)
+    return load_runner(model, settings, progress=progress, ranks=ranks)
 
 
 def _load_outside(settings: EngineConfig) -> None:

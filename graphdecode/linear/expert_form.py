@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from graphdecode.linear.linear_choice import LinearChoice
-from graphdecode.linear.weight_form import FormOptions, Shard, TensorSource, kind_of, read_fused, tensors_in
+from graphdecode.linear.weight_form import FormOptions, Shard, TensorSource, read_fused, tensors_in
 
 
 class Gate(NamedTuple):
@@ -61,18 +61,13 @@ class ExpertForm(ABC):
 
     Attributes:
         path: the form's name in reports.
-        quantize: what `FormOptions.quantize` must be for this form to be taken.
         shape: [experts, out_features, in_features].
         bias: [experts, out_features] or None.
-        choices: what was measured, by the tokens of a step.
     """
 
     path: ClassVar[str]
-    quantize: ClassVar[str | None] = None
     shape: tuple[int, ...]
     bias: Tensor | None
-    _: KW_ONLY
-    choices: Mapping[int, LinearChoice] = field(default_factory=dict)
 
     @classmethod
     @abstractmethod
@@ -102,14 +97,9 @@ class ExpertForm(ABC):
         """What the weights of all experts take."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    @property
-    def kind(self) -> str:
-        """Return the form's path, and what its tensors look like: products of one kind take the same time."""
-        return kind_of(self.path, self)
-
     def choice(self, rows: int) -> LinearChoice:
-        """Return the path that the products of so many tokens take, with what was measured, if anything was."""
-        return self.choices.get(rows) or LinearChoice(self.path)
+        """Return the path that the products of so many tokens take."""
+        return LinearChoice(self.path)
 
 
 def shape_of(source: TensorSource, names: ExpertNames) -> tuple[int, int, int]:

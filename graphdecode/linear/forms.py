@@ -10,20 +10,17 @@ from torch import Tensor
 
 from graphdecode.errors import ArgumentError
 from graphdecode.extensions import EntryPoints, refuse_taken
-from graphdecode.linear.blocks import Blocks
-from graphdecode.linear.comparison import compared, compared_experts
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames
 from graphdecode.linear.fixed import Fixed
-from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.int8 import Int8, Int8Panels
+from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.kept_experts import ExpertPanels, ExpertTiles
 from graphdecode.linear.linear_choice import Choices, Product
 from graphdecode.linear.packed import Packed
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.plain_experts import PlainExperts
-from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
-from graphdecode.linear.tiled_experts import BlockTileExperts, GroupTileExperts
-from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles
+from graphdecode.linear.tiles import Int8Tiles, KeptTiles
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard, TensorSource, WeightForm, fused_shape
 
 FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled while files are imported, and then read
@@ -31,21 +28,14 @@ FORMS: list[type[WeightForm]] = [  # the first that can be taken is; filled whil
     Int8Tiles,
     Int8,
     Fixed,
-    BlockTiles,
-    Blocks,
-    GroupTiles,
-    GroupPanels,
+    KeptTiles,
+    KeptPanels,
     Panels,
     Packed,
     Plain,
 ]
 
-EXPERT_FORMS: tuple[type[ExpertForm], ...] = (
-    BlockTileExperts,
-    BlockExperts,
-    GroupTileExperts,
-    GroupExperts,
-)  # plain ones are for all others
+EXPERT_FORMS: tuple[type[ExpertForm], ...] = (ExpertTiles, ExpertPanels)  # plain ones are for all others
 
 
 def register_form(form: type[WeightForm], *, replace: bool = False) -> None:
@@ -82,7 +72,8 @@ def check_options(options: FormOptions, others: tuple[str, ...] = ()) -> list[ty
     Raises:
         ValueError: `quantize` is not known, or cannot be had here.
     """
-    asked = [form for form in _known_forms() if form.quantize == options.quantize]
+    wanted = options.quantize
+    asked = [form for form in _known_forms() if form.quantize == wanted or (wanted is None and form.is_of_source)]
     if not asked:
         names = dict.fromkeys((*(form.quantize for form in FORMS), *others))
         known = " or ".join(["None", *(repr(name) for name in names if name)])
@@ -102,9 +93,9 @@ def load_linear(source: TensorSource, names: LinearNames, shard: Shard | None, o
     """Read a layer's tensors, or a part of them, in the form that a decode step reads fastest."""
     kept = keeping(source, names, options)
     if kept is not None:
-        return _compared(kept.load(source, names, shard, options), options)
+        return kept.load(source, names, shard, options)
     form, choices = _chosen(fused_shape(source, names.weights, shard), bool(names.biases), options)
-    return _compared(_with(form.load(source, names, shard, options), choices), options)
+    return _with(form.load(source, names, shard, options), choices)
 
 
 def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, options: FormOptions) -> ExpertForm:
@@ -119,19 +110,19 @@ def load_experts(source: TensorSource, names: ExpertNames, bias: Tensor | None, 
     Raises:
         ValueError: a form is asked for that experts do not have.
     """
-    if options.quantize not in (None, BlockExperts.quantize):
+    if options.quantize not in (None, KeptPanels.quantize):
         raise ArgumentError(f"quantize={options.quantize!r} cannot be had for a model with experts")
     for form in EXPERT_FORMS:
-        held = form.load(source, names, bias, options) if form.quantize == options.quantize else None
+        held = form.load(source, names, bias, options)
         if held is not None:
-            return compared_experts(held, names, options)
+            return held
     return PlainExperts.load(source, names, bias, options)
 
 
 def linear_of(weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
     """Return a plain weight [out_features, in_features] in the form that a decode step reads fastest."""
     form, choices = _chosen(tuple(weight.shape), bias is not None, options)
-    return _compared(_with(form.of(weight, bias, options), choices), options)
+    return _with(form.of(weight, bias, options), choices)
 
 
 def keeps(source: TensorSource, names: LinearNames, options: FormOptions) -> bool:
@@ -153,7 +144,8 @@ def keeping(source: TensorSource, names: LinearNames, options: FormOptions) -> t
 
 def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tuple[type[WeightForm], Choices]:
     """Return the preferred form; where that is a measured one, the fastest of those, and what was measured."""
-    able = [form for form in check_options(options) if not form.is_of_source]
+    known = check_options(options)
+    able = [form for form in known if not form.is_of_source] or known
     rivals = {form.path: form for form in able if form.is_measured}
     if not able[0].is_measured or len(rivals) == 1:
         return able[0], {}
@@ -166,16 +158,6 @@ def _chosen(shape: tuple[int, ...], has_bias: bool, options: FormOptions) -> tup
     paths = {path: partial(product_of, form) for path, form in rivals.items()}
     choices = options.tuner.choose(key, bias, options.batch_sizes, paths)
     return rivals[choices[options.batch_sizes[0]].path], choices
-
-
-def _compared(form: WeightForm, options: FormOptions) -> WeightForm:
-    """Return a form of few bits with what it takes beside a plain weight, for the report to say it."""
-
-    def plain(weight: Tensor) -> WeightForm:
-        able = check_options(replace(options, quantize=None))
-        return next(each for each in able if not each.is_of_source).of(weight, None, options)
-
-    return compared(form, plain, options)
 
 
 def _with(form: WeightForm, choices: Choices) -> WeightForm:

@@ -5,17 +5,75 @@ Integers stay what they are, and so do scales: where a type has them as integers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from graphdecode.kernels.linear.quantised_linear import Numbers, QuantisedPanels, joined_panels, quantised_panels
+from graphdecode.kernels.linear.quantised_linear import Numbers, QuantisedPanels, quantised_panels
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, six_bit_words, tiled
+from graphdecode.linear.few_bits import FewBits
+from graphdecode.linear.weight_form import Shard
 
-_ROWS_AT_ONCE = 2048  # are put in order together: what that needs beside the result is a few MB
 _NON_LINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 _FP4 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what e2m1 stands for, so that all are integers
+
+
+class BlockType(NamedTuple):
+    """One type in which a GGUF file keeps weights, by the name that ggml has for it.
+
+    Attributes:
+        name: such as "Q4_K".
+        values: of a block; 1 for a type that is no block.
+        nbytes: of a block.
+    """
+
+    name: str
+    values: int
+    nbytes: int
+
+    def size(self, values: int) -> int:
+        """Return the bytes of so many values, a multiple of a block's."""
+        return values // self.values * self.nbytes
+
+
+# by the number that a file has for it; what is not here is no weight (I8, ...), or never stored (Q8_1, Q8_K)
+BLOCK_TYPES = {
+    number: BlockType(*described)
+    for number, described in {
+        0: ("F32", 1, 4),
+        1: ("F16", 1, 2),
+        2: ("Q4_0", 32, 18),
+        3: ("Q4_1", 32, 20),
+        6: ("Q5_0", 32, 22),
+        7: ("Q5_1", 32, 24),
+        8: ("Q8_0", 32, 34),
+        10: ("Q2_K", 256, 84),
+        11: ("Q3_K", 256, 110),
+        12: ("Q4_K", 256, 144),
+        13: ("Q5_K", 256, 176),
+        14: ("Q6_K", 256, 210),
+        16: ("IQ2_XXS", 256, 66),
+        17: ("IQ2_XS", 256, 74),
+        18: ("IQ3_XXS", 256, 98),
+        19: ("IQ1_S", 256, 50),
+        20: ("IQ4_NL", 32, 18),
+        21: ("IQ3_S", 256, 110),
+        22: ("IQ2_S", 256, 82),
+        23: ("IQ4_XS", 256, 136),
+        28: ("F64", 1, 8),
+        29: ("IQ1_M", 256, 56),
+        30: ("BF16", 1, 2),
+        34: ("TQ1_0", 256, 54),
+        35: ("TQ2_0", 256, 66),
+        39: ("MXFP4", 32, 17),
+        40: ("NVFP4", 64, 36),
+        41: ("Q1_0", 128, 18),
+    }.items()
+}
+BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 
 
 class _Parts(NamedTuple):
@@ -32,43 +90,18 @@ class _Parts(NamedTuple):
     mins: Numbers | None = None
 
 
-class _Type(NamedTuple):
-    """One type.
+class _Layout(NamedTuple):
+    """How values lie in the blocks of one type.
 
     Attributes:
-        values: of a block.
-        nbytes: of a block.
         bits: of a code.
         table: what codes mean; None for bytes, which mean themselves.
         parts: takes blocks apart, uint8 [rows, blocks, nbytes].
     """
 
-    values: int
-    nbytes: int
     bits: int
     table: tuple[int, ...] | None
     parts: Callable[[Tensor], _Parts]
-
-
-def gguf_panels(stored: Tensor, block_type: str) -> QuantisedPanels:
-    """Return rows of blocks as a weight in panels.
-
-    Args:
-        stored: uint8 [out_features, bytes of a row], whole blocks.
-        block_type: one of GGUF_BLOCKS.
-    """
-    kind = _TYPES[block_type]
-    table = None if kind.table is None else torch.tensor(kind.table, dtype=torch.int8)
-    made = []
-    for some in stored.split(_ROWS_AT_ONCE):
-        parts = kind.parts(some.view(len(some), -1, kind.nbytes))
-        made.append(quantised_panels(parts.codes.flatten(1), kind.bits, table, parts.scales, parts.mins))
-    return joined_panels(made)
-
-
-def block_values(block_type: str) -> int:
-    """Return how many values a block has."""
-    return _TYPES[block_type].values
 
 
 def _halves(blocks: Tensor, at: int) -> Tensor:
@@ -171,31 +204,113 @@ def _iq4_xs(blocks: Tensor) -> _Parts:
     return _Parts(codes.flatten(2), _two_levels(blocks, scales, _halves(blocks, 0)))
 
 
-_TYPES = {
-    "Q8_0": _Type(32, 34, 8, None, _q8_0),
-    "Q4_0": _Type(32, 18, 4, tuple(range(-8, 8)), _four_bits),
-    "Q4_1": _Type(32, 20, 4, tuple(range(16)), _q4_1),
-    "Q5_0": _Type(32, 22, 5, tuple(range(-16, 16)), _q5_0),
-    "Q5_1": _Type(32, 24, 5, tuple(range(32)), _q5_1),
-    "Q2_K": _Type(256, 84, 2, tuple(range(4)), _q2_k),
-    "Q3_K": _Type(256, 110, 3, tuple(range(-4, 4)), _q3_k),
-    "Q4_K": _Type(256, 144, 4, tuple(range(16)), _q4_k),
-    "Q5_K": _Type(256, 176, 5, tuple(range(32)), _q5_k),
-    "Q6_K": _Type(256, 210, 6, tuple(range(-32, 32)), _q6_k),
-    "IQ4_NL": _Type(32, 18, 4, _NON_LINEAR, _four_bits),
-    "IQ4_XS": _Type(256, 136, 4, _NON_LINEAR, _iq4_xs),
-    "MXFP4": _Type(32, 17, 4, (*_FP4, *(-value for value in _FP4)), _mxfp4),
+_LAYOUTS = {
+    "Q8_0": _Layout(8, None, _q8_0),
+    "Q4_0": _Layout(4, tuple(range(-8, 8)), _four_bits),
+    "Q4_1": _Layout(4, tuple(range(16)), _q4_1),
+    "Q5_0": _Layout(5, tuple(range(-16, 16)), _q5_0),
+    "Q5_1": _Layout(5, tuple(range(32)), _q5_1),
+    "Q2_K": _Layout(2, tuple(range(4)), _q2_k),
+    "Q3_K": _Layout(3, tuple(range(-4, 4)), _q3_k),
+    "Q4_K": _Layout(4, tuple(range(16)), _q4_k),
+    "Q5_K": _Layout(5, tuple(range(32)), _q5_k),
+    "Q6_K": _Layout(6, tuple(range(-32, 32)), _q6_k),
+    "IQ4_NL": _Layout(4, _NON_LINEAR, _four_bits),
+    "IQ4_XS": _Layout(4, _NON_LINEAR, _iq4_xs),
+    "MXFP4": _Layout(4, (*_FP4, *(-value for value in _FP4)), _mxfp4),
 }
-GGUF_BLOCKS = frozenset(_TYPES)  # that can be put in panels
+GGUF_BLOCKS = frozenset(_LAYOUTS)  # that can be put in panels
+_TILE_CODES = {
+    "Q8_0": "s8",
+    "Q4_0": "s4",
+    "Q4_1": "u4",
+    "Q5_0": "s5",
+    "Q5_1": "u5",
+    "Q4_K": "u4",
+    "Q5_K": "u5",
+    "Q6_K": "s6",
+    "MXFP4": "e2m1",
+}
+TILED_BLOCKS = frozenset(_TILE_CODES)  # that can be put in tiles
 
 
-def parts_of(stored: Tensor, block_type: str) -> tuple[Tensor, Numbers, Numbers | None]:
-    """Return the codes, uint8 [out_features, in_features], of rows of blocks, their scales and their least values.
+@dataclass(frozen=True)
+class GgufBlocks(FewBits):
+    """A weight in blocks of one of GGUF's types.
 
-    Args:
+    Attributes:
         stored: uint8 [out_features, bytes of a row], whole blocks.
         block_type: one of GGUF_BLOCKS.
     """
-    kind = _TYPES[block_type]
-    parts = kind.parts(stored.view(len(stored), -1, kind.nbytes))
-    return parts.codes.flatten(1), parts.scales, parts.mins
+
+    path = "blocks"
+    stored: Tensor
+    block_type: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out_features, in_features]."""
+        kind = BLOCK_OF[self.block_type]
+        return len(self.stored), self.stored.shape[1] // kind.nbytes * kind.values
+
+    @property
+    def kind(self) -> str:
+        """The type."""
+        return self.block_type
+
+    def rows(self, rows: slice) -> GgufBlocks:
+        """Return some rows, in memory that is shared."""
+        return replace(self, stored=self.stored[rows])
+
+    def part(self, shard: Shard | None) -> GgufBlocks:
+        """Return some rows, or some columns; see `FewBits`."""
+        if shard is None:
+            return self
+        kind = BLOCK_OF[self.block_type]
+        rows, *columns = shard.slices(self.shape)
+        if any(cut % kind.values for kept in columns for cut in (kept.start, kept.stop)):
+            raise ValueError(f"a part begins or ends within a block of {kind.values}")
+        within = [slice(*(cut // kind.values * kind.nbytes for cut in (kept.start, kept.stop))) for kept in columns]
+        return replace(self, stored=self.stored[(rows, *within)].contiguous())
+
+    @classmethod
+    def joined(cls, parts: Sequence[GgufBlocks]) -> GgufBlocks | None:
+        """Return weights of one type, one below another, as one."""
+        return replace(parts[0], stored=torch.cat([part.stored for part in parts]))
+
+    def for_panels(self, *, by_values: bool) -> GgufBlocks | None:
+        """Return it: panels have the groups of all types."""
+        return self
+
+    def some_panels(self) -> QuantisedPanels:
+        """Return some rows in panels."""
+        layout, parts = _LAYOUTS[self.block_type], self._apart()
+        table = None if layout.table is None else torch.tensor(layout.table, dtype=torch.int8)
+        return quantised_panels(parts.codes, layout.bits, table, parts.scales, parts.mins)
+
+    def for_tiles(self) -> GgufBlocks | None:
+        """Return it, where tiles have its codes."""
+        return self if self.block_type in TILED_BLOCKS else None
+
+    def some_tiles(self) -> WeightTiles:
+        """Return some rows in tiles."""
+        codes, scales, mins = self._apart()
+        code, group = _TILE_CODES[self.block_type], codes.shape[1] // scales.values.shape[1]
+        if code == "e2m1":  # its table has twice the values, and so its scales are halves of what they are here
+            exponents = (scales.values * 2).view(torch.int16) >> 7
+            return tiled(codes, code, exponents.to(torch.uint8), group)
+        if scales.factors is None:
+            return tiled(codes, code, scales.values, group, *(() if mins is None else (mins.values, "least")))
+        if mins is None:
+            return tiled(codes, code, scales.factors, group, scales.values, "parts")
+        assert mins.factors is not None
+        both = torch.stack((scales.factors, -mins.factors), dim=-1).flatten(1)
+        integers = [each.view(torch.uint8).unflatten(1, (-1, 8)) for each in (scales.values, mins.values)]
+        return tiled(codes, code, both, group, six_bit_words(*integers), "six bits")
+
+    def _apart(self) -> _Parts:
+        """Return the parts, with codes uint8 [out_features, in_features]."""
+        kind = BLOCK_OF[self.block_type]
+        blocks = self.stored.contiguous().view(len(self.stored), -1, kind.nbytes)
+        parts = _LAYOUTS[self.block_type].parts(blocks)
+        return parts._replace(codes=parts.codes.flatten(1))

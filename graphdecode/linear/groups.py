@@ -7,16 +7,22 @@ read. `Groups.dequantised` is its definition: every product with it agrees with 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from graphdecode.linear.weight_form import Shard, TensorSource
+from graphdecode.kernels.linear.quantised_linear import BLOCK, LEAST_GROUP, Numbers, QuantisedPanels, quantised_panels
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, can_tile, tiled
+from graphdecode.linear.few_bits import FewBits
+from graphdecode.linear.weight_form import Shard
 
 Code = Literal["integer", "e4m3", "e2m1", "nf4"]
+GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # what `Stored.dtype` says of groups
+KEPT_GROUPS = GROUP_TYPES - {"NF4"}  # whose codes mean integers, or float8
+_PART_OF_ROW = 128  # columns that share a scale in tiles where all do, and a zero
 
 # by code; e2m1: OCP Microscaling Formats, 2023, 5.3.3; nf4: Dettmers et al., 2023 (QLoRA), appendix E
 TABLES: dict[str, tuple[float, ...]] = {
@@ -43,7 +49,7 @@ TABLES: dict[str, tuple[float, ...]] = {
 
 
 @dataclass(frozen=True)
-class Groups:
+class Groups(FewBits):
     """A weight [out_features, in_features] in groups; groups that do not divide the columns end with a shorter one.
 
     Column `c` of row `r` is `(value(codes[r, c]) - zero) * scales[r // rows_of_scale, c // group_size]`, and is
@@ -61,6 +67,7 @@ class Groups:
         order: int32 [in_features], the input feature of each column; None: as they stand.
     """
 
+    path = "groups"
     code: Code
     bits: int
     codes: Tensor
@@ -108,6 +115,28 @@ class Groups:
         groups = math.ceil(self.shape[1] / self.group_size)
         return self.codes.new_full((self.shape[0], groups), 2 ** (self.bits - 1))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Groups]) -> Groups | None:
+        """Return weights one below another as one; None where they are not alike."""
+        first, *others = parts
+        if not others:
+            return first
+        kinds = {(part.code, part.bits, part.shape[1], part.group_size, part.scales.dtype) for part in parts}
+        if len(kinds) > 1 or any(not _same_order(first, part) for part in others):
+            return None
+        whole_blocks = all(part.shape[0] % part.rows_of_scale == 0 for part in parts[:-1])
+        if len({part.rows_of_scale for part in parts}) > 1 or not whole_blocks:
+            parts = [part.by_row() for part in parts]
+        zeros = None
+        if any(part.zeros is not None for part in parts):
+            zeros = torch.cat([part.explicit_zeros() for part in parts])
+        return replace(
+            parts[0],
+            codes=_as(torch.cat([_bytes(part.codes) for part in parts]), first.codes),
+            scales=_as(torch.cat([_bytes(part.scales) for part in parts]), first.scales),
+            zeros=zeros,
+        )
+
     def by_row(self) -> Groups:
         """Return the same weight with scales for each row."""
         if self.rows_of_scale == 1:
@@ -116,11 +145,7 @@ class Groups:
         return replace(self, scales=_as(scales, self.scales), rows_of_scale=1)
 
     def part(self, shard: Shard | None) -> Groups:
-        """Return some rows, or some columns, in memory that is shared where that can be.
-
-        Raises:
-            ValueError: columns begin within a group, or are not in the order of the input features.
-        """
+        """Return some rows, or some columns; see `FewBits`."""
         if shard is None:
             return self
         rows, *columns = shard.slices(self.shape)
@@ -137,10 +162,69 @@ class Groups:
         zeros = None if self.zeros is None else self.zeros[rows]
         return replace(self, codes=self.codes[rows], scales=self.scales[blocks], zeros=zeros)
 
-    def split(self, count: int) -> Iterator[Groups]:
-        """Yield so many rows at a time, in memory that is shared."""
-        for begin in range(0, self.shape[0], count):
-            yield self.rows(slice(begin, min(begin + count, self.shape[0])))
+    def for_panels(self, *, by_values: bool) -> Groups | None:
+        """Return it in groups that divide the columns, with a scale for each row; None: they are too small."""
+        columns = self.shape[1]
+        even = self.by_row()._evenly()
+        if self.code == "nf4" or columns % BLOCK or (even.group_size < columns and even.group_size % LEAST_GROUP):
+            return None
+        if even.zeros is None or even.bits < 8 or (by_values and bool(even.zeros.all())):
+            return even
+        return replace(even, scales=even.scales.float())  # 128 - 0 is no int8
+
+    def _evenly(self) -> Groups:
+        columns, size = self.shape[1], self.group_size
+        divisor = math.gcd(size, columns)
+        if divisor == size:
+            return self
+        each, count = size // divisor, columns // divisor
+        zeros = None if self.zeros is None else self.zeros.repeat_interleave(each, 1)[:, :count]
+        scales = self.scales.float().repeat_interleave(each, 1)[:, :count]
+        return replace(self, group_size=divisor, scales=scales, zeros=zeros)
+
+    def some_panels(self) -> QuantisedPanels:
+        """Return some rows in panels."""
+        codes = unpacked(self.codes) if self.bits == 4 else self.codes.contiguous()
+        scales = self.scales.bfloat16() if self.scales.dtype == torch.float8_e8m0fnu else self.scales
+        if self.code == "e4m3":
+            return quantised_panels(codes, 8, None, Numbers(scales))
+        if self.code == "e2m1":  # twice the values are integers; half a scale is exact where it is a power of two
+            halves = scales / 2 if scales.dtype == torch.bfloat16 else scales.float() / 2
+            table = torch.tensor(TABLES["e2m1"]).mul(2).to(torch.int8)
+            return quantised_panels(codes, 4, table, Numbers(halves))
+        half = 2 ** (self.bits - 1)
+        mins = None
+        if self.zeros is not None:
+            from_half = half - self.zeros.to(torch.int16)
+            is_float = self.bits == 8 and scales.dtype == torch.float32
+            mins = Numbers(from_half * scales) if is_float else Numbers(from_half.to(torch.int8), scales)
+        if self.bits == 8:
+            return quantised_panels(codes ^ half, 8, None, Numbers(scales), mins)
+        return quantised_panels(codes, 4, torch.arange(-half, half, dtype=torch.int8), Numbers(scales), mins)
+
+    def for_tiles(self) -> Groups | None:
+        """Return it with a scale for each row; None: tiles have no such codes or groups."""
+        group = 0 if self.group_size >= self.shape[1] else self.group_size
+        return None if self.code == "nf4" or not can_tile(group) else self.by_row()
+
+    def some_tiles(self) -> WeightTiles:
+        """Return some rows in tiles."""
+        codes = unpacked(self.codes) if self.bits == 4 else self.codes.view(torch.uint8)
+        group = 0 if self.group_size >= self.shape[1] else self.group_size
+        scales, zeros = self.scales, self.zeros
+        if scales.dtype == torch.float8_e8m0fnu:
+            scales = scales.view(torch.uint8)
+        if self.code != "integer":
+            return tiled(codes, self.code, scales, group)
+        if zeros is None:
+            return tiled(codes, "s4", scales, group) if self.bits == 4 else tiled(codes ^ 128, "s8", scales, group)
+        if not group:  # zeros are by group
+            group, parts = _PART_OF_ROW, -(-self.shape[1] // _PART_OF_ROW)
+            scales, zeros = scales.expand(-1, parts), zeros.expand(-1, parts)
+        if self.bits == 4:
+            return tiled(codes, "u4", scales, group, zeros, "zeros")
+        wide = scales.float()  # so that what stands for the zero is not rounded to 16 bits
+        return tiled(codes ^ 128, "s8", wide, group, wide * (128 - zeros.float()), "least")
 
     def _columns(self, columns: slice) -> Groups:
         if self.order is not None:
@@ -159,44 +243,6 @@ class Groups:
             zeros=None if self.zeros is None else self.zeros[:, groups],
             group_size=size,
         )
-
-
-@runtime_checkable
-class GroupSource(TensorSource, Protocol):
-    """A source whose tensors may stand in groups of few bits; the dtype of such a tensor is one of GROUP_TYPES."""
-
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
-        """Return a matrix, or a part of it and no more, as it is stored; None where it, or that part, is no groups.
-
-        With an expert that expert's matrix [out_features, in_features] of a stack, which is listed as [experts,
-        in_features, out_features].
-        Where this is None, `read` gives its values. Tensors may be views of a mapped file: what is kept must be copied.
-        """
-
-
-GROUP_TYPES = frozenset({"INT4", "INT8", "FP8", "MXFP4", "NF4"})  # what `Stored.dtype` says of groups
-
-
-def fused(parts: Sequence[Groups]) -> Groups | None:
-    """Return weights one below another as one; None where they are not of one kind."""
-    first, *others = parts
-    if not others:
-        return first
-    kinds = {(part.code, part.bits, part.shape[1], part.group_size, part.scales.dtype) for part in parts}
-    if len(kinds) > 1 or any(not _same_order(first, part) for part in others):
-        return None
-    whole_blocks = all(part.shape[0] % part.rows_of_scale == 0 for part in parts[:-1])
-    if len({part.rows_of_scale for part in parts}) > 1 or not whole_blocks:
-        parts = [part.by_row() for part in parts]
-    zeros = None
-    if any(part.zeros is not None for part in parts):
-        zeros = torch.cat([part.explicit_zeros() for part in parts])
-    return replace(
-        parts[0],
-        codes=_as(torch.cat([_bytes(part.codes) for part in parts]), first.codes),
-        scales=_as(torch.cat([_bytes(part.scales) for part in parts]), first.scales),
-        zeros=zeros,
-    )
 
 
 def packed(codes: Tensor) -> Tensor:

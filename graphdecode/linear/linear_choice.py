@@ -15,7 +15,6 @@ from graphdecode.linear.choice_cache import ChoiceCache, processor_name, softwar
 from graphdecode.linear.small_linear_timing import GraphClock, fastest_product
 
 Product = Callable[[Tensor, Tensor], None]  # writes the product of its second argument into its first
-Timing = Callable[[int], float]  # of so many rows: seconds of a product
 _REPETITIONS = 7
 _MARGIN = 1.15  # by so much another path must be faster than the one before it: a busy machine may not turn the choice
 _COUNTERS = 1 << 16
@@ -32,7 +31,7 @@ class LinearChoice:
         config: of the small path.
         us: microseconds of one product; None where nothing was measured.
         gb_per_s: bytes of the weight by that time.
-        runner_up: the second fastest path; of a weight of few bits the dtype of the plain one beside it.
+        runner_up: the second fastest path.
         runner_up_us: its microseconds.
     """
 
@@ -69,15 +68,11 @@ class LinearChoice:
     def from_dict(cls, plain: Mapping[str, Any]) -> Self:
         """Return the choice that `dataclasses.asdict` was given; TypeError where it is none."""
         config = plain.get("config")
-        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(**config)})
+        return cls(**{**plain, "config": None if config is None else SmallLinearConfig(*config)})
 
     def as_report(self) -> dict[str, Any]:
         """Return what is known, for the capture report."""
         known = {name: value for name, value in vars(self).items() if value is not None}
-        if self.us is not None and self.runner_up_us:
-            known["of_runner_up"] = round(self.us / self.runner_up_us, 2)
-            if self.us > self.runner_up_us:
-                known["slower_than"] = self.runner_up
         return known | ({} if self.config is None else {"config": str(self.config)})
 
 
@@ -141,43 +136,6 @@ class LinearTuner:
 
         key = self._key(weight, bias, batch_sizes, f"{', '.join(paths)} | ")
         return self._remembered(key, measure, batch_sizes, tuple(paths))
-
-    def compare(
-        self,
-        kind: str,
-        weight: Tensor,
-        sizes: tuple[int, ...],
-        timings: tuple[Callable[[], Timing], Callable[[], Timing]],
-        read_bytes: Callable[[int], int],
-    ) -> Choices:
-        """Return what weights of few bits take, beside plain ones of their shape: nothing is chosen.
-
-        Args:
-            kind: what the measurement is remembered by, beside the shape; it begins with the form's path.
-            weight: [out_features, in_features], on the CPU or nowhere; never read. Of experts there are several.
-            sizes: how many rows a product may have; those that were never measured are, and beside them what was
-                measured before is returned.
-            timings: make what measures them, and what measures the plain ones; the first is dropped before the second
-                is made.
-            read_bytes: what a product of so many rows reads of them.
-        """
-        path, name = kind.partition(" ")[0], str(weight.dtype).removeprefix("torch.")
-        key = self._key(weight, None, (), f"{kind} | ")
-        if key not in self.choices:
-            stored = _parse(None if self._cache is None else self._cache.get(key)) or {}
-            self.choices[key] = stored if _fits(stored, tuple(stored), (path,)) else {}
-        known = self.choices[key]
-        missing = [rows for rows in sizes if rows not in known]
-        if missing:
-
-            def measured(make: Callable[[], Timing]) -> list[float]:
-                timed = make()
-                return [timed(rows) for rows in missing]
-
-            for rows, own, plain in zip(missing, *map(measured, timings), strict=True):
-                known[rows] = LinearChoice.among(path, None, {path: own, name: plain}, read_bytes(rows))
-            self._keep(key, known)
-        return dict(known)
 
     def choose_small(self, weight: Tensor, bias: Tensor | None, batch_sizes: tuple[int, ...]) -> Choices:
         """Return the fastest product on a GPU for each batch size: cuBLAS, or a configuration of `small_linear`.
@@ -273,5 +231,5 @@ def _fits(choices: Choices, batch_sizes: tuple[int, ...], paths: tuple[str, ...]
 
 
 def _is_possible(config: SmallLinearConfig) -> bool:
-    kind, *sizes = dataclasses.astuple(config)
+    kind, *sizes = config
     return kind in ("dot", "gemv") and all(isinstance(size, int) for size in sizes)

@@ -5,7 +5,6 @@ norm writes the activations, as in a step. Not yet run on a GPU: the tests put a
 """
 
 import contextlib
-import dataclasses
 import statistics
 import warnings
 from collections.abc import Callable, Iterable
@@ -186,7 +185,7 @@ def fastest_product(
 
     out_features, in_features = weight.shape
     configs = candidates(out_features, in_features, weight.element_size(), rows, clock.units)
-    race([dataclasses.replace(config, pdl=clock.has_pdl) for config in configs])
+    race([config._replace(pdl=clock.has_pdl) for config in configs])
     times = {"plain": plain_s} | {str(config): taken for config, taken in seconds.items()}
     winner = min(seconds, key=seconds.__getitem__, default=None)
     if winner is not None and seconds[winner] * _PLAIN_MARGIN > plain_s:

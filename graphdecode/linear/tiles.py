@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
+from graphdecode.kernels.linear.int8_linear import quantise_int8
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear
-from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles
+from graphdecode.kernels.linear.weight_tiles import WeightTiles, columns_of, moved_tiles, tiled
 from graphdecode.kernels.model.act_mul import act_mul
 from graphdecode.kernels.model.tiled_embedding import tiled_embedding
 from graphdecode.kernels.native.early_start import has_early_start
-from graphdecode.linear.blocks import stored_blocks
+from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.fixed import Fixed
-from graphdecode.linear.group_panels import fused_groups, has_groups
+from graphdecode.linear.gguf_blocks import TILED_BLOCKS
+from graphdecode.linear.groups import KEPT_GROUPS
+from graphdecode.linear.kept import Kept
 from graphdecode.linear.linear_choice import LinearChoice
 from graphdecode.linear.plain import ROWS_AT_ONCE, Plain
-from graphdecode.linear.tile_sources import TILED_BLOCKS, int8_tiles, tiles_of_blocks, tiles_of_groups
-from graphdecode.linear.weight_form import (
-    FormOptions,
-    LinearNames,
-    RowTable,
-    Shard,
-    TensorSource,
-    WeightForm,
-    fused_shape,
-    read_bias,
-)
+from graphdecode.linear.weight_form import FormOptions, RowTable, WeightForm
 
 
 class TiledProduct(NamedTuple):
@@ -94,6 +85,7 @@ class Tiles(WeightForm):
     early: bool  # kernels can begin early
     major: int  # of its compute capability
     is_invariant: bool  # a row's bits do not depend on the number of rows
+    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: as they stand
 
     @classmethod
     def why_not(cls, options: FormOptions) -> str:
@@ -102,8 +94,13 @@ class Tiles(WeightForm):
         return "" if is_cuda else f"needs a CUDA device, the device is {options.device.type}"
 
     @classmethod
-    def _of_parts(
-        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[WeightTiles], options: FormOptions
+    def of_tiles(
+        cls,
+        shape: tuple[int, ...],
+        bias: Tensor | None,
+        parts: list[WeightTiles],
+        options: FormOptions,
+        order: Tensor | None = None,
     ) -> Self:
         """Return a weight of parts one below another."""
         device = options.device
@@ -118,15 +115,17 @@ class Tiles(WeightForm):
             has_early_start(device),
             properties.major,
             options.batch_invariant,
+            None if order is None else order.to(device),
         )
 
     def apply(self, out: Tensor, x: Tensor) -> None:
         """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        x = x if self.order is None else torch.index_select(x, 1, self.order)
         self._product(x.shape[0]).write(out, x)
 
     def fused(self, rows: int) -> TiledProduct | None:
-        """Return the product itself."""
-        return self._product(rows)
+        """Return the product itself, unless columns are to be put in order first."""
+        return self._product(rows) if self.order is None else None
 
     def choice(self, rows: int) -> LinearChoice:
         """Return the one path, with how the work is dealt out."""
@@ -134,8 +133,8 @@ class Tiles(WeightForm):
 
     @property
     def row_table(self) -> RowTable | None:
-        """The weight where it is in one part."""
-        return TileRows(self.parts[0]) if len(self.parts) == 1 else None
+        """The weight where it is in one part, and its columns as they stand."""
+        return TileRows(self.parts[0]) if len(self.parts) == 1 and self.order is None else None
 
     @property
     def workspace(self) -> list[Tensor]:
@@ -160,85 +159,27 @@ class Int8Tiles(Tiles):
 
     @classmethod
     def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return the weight rounded to int8."""
-        return cls._of_parts(weight.shape, bias, [int8_tiles(weight, options.row_maxima)], options)
+        """Return the weight rounded to int8, with a scale for each row; see `quantise_int8`."""
+        codes, scales = quantise_int8(weight, options.row_maxima)
+        tiles = tiled(codes.view(torch.uint8), "s8", scales[:, None], 0)
+        return cls.of_tiles(weight.shape, bias, [tiles], options)
 
 
 @dataclass(frozen=True)
-class BlockTiles(Tiles):
-    """A weight in the blocks of few bits in which a GGUF file has it; others are plain."""
+class KeptTiles(Kept, Tiles):
+    """A weight in the few bits in which its source has it."""
 
-    quantize = "gguf"
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a weight that has no blocks as a plain one."""
-        return _plain(options).of(weight, bias, options)
+    kinds: ClassVar[set[str]] = {*TILED_BLOCKS, *KEPT_GROUPS}
 
     @classmethod
-    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are blocks that can be multiplied as they are."""
-        return {source.tensors[name].dtype for name in names.weights} <= TILED_BLOCKS
+    def plain(cls, options: FormOptions) -> type[WeightForm]:
+        """Return the form of plain weights on a GPU."""
+        return Fixed if options.batch_invariant else Plain
 
     @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's blocks, or a part of them; what is no whole blocks is plain."""
-        stored = stored_blocks(source, names, shard) if cls.keeps(source, names) else None
-        if stored is None:
-            return _plain(options).load(source, names, shard, options)
-        shape = fused_shape(source, names.weights, shard)
-        parts = list(_by_type(stored))
-        return cls._of_parts(shape, read_bias(source, names, shard, options), parts, options)
-
-
-@dataclass(frozen=True)
-class GroupTiles(Tiles):
-    """A weight in the groups of few bits in which its source has it."""
-
-    is_of_source = True
-    order: Tensor | None = None  # int32 [in_features], the input feature of each column; None: as they stand
-
-    @classmethod
-    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
-        """Return a weight that has no groups as a plain one."""
-        return _plain(options).of(weight, bias, options)
-
-    @classmethod
-    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
-        """Whether all of a layer's tensors are groups of a kind that can be multiplied."""
-        return has_groups(source, names)
-
-    @classmethod
-    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
-        """Read a layer's groups, or a part of them; what cannot be fused, cut or put in tiles so is plain."""
-        groups = fused_groups(source, names, shard)
-        tiles = None if groups is None else tiles_of_groups(groups)
-        if groups is None or tiles is None:
-            return _plain(options).load(source, names, shard, options)
-        shape = fused_shape(source, names.weights, shard)
-        form = cls._of_parts(shape, read_bias(source, names, shard, options), [tiles], options)
-        return form if groups.order is None else replace(form, order=groups.order.to(options.device))
-
-    def apply(self, out: Tensor, x: Tensor) -> None:
-        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
-        super().apply(out, x if self.order is None else torch.index_select(x, 1, self.order))
-
-    def fused(self, rows: int) -> TiledProduct | None:
-        """Return the product itself, unless columns are to be put in order first."""
-        return super().fused(rows) if self.order is None else None
-
-    @property
-    def row_table(self) -> RowTable | None:
-        """The weight, unless its columns are in another order."""
-        return super().row_table if self.order is None else None
-
-
-def _plain(options: FormOptions) -> type[WeightForm]:
-    """Return the form of plain weights on a GPU."""
-    return Fixed if options.batch_invariant else Plain
-
-
-def _by_type(stored: list[tuple[str, Tensor]]) -> Iterator[WeightTiles]:
-    """Yield tiles of neighbouring tensors of one type."""
-    for block_type, of_type in groupby(stored, lambda each: each[0]):
-        yield tiles_of_blocks(torch.cat([blocks for _, blocks in of_type]), block_type)
+    def of_parts(
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+    ) -> Self | None:
+        """Return parts in tiles; see `Kept`."""
+        made = [held for part in parts if (held := part.tiles()) is not None]
+        return None if len(made) < len(parts) else cls.of_tiles(shape, bias, made, options, parts[0].order)

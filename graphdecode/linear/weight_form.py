@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,14 +65,6 @@ class TensorSource(Protocol):
         """Write one tensor, or a part of it and no more, into `out`, converted to its dtype where that differs."""
 
 
-@runtime_checkable
-class BlockSource(TensorSource, Protocol):
-    """A source whose tensors may stand in blocks of few bits; the type of a block is the tensor's dtype."""
-
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is no rows of blocks."""
-
-
 class LinearNames(NamedTuple):
     """A layer's tensors, in the order in which they are fused along their rows."""
 
@@ -114,8 +106,6 @@ class FormOptions:
             a GPU slower than the plain one for many rows, on a CPU than that of one or two rows with few bits.
         row_maxima: where weights are some columns of a matrix, takes the largest magnitudes of their rows, float32
             [out_features], and returns those of the matrix's, so that a row is rounded as in the whole; else None.
-        report_sizes: rows of steps and passes for which a weight of few bits is timed, for the report; (): none is, and
-            the report has what was timed before.
         in_floats: products are written in float32, whatever the dtype of the activations.
 
     Raises:
@@ -129,7 +119,6 @@ class FormOptions:
     quantize: str | None = None
     batch_invariant: bool = False
     row_maxima: Callable[[Tensor], Tensor] | None = None
-    report_sizes: tuple[int, ...] = ()
     in_floats: bool = False
 
     def __post_init__(self) -> None:
@@ -144,7 +133,7 @@ class WeightForm(ABC):
     Attributes:
         path: the form's name in reports.
         quantize: what `FormOptions.quantize` must be for this form to be taken.
-        is_of_source: it holds what a source has in few bits, and takes no plain weights.
+        is_of_source: it holds what a source has in few bits, and is taken for that where nothing is asked for, too.
         is_measured: among the forms that could be taken and are measured, the fastest is.
         shape: [out_features, in_features].
         bias: [out_features] or None.
@@ -230,11 +219,6 @@ class WeightForm(ABC):
         return []
 
     @property
-    def kind(self) -> str:
-        """Return the form's path, and what its tensors look like: products of one kind take the same time."""
-        return kind_of(self.path, self)
-
-    @property
     def nbytes(self) -> int:
         """How many bytes of weight one product reads."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
@@ -259,24 +243,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_in(part)
-
-
-def kind_of(path: str, form: Any) -> str:
-    """Return a form's path, the shapes, dtypes and words that its fields have, and the names of those that are true."""
-    held = {entry.name: getattr(form, entry.name) for entry in fields(form)}
-    of_fields = [word for name, value in held.items() for word in ((name,) if value is True else _words_of(value))]
-    return " ".join((path, *of_fields))
-
-
-def _words_of(value: Any) -> Iterator[str]:
-    """Yield the shapes and dtypes of tensors, and strings, of tuples too."""
-    if isinstance(value, Tensor):
-        yield f"{str(value.dtype)[6:]}{list(value.shape)}"
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, tuple):
-        for part in value:
-            yield from _words_of(part)
 
 
 def fused_shape(source: TensorSource, names: tuple[str, ...], shard: Shard | None) -> tuple[int, ...]:

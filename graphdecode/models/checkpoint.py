@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.few_bits import FewBits, part_of
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError, read_json, token_ids
 from graphdecode.models.family import config_of, family_of
@@ -124,15 +123,12 @@ class Checkpoint:
             stored = self._stored_as.get(name, name)
             out.copy_(reader.get_tensor(stored) if shard is None else reader.get_slice(stored)[shard.slices(shape)])
 
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
         """Return a matrix, or a part of it, as it is stored; None where it is no groups, or has no such part."""
         packed = self._packed.get(name) if name in self.tensors else None
         if packed is None:
             return None
-        groups = packed.groups(self._part) if expert is None else packed.expert(self._part, expert)
-        with suppress(ValueError):
-            return None if groups is None else groups.part(shard)
-        return None
+        return part_of(packed.groups(self._part) if expert is None else packed.expert(self._part, expert), shard)
 
     def _part(self, name: str, part: tuple[slice, ...]) -> Tensor:
         with safe_open(self._file_of[name], framework="pt") as reader:

@@ -23,14 +23,15 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import MissingInstructions, instructions
 from graphdecode.linear.choice_cache import ChoiceCache
 from graphdecode.linear.forms import check_options, has_form, keeping
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS
-from graphdecode.linear.groups import GROUP_TYPES, GroupSource
+from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
-from graphdecode.linear.tile_sources import TILED_BLOCKS
-from graphdecode.linear.weight_form import BlockSource, FormOptions, LinearNames, Stored, TensorSource
+from graphdecode.linear.tiles import KeptTiles
+from graphdecode.linear.weight_form import FormOptions, LinearNames, Stored, TensorSource
 from graphdecode.models.config import DTYPES, ModelConfig, read_json
 from graphdecode.models.decoder import Decoder
 from graphdecode.models.family import family_of, known_families
+from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.model import Model, ModelShape
 from graphdecode.models.quantised.on_load import FORMS_OF, PLAIN, quantised_on_load
 from graphdecode.models.sources import Source, open_source
@@ -288,7 +289,6 @@ def load_model(
     dtype: str | torch.dtype = "auto",
     max_sequence_length: int | None = None,
     batch_sizes: tuple[int, ...] = (1, 8),
-    report_sizes: tuple[int, ...] = (),
     quantize: str | None = None,
     quantize_group_size: int | None = None,
     batch_invariant: bool = False,
@@ -306,8 +306,6 @@ def load_model(
         dtype: of weights and activations; see `resolve_dtype`.
         max_sequence_length: positions to make rotary angles for; None means all that the model has.
         batch_sizes: of the decode steps, for the choice of linear paths.
-        report_sizes: rows of steps, and tokens of passes of prompts, for which weights of few bits are timed on a CPU,
-            for the report, which takes many seconds; (): none are.
         quantize: None keeps what a checkpoint has in few bits as it is, the blocks of a GGUF file too, where there are
             kernels for it; `"gguf"` refuses where there are none; `"none"` expands all; `"int8"`, `"int4"`, `"fp8"`,
             `"q8_0"` or `"q4_k"` round plain weights while they are read.
@@ -323,7 +321,7 @@ def load_model(
     """
     device = torch.device(device)
     source = open_source(model)
-    if quantize == "gguf" and not isinstance(source, BlockSource):
+    if quantize == "gguf" and not isinstance(source, Gguf):
         raise ArgumentError(f"quantize='gguf' keeps the blocks of a GGUF file, and {source.name} is none")
     expands = quantize == _EXPANDED
     # on a CPU one form of the weight serves all buckets, and the smallest and the largest stand for them
@@ -332,7 +330,7 @@ def load_model(
     def options_of(config: ModelShape, numbers: int) -> FormOptions:
         chosen = resolve_dtype(dtype, config.dtype, device, few_bits=config.few_bits)
         tuner = LinearTuner(numbers * chosen.itemsize, ChoiceCache())
-        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant, report_sizes=tuple(report_sizes))
+        options = FormOptions(device, chosen, tuner, sizes, quantize, batch_invariant)
         has_experts = isinstance(config, ModelConfig) and config.experts is not None
         if quantize in FORMS_OF and (quantize_group_size is not None or has_experts or not has_form(options)):
             options = replace(options, quantize=FORMS_OF[quantize])
@@ -395,13 +393,13 @@ def _has_blocks(source: TensorSource, device: torch.device) -> bool:
     """Whether weights are in blocks that are multiplied as they are on a device."""
     if device.type == "cpu" and native.library() is None:
         return False
-    kinds = TILED_BLOCKS if device.type == "cuda" else GGUF_BLOCKS
-    return isinstance(source, BlockSource) and any(stored.dtype in kinds for stored in source.tensors.values())
+    kinds = (KeptTiles if device.type == "cuda" else KeptPanels).kinds
+    return isinstance(source, Gguf) and any(stored.dtype in kinds for stored in source.tensors.values())
 
 
 def _has_groups(source: TensorSource) -> bool:
     """Whether a checkpoint's weights are in groups; a GGUF file's types of the same name are blocks."""
-    return isinstance(source, GroupSource) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
+    return not isinstance(source, Gguf) and any(stored.dtype in GROUP_TYPES for stored in source.tensors.values())
 
 
 def _check_weights(source: Source, config: ModelConfig) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
-from graphdecode.linear.gguf_blocks import block_values
-from graphdecode.linear.groups import GROUP_TYPES, Groups, GroupSource, fused
-from graphdecode.linear.weight_form import BlockSource, Shard, Stored, TensorSource
+from graphdecode.linear.few_bits import FewBits, FewBitsSource, part_of
+from graphdecode.linear.groups import Groups
+from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.transformers_backend import AdoptedConfig
 from graphdecode.models.weight_map import Part, Run, WeightMap, parts
@@ -108,41 +107,25 @@ class SplitSource:
             for cut, target in zip(cuts, out.split(sizes, dim=axis), strict=True):
                 self._source.read(name, target, replace(cut, within=shard))
 
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return the rank's part of a matrix in blocks; None where it is no blocks, or begins or ends within one."""
-        part, source = self._whole[name], self._source
-        blocks = source.read_blocks(name) if isinstance(source, BlockSource) else None
-        if blocks is None or part.split is None:
-            return blocks
-        values = block_values(source.tensors[name].dtype) if part.split == 1 else 1
-        cuts = [cut.slices(part.shape)[part.split] for cut in self._cuts(part, part.split)]
-        if any(bound % values for cut in cuts for bound in (cut.start, cut.stop)):
-            return None
-        units = part.shape[part.split] // values  # blocks of a row, or rows
-        each = blocks.shape[part.split] // units
-        kept = [torch.arange(cut.start // values * each, cut.stop // values * each) for cut in cuts]
-        return blocks.index_select(part.split, torch.cat(kept))
-
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
-        """Return the rank's part of a matrix in groups of few bits as it is stored; None where it is no groups.
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+        """Return the rank's part of a matrix of few bits as it is stored; None where it has none, or cuts a block.
 
         Raises:
             ArgumentError: the part begins or ends within a group.
         """
         part, source = self._whole[name], self._source
-        if shard is not None or not isinstance(source, GroupSource) or source.tensors[name].dtype not in GROUP_TYPES:
-            return None
-        if part.split is None:
-            return source.read_groups(name, None, expert)
+        stored = source.read_few_bits(name, None, expert) if isinstance(source, FewBitsSource) else None
+        if stored is None or part.split is None:
+            return part_of(stored, shard)
         axis = part.split if expert is None else 2 - part.split  # a stack has its columns first
-        cuts = (replace(cut, axis=axis) for cut in self._cuts(part, part.split))
-        found = [source.read_groups(name, cut, expert) for cut in cuts]
-        whole = [groups for groups in found if groups is not None]
-        if len(whole) == len(found) and (axis == 0 or len(found) == 1):
-            return fused(whole)
-        stored = source.read_groups(name, None, expert)
+        cuts = [replace(cut, axis=axis) for cut in self._cuts(part, part.split)]
+        found = [held for cut in cuts if (held := part_of(stored, cut)) is not None]
+        if len(found) == len(cuts) and (axis == 0 or len(found) == 1):
+            return part_of(type(stored).joined(found), shard)
+        if not isinstance(stored, Groups):
+            return None
         why = f"begins or ends within a group of {source.tensors[name].dtype}"
-        if stored is not None and stored.order is not None:
+        if stored.order is not None:
             why = "has columns of all groups, for they are in another order (GPTQ's desc_act)"
         raise ArgumentError(
             f"tensor_parallel_size={self._count} cannot be had: a part of {name}, {list(part.shape)}, {why}"

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from graphdecode.errors import GraphdecodeError
+from graphdecode.linear.gguf_blocks import BLOCK_OF
 from graphdecode.linear.groups import GROUP_TYPES
 from graphdecode.linear.weight_form import Stored
-from graphdecode.models.gguf.block_types import BLOCK_TYPE_NAMES
 
 _FLOATS = ("F64", "F32", "F16", "BF16")  # what safetensors calls the types that are weights as they stand
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # older checkpoints keep what follows from the configuration
@@ -112,7 +112,7 @@ def check(name: str, tensors: Mapping[str, Stored], weight_map: WeightMap, unuse
         "of an unsupported type": _by_layers(
             (name, f"is {found.dtype} and should be one of {', '.join(_FLOATS)}")
             for name, found in there.items()
-            if found.dtype not in {*_FLOATS, *BLOCK_TYPE_NAMES, *GROUP_TYPES}
+            if found.dtype not in {*_FLOATS, *BLOCK_OF, *GROUP_TYPES}
         ),
     }
     named = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in faults.items() if names)

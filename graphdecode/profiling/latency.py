@@ -18,6 +18,7 @@ from graphdecode.buckets import StepShape
 from graphdecode.engine.runner import LaunchPlan, Runner
 from graphdecode.engine.steps import RowInputs, RowSampling
 from graphdecode.errors import ArgumentError
+from graphdecode.kernels.cache.kv_format import format_of
 from graphdecode.profiling.bandwidth import read_bandwidth
 from graphdecode.profiling.environment import describe_environment
 from graphdecode.profiling.profile_row import ProfileRow, Samples
@@ -99,13 +100,7 @@ def fill_pages(runner: Runner, rows: Sequence[RowInputs]) -> None:
     for inputs in rows:
         pages = torch.tensor(inputs.pages, device=runner.model.device)
         for tensor in (tensor for layer in runner.cache.layers for tensor in layer):
-            shape = (len(pages), *tensor.shape[1:])
-            if tensor.dtype == torch.int8:
-                tensor[pages] = torch.randint(-127, 128, shape, dtype=torch.int8, device=tensor.device)
-            else:
-                drawn = torch.rand(shape, device=tensor.device).to(tensor.dtype)
-                entries = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor  # torch has no index_put of fp8
-                entries[pages] = drawn.view(entries.dtype)
+            format_of(tensor.dtype).fill(tensor, pages)
 
 
 class LatencyProfiler:

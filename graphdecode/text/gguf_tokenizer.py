@@ -10,7 +10,7 @@ import numpy as np
 
 from graphdecode.models import ModelSourceError
 from graphdecode.models.gguf.container import GgufFile
-from graphdecode.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
+from graphdecode.models.gguf.metadata import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 _PREFIX = "tokenizer.ggml."

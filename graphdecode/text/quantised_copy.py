@@ -20,8 +20,8 @@ from graphdecode.models import ModelSourceError
 from graphdecode.models.checkpoint import Checkpoint
 from graphdecode.models.fields import read_json
 from graphdecode.models.gguf.files import shards_of
+from graphdecode.models.gguf.metadata import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.models.gguf.source import Gguf
-from graphdecode.models.gguf.vocabulary import CONTROL, NORMAL, USER_DEFINED
 from graphdecode.models.gguf.writing import GgufModel
 from graphdecode.models.load import check_model
 from graphdecode.models.quantised.compressed_files import quantization_config, write_weights

@@ -7,7 +7,7 @@ The formulas are those of `rope_append` and `decode_attention`. Over an int8 cac
 import torch
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from ..cache.rope_append import rope_append
 from ..native.library import LANES
 from ..native.registration import operator

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from .attention_tile import LOG2_E, PLAN_TILE, cache_bytes, compute_dtype
 
 _HEADS_AT_ONCE = 4  # of one program that appends

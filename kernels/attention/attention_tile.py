@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.kv_format import format_of
 from ..native.optional_triton import tl, triton
 
 LOG2_E = 1.4426950408889634
@@ -18,7 +19,6 @@ _OTHER_BYTES = 8 * 1024  # of shared memory: queries, page numbers, what reducti
 _PROGRAM_REGISTERS = 168  # of a thread, at most; the tests' budgets
 _MOST_REGISTERS = 255  # of a thread
 _PROCESSOR_REGISTERS = 65536  # of every NVIDIA GPU from 2012 on
-_FP8_BITS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _TRITON_DTYPES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -300,13 +300,9 @@ def compute_dtype(q: torch.dtype, cache: torch.dtype) -> Any:
 
 def cache_bytes(cache: Tensor) -> tuple[Tensor, str]:
     """Return what the kernel loads, and how it decodes it; int8, and fp8 that hardware does not convert, are bytes."""
-    if cache.dtype == torch.int8:
-        return cache.view(torch.uint8), "int8"
-    if cache.dtype not in _FP8_BITS:
-        return cache, ""
-    if cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9):
-        return cache, ""
-    return cache.view(torch.uint8), _FP8_BITS[cache.dtype]
+    held = format_of(cache.dtype)
+    is_converted = held.is_converted and cache.is_cuda and torch.cuda.get_device_capability(cache.device) >= (8, 9)
+    return (cache, "") if not held.code or is_converted else (cache.view(torch.uint8), held.code)
 
 
 def tile_sizes(
@@ -350,7 +346,7 @@ def tile_sizes(
 def decode_tile(queries: int, head_dim: int, value_dim: int, q: torch.dtype, cache: torch.dtype) -> dict[str, int]:
     """Return the tile of decode attention over so many queries times heads of a group."""
     compute_itemsize = compute_dtype(q, cache).primitive_bitwidth // 8
-    has_scales = cache == torch.int8
+    has_scales = format_of(cache).own_scale is not None
     return tile_sizes(min(queries, 64), head_dim, value_dim, cache.itemsize, compute_itemsize, has_scales=has_scales)
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from ..native.library import LANES
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, OneOf, Written

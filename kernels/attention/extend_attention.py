@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from ..native.library import LANES
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator

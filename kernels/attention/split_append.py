@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..cache.page_scales import PageScales, is_mixed
+from ..cache.kv_format import PageScales, format_of
 from ..cache.rope_append import heads_scale
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
@@ -271,7 +271,7 @@ def append_attention_triton(
     Raises:
         ValueError: the cache is int8: `rope_append` mixes its keys, and `decode_attention` reads them.
     """
-    if is_mixed(k_cache):
+    if format_of(k_cache.dtype).is_mixed:
         raise ValueError("keys of an int8 cache are appended by rope_append, not in the launch that attends to them")
     rows, query_heads, head_dim = out.shape
     heads = Heads(1, query_heads // k_cache.shape[2], k_cache.shape[2])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..cache.page_scales import PageScales
+from ..cache.kv_format import PageScales
 from ..native.optional_triton import tl, triton
 from .attention_records import Pages, form_of, launch_options, logits_of
 from .attention_tile import (

@@ -14,7 +14,7 @@ from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
-from .page_scales import PageScales, encoded, is_mixed, mixed
+from .kv_format import PageScales, format_of, mixed
 
 
 @triton.jit
@@ -28,6 +28,20 @@ def heads_scale(x, heads, eps, HEAD_DIM: tl.constexpr, HEADS: tl.constexpr, BLOC
         values = tl.load(x + head[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
         squares += values * values
     return 1.0 / tl.sqrt(tl.sum(squares) / (heads * HEAD_DIM) + eps)
+
+
+@triton.jit
+def _keep(x, to, inside, unit, scales, scales_at, is_head, KV_BITS: tl.constexpr, IS_FP8: tl.constexpr):
+    """Write heads [HEADS, BLOCK_D] to a cache, with their scales where it has some."""
+    element = to.dtype.element_ty
+    if KV_BITS == "int8":
+        of_heads = int8_scale(x, 1)
+        tl.store(scales + scales_at, of_heads, mask=is_head)
+        tl.store(to, int8_codes(x, of_heads.to(tl.float32)[:, None]), mask=inside)
+    elif IS_FP8:
+        tl.store(to, quantise(x / unit, KV_BITS, element), mask=inside)
+    else:
+        tl.store(to, quantise(x, KV_BITS, element), mask=inside)
 
 
 # One program takes one token and HEADS of its heads: it reads them (queries and keys twice, the second time from L1,
@@ -108,33 +122,22 @@ def _rope_append_kernel(
         rotated.to(q_out.dtype.element_ty),
         mask=is_query[:, None] & turned,
     )
-    k_at = cache.k_cache + page * cache.k_page_stride + place * cache.k_token_stride
-    k_at += (head - qo_heads) * cache.k_head_stride
     scales_at = page * cache.scales_page_stride + place
-    if KV_BITS == "int8":
-        of_heads = int8_scale(rotated, 1)
-        tl.store(cache.k_scales + scales_at + (head - qo_heads) * cache.scales_head_stride, of_heads, mask=is_key)
-        new_k = int8_codes(rotated, of_heads.to(tl.float32)[:, None])
-    elif TURN.IS_FP8:
-        new_k = quantise(rotated / cache.k_unit, KV_BITS, cache.k_cache.dtype.element_ty)
-    else:
-        new_k = quantise(rotated, KV_BITS, cache.k_cache.dtype.element_ty)
-    tl.store(k_at[:, None] + dims[None, :], new_k, mask=is_key[:, None] & turned)
+    k_at = cache.k_cache + page * cache.k_page_stride + place * cache.k_token_stride
+    key_head = head - qo_heads
+    inside = is_key[:, None] & turned
+    k_at = k_at + (key_head * cache.k_head_stride)[:, None] + dims[None, :]
+    k_scales = scales_at + key_head * cache.scales_head_stride
+    _keep(rotated, k_at, inside, cache.k_unit, cache.k_scales, k_scales, is_key, KV_BITS, TURN.IS_FP8)
 
     value_head = head - qo_heads - kv_heads
-    is_value_head = (value_head >= 0) & (value_head < kv_heads)
-    is_value = is_value_head[:, None] & (dims < HEAD_DIM)[None, :]
-    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=is_value, other=0.0).to(tl.float32)
-    v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride + value_head * cache.v_head_stride
-    if KV_BITS == "int8":
-        of_heads = int8_scale(value, 1)
-        tl.store(cache.v_scales + scales_at + value_head * cache.scales_head_stride, of_heads, mask=is_value_head)
-        new_v = int8_codes(value, of_heads.to(tl.float32)[:, None])
-    elif TURN.IS_FP8:
-        new_v = quantise(value / cache.v_unit, KV_BITS, cache.v_cache.dtype.element_ty)
-    else:
-        new_v = quantise(value, KV_BITS, cache.v_cache.dtype.element_ty)
-    tl.store(v_at[:, None] + dims[None, :], new_v, mask=is_value)
+    is_value = (value_head >= 0) & (value_head < kv_heads)
+    inside = is_value[:, None] & (dims < HEAD_DIM)[None, :]
+    value = tl.load(source + head[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0).to(tl.float32)
+    v_at = cache.v_cache + page * cache.v_page_stride + place * cache.v_token_stride
+    v_at = v_at + (value_head * cache.v_head_stride)[:, None] + dims[None, :]
+    v_scales = scales_at + value_head * cache.scales_head_stride
+    _keep(value, v_at, inside, cache.v_unit, cache.v_scales, v_scales, is_value, KV_BITS, TURN.IS_FP8)
 
 
 def rope_append_triton(
@@ -158,7 +161,7 @@ def rope_append_triton(
     tokens, qo_heads, head_dim = q_out.shape
     page_size, kv_heads = k_cache.shape[1:3]
     turn = TurnForm.of(cos_sin, q_norm, k_cache)
-    if is_mixed(k_cache) and head_dim > 128:
+    if format_of(k_cache.dtype).is_mixed and head_dim > 128:
         turn = turn._replace(HEADS=2)  # mixing four in a program spills
     _rope_append_kernel[(tokens, triton.cdiv(qo_heads + 2 * kv_heads, turn.HEADS))](
         q_out,
@@ -255,22 +258,13 @@ def rope_append(
     wide = torch.cat((queries, keys), dim=1).float()
     first, second = wide[..., :half], wide[..., half : 2 * half]
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
-    if is_mixed(k_cache):
+    if format_of(k_cache.dtype).is_mixed:
         rotated = mixed(rotated)
     q_out[:count] = rotated[:, :qo_heads]
     pages, places = page_table[row, position // page_size].long(), position % page_size
     units, of_pages = (k_scale, v_scale), scales or (None, None)
     for cache, new, unit, own in zip((k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True):
-        if own is not None:
-            cache[pages, places], own[pages, :, places] = encoded(new)
-            continue
-        entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
-        entries[pages, places] = narrowed(new / unit if unit != 1.0 else new, cache.dtype).view(entries.dtype)
-
-
-def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return values as a cache of some type holds them: fp8 e4m3 knows no infinity, and torch makes NaN of it."""
-    return x.float().clamp(-448.0, 448.0).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+        format_of(cache.dtype).write(cache, (pages, places), new, unit, own)
 
 
 def _normed_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:

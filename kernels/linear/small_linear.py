@@ -52,17 +52,11 @@ def small_linear_triton(
     eps: float,
     epilogue: str,
     scale: float,
-    kind: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    splits: int,
-    num_warps: int,
-    num_stages: int,
-    pdl: bool,
+    config: SmallLinearConfig,
 ) -> None:
     """Launch the kernel; see `small_linear` for the arguments."""
     rows, depth = x.shape
+    kind, block_n, block_k, splits, num_warps, num_stages, pdl, block_m = config
     width = out.shape[1]
     part = triton.cdiv(triton.cdiv(depth, block_k), splits) * block_k
     splits = triton.cdiv(depth, part)  # none is empty
@@ -99,14 +93,7 @@ def _small_linear(
     eps: float,
     epilogue: Annotated[str, EPILOGUES],
     scale: float,
-    kind: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    splits: int,
-    num_warps: int,
-    num_stages: int,
-    pdl: bool,
+    config: SmallLinearConfig,
 ) -> None:
     """Compute with torch's own operators, which need none of the configuration; see `small_linear`."""
     given = x if gain is None else normed(x, gain, eps).to(x.dtype)
@@ -159,10 +146,7 @@ def small_linear(
     if config.kind == "gemv" and rows > GEMV_ROWS:
         raise ValueError(f"x has {rows} rows; the gemv kernel takes 1..{GEMV_ROWS}")
     partial = partial_sums(config, x, out_features, counters)
-    _small_linear(
-        out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config.kind, config.block_m,
-        config.block_n, config.block_k, config.splits, config.num_warps, config.num_stages, config.pdl,
-    )  # fmt: skip
+    _small_linear(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, config)
 
 
 def partial_sums(config: SmallLinearConfig, x: Tensor, out_features: int, counters: Tensor | None) -> Tensor | None:

@@ -1,6 +1,6 @@
 """How the product of a few rows may be dealt out on a GPU."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .weight_tiles import TileLayout
 
@@ -33,8 +33,7 @@ _WARPS_AT_WORK = 12  # of a multiprocessor, that a split of a weight of few bits
 _WAVES = (1, 2, 4)  # programs for each multiprocessor that a split aims at
 
 
-@dataclass(frozen=True)
-class SmallLinearConfig:
+class SmallLinearConfig(NamedTuple):
     """How the product of one shape is dealt out.
 
     Attributes:

@@ -15,16 +15,14 @@ from torch import Tensor
 from ..model.act_mul import gated
 from ..native.optional_triton import triton
 from ..native.registration import operator
-from ..native.signature import AnyElement, Float32, OneOf, Written
+from ..native.signature import AnyElement, Float32, Written
 from ..norm.rms_norm import normed
 from .code_words import CODES, assembly
 from .small_linear import EPILOGUES, FP16_RANGE, PREFETCH_BYTES, partial_sums, parts_at_once
 from .small_linear_config import SmallLinearConfig
 from .tiled_linear_kernels import tiled_linear_kernel
-from .weight_tiles import SECOND_KINDS, TileLayout, WeightTiles, dequantised
+from .weight_tiles import WeightTiles, columns_of, dequantised
 
-KINDS = OneOf(tuple(CODES))
-SECONDS = OneOf(SECOND_KINDS)
 _WORDS = {1: torch.int8, 2: torch.int16}  # in which the numbers of a row are read, by their bytes; else of 32 bits
 
 
@@ -43,9 +41,10 @@ class Words(NamedTuple):
     seconds: Tensor | None
 
     @classmethod
-    def of(cls, words: Tensor, high: Tensor | None, scales: Tensor, seconds: Tensor | None) -> Self:
+    def of(cls, tiles: WeightTiles) -> Self:
         """Return the words of a weight's tensors."""
-        return cls(words, high, words_of(scales), None if seconds is None else words_of(seconds))
+        seconds = None if tiles.seconds is None else words_of(tiles.seconds)
+        return cls(tiles.words, tiles.high, words_of(tiles.scales), seconds)
 
 
 class TileForm(NamedTuple):
@@ -76,9 +75,9 @@ class TileForm(NamedTuple):
     BLOCK_K: int
 
     @classmethod
-    def of(cls, code: str, second_kind: str, group: int, step: int, scales: Tensor, weight: Words, x: Tensor) -> Self:
+    def of(cls, tiles: WeightTiles, weight: Words, x: Tensor) -> Self:
         """Return what is to be known to multiply a weight with `x`."""
-        kind, span = CODES[code], weight.words.shape[-1]
+        kind, (code, _, group, span, step), scales = CODES[tiles.code], tiles.layout, tiles.scales
         dtype = torch.float16 if x.dtype == torch.float16 else torch.bfloat16
         return cls(
             ASSEMBLY=tuple(assembly(code, dtype, place) for place in range(step // (kind.per_word * span))),
@@ -87,7 +86,7 @@ class TileForm(NamedTuple):
             SPAN=span,
             GROUP=group,
             SCALES="exponent" if scales.dtype == torch.uint8 else str(scales.dtype).removeprefix("torch."),
-            SECONDS=second_kind,
+            SECONDS=tiles.second_kind,
             SCALE_WORDS=weight.scales.shape[-1],
             SECOND_WORDS=0 if weight.seconds is None else weight.seconds.shape[-1],
             BLOCK_K=step,
@@ -125,10 +124,7 @@ class _Form(NamedTuple):
 def tiled_linear_triton(
     out: Tensor,
     x: Tensor,
-    words: Tensor,
-    high: Tensor | None,
-    scales: Tensor,
-    seconds: Tensor | None,
+    tiles: WeightTiles,
     bias: Tensor | None,
     gain: Tensor | None,
     partial: Tensor | None,
@@ -136,44 +132,35 @@ def tiled_linear_triton(
     eps: float,
     epilogue: str,
     scale: float,
-    code: str,
-    second_kind: str,
-    group: int,
-    step: int,
-    block_m: int,
-    block_n: int,
-    splits: int,
-    num_warps: int,
-    num_stages: int,
-    pdl: bool,
+    config: SmallLinearConfig,
 ) -> None:
     """Launch the kernel; see `tiled_linear` for the arguments."""
     rows, depth = x.shape
-    tiles, weight_rows, span = words.shape
-    tile = CODES[code].per_word * span
-    columns = tiles * tile
-    part = triton.cdiv(columns // step, splits) * step
+    weight_rows, span = tiles.words.shape[1:]
+    tile, columns, step = CODES[tiles.code].per_word * span, columns_of(tiles), tiles.step
+    block_m, block_n, pdl = config.block_m, config.block_n, config.pdl
+    part = triton.cdiv(columns // step, config.splits) * step
     splits = triton.cdiv(columns, part)  # none is empty
     ahead = min(part // tile, max(PREFETCH_BYTES // (block_n * span * 2), 1)) if pdl else 0
-    weight = Words.of(words, high, scales, seconds)
+    weight = Words.of(tiles)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
     tiled_linear_kernel[(triton.cdiv(rows, block_m), triton.cdiv(weight_rows, block_n), splits)](
         out, x, weight, bias, gain, partial, counters, rows, splits,
         _Sizes(out.shape[1], weight_rows, depth, columns, x.stride(0), out.stride(0), part, eps, scale),
-        WEIGHT=TileForm.of(code, second_kind, group, step, scales, weight, x),
+        WEIGHT=TileForm.of(tiles, weight, x),
         FORM=_Form(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
-            STAGES=num_stages,
+            STAGES=config.num_stages,
             AHEAD=1 << ahead.bit_length() - 1 if ahead else 0,
             EVEN_K=depth == columns,
             SPLIT=splits > 1,
-            AT_ONCE=parts_at_once(block_n * block_m, num_warps),
+            AT_ONCE=parts_at_once(block_n * block_m, config.num_warps),
             EPILOGUE=epilogue,
             RANGE=FP16_RANGE if x.dtype == torch.float16 else 1.0,
         ),
         PDL=pdl,
-        num_warps=num_warps,
+        num_warps=config.num_warps,
         **options,
     )  # fmt: skip
 
@@ -182,10 +169,7 @@ def tiled_linear_triton(
 def _tiled_linear(
     out: Written[Tensor],
     x: Tensor,
-    words: AnyElement,
-    high: AnyElement | None,
-    scales: AnyElement,
-    seconds: AnyElement | None,
+    tiles: WeightTiles,
     bias: Tensor | None,
     gain: Float32 | None,
     partial: Written[AnyElement] | None,
@@ -193,20 +177,10 @@ def _tiled_linear(
     eps: float,
     epilogue: Annotated[str, EPILOGUES],
     scale: float,
-    code: Annotated[str, KINDS],
-    second_kind: Annotated[str, SECONDS],
-    group: int,
-    step: int,
-    block_m: int,
-    block_n: int,
-    splits: int,
-    num_warps: int,
-    num_stages: int,
-    pdl: bool,
+    config: SmallLinearConfig,
 ) -> None:
     """Compute with torch's own operators, which need none of the configuration; see `tiled_linear`."""
-    layout = TileLayout(code, second_kind, group, words.shape[2], step)
-    weight = dequantised(WeightTiles(words, high, scales, seconds, layout))[:, : x.shape[1]]
+    weight = dequantised(tiles)[:, : x.shape[1]]
     product = (x.float() if gain is None else normed(x, gain, eps)) @ weight.T
     if bias is not None:
         product += bias.float()
@@ -253,9 +227,4 @@ def tiled_linear(
         ValueError: too few counters, or an epilogue that is not known.
     """
     partial = partial_sums(config, x, tiles.words.shape[1], counters)
-    layout = tiles.layout
-    _tiled_linear(
-        out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,
-        scale, layout.code, layout.second_kind, layout.group, layout.step, config.block_m, config.block_n,
-        config.splits, config.num_warps, config.num_stages, config.pdl,
-    )  # fmt: skip
+    _tiled_linear(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, config)

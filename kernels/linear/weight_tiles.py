@@ -18,11 +18,12 @@ Beside its scale a group may have a second number. What a weight is worth follow
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..native.signature import AnyElement, OneOf
 from .code_words import CODES, from_words, to_words, values_of
 
 SUPER = 256  # columns of one of GGUF's blocks with scales of two levels
@@ -64,14 +65,32 @@ class WeightTiles(NamedTuple):
         high: int16 [tiles of higher bits, rows, span]; None: there are none.
         scales: [steps, rows, scales of a step]; of groups that are larger than a step as many as there are.
         seconds: likewise, or None.
-        layout: what they mean.
+        code: what the tensors mean, as `TileLayout` has it, and so the others.
+        second_kind: likewise.
+        group: likewise.
+        step: likewise.
     """
 
-    words: Tensor
-    high: Tensor | None
-    scales: Tensor
-    seconds: Tensor | None
-    layout: TileLayout
+    words: AnyElement
+    high: AnyElement | None
+    scales: AnyElement
+    seconds: AnyElement | None
+    code: Annotated[str, OneOf(tuple(CODES))]
+    second_kind: Annotated[str, OneOf(SECOND_KINDS)]
+    group: int
+    step: int
+
+    @classmethod
+    def of(
+        cls, words: Tensor, high: Tensor | None, scales: Tensor, seconds: Tensor | None, layout: TileLayout
+    ) -> WeightTiles:
+        """Return tensors with what they mean."""
+        return cls(words, high, scales, seconds, layout.code, layout.second_kind, layout.group, layout.step)
+
+    @property
+    def layout(self) -> TileLayout:
+        """What the tensors mean."""
+        return TileLayout(self.code, self.second_kind, self.group, self.words.shape[2], self.step)
 
 
 def can_tile(group: int) -> bool:
@@ -131,7 +150,7 @@ def tiled(
         None if given is None else by_unit(given, count) for given, count in zip((scales, seconds), counts, strict=True)
     ]
     assert held[0] is not None
-    return WeightTiles(*to_words(codes, code, layout.span), held[0], held[1], layout)
+    return WeightTiles.of(*to_words(codes, code, layout.span), held[0], held[1], layout)
 
 
 def empty_tiles(
@@ -155,7 +174,7 @@ def empty_tiles(
         return torch.empty(columns // (per_word * layout.span), rows, layout.span, dtype=torch.int16, device=device)
 
     seconds = torch.empty(units, rows, counts[1], dtype=second_dtype, device=device)
-    return WeightTiles(
+    return WeightTiles.of(
         words(kind.per_word),
         words(kind.spans_of_high) if kind.spans_of_high else None,
         torch.empty(units, rows, counts[0], dtype=dtype, device=device),
@@ -183,7 +202,7 @@ def _six_bits(words: Tensor) -> Tensor:
 
 def _of_groups(tiles: WeightTiles) -> tuple[Tensor, Tensor | None]:
     """Return what the values of each group are multiplied with, and what is added, float32 [units, rows, groups]."""
-    scales, seconds, kind = tiles.scales, tiles.seconds, tiles.layout.second_kind
+    scales, seconds, kind = tiles.scales, tiles.seconds, tiles.second_kind
     wide = exponent_scales(scales) if scales.dtype == torch.uint8 else scales.float()
     if seconds is None:
         return wide, None
@@ -202,11 +221,11 @@ def exponent_scales(exponents: Tensor) -> Tensor:
 
 def dequantised(tiles: WeightTiles) -> Tensor:
     """Return the weight in float32, [rows, columns], those that fill it up as well."""
-    codes = from_words(tiles.words, tiles.high, tiles.layout.code)
-    weight = values_of(tiles.layout.code).to(codes.device)[codes.int()]
+    codes = from_words(tiles.words, tiles.high, tiles.code)
+    weight = values_of(tiles.code).to(codes.device)[codes.int()]
 
     def spread(given: Tensor) -> Tensor:
-        each = tiles.layout.group or codes.shape[1]
+        each = tiles.group or codes.shape[1]
         return given.transpose(0, 1).flatten(1).repeat_interleave(each, 1)[:, : codes.shape[1]]
 
     scales, offsets = _of_groups(tiles)
@@ -218,23 +237,21 @@ def dequantised(tiles: WeightTiles) -> Tensor:
 
 def columns_of(tiles: WeightTiles) -> int:
     """Return the columns of a weight in tiles, those that fill it up as well."""
-    return tiles.words.shape[0] * CODES[tiles.layout.code].per_word * tiles.layout.span
+    return tiles.words.shape[0] * CODES[tiles.code].per_word * tiles.layout.span
 
 
 def moved_tiles(tiles: WeightTiles, device: torch.device) -> WeightTiles:
     """Return the same weight on a device."""
-    held = [None if part is None else part.to(device) for part in tiles[:4]]
-    return WeightTiles(*held, tiles.layout)  # type: ignore[call-arg, arg-type]
+    held = {name: part for name, part in tiles._asdict().items() if isinstance(part, Tensor)}
+    moved: dict[str, Any] = {name: part.to(device) for name, part in held.items()}
+    return tiles._replace(**moved)
 
 
 def joined_tiles(parts: list[WeightTiles]) -> WeightTiles:
     """Return the rows of some weights, one below another, as one; their layouts are the same."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = [
-        None if each[0] is None else torch.cat(each, dim=1) for each in zip(*(part[:4] for part in parts), strict=True)
-    ]
-    words, high, scales, seconds = whole
-    assert words is not None
-    assert scales is not None
-    return WeightTiles(words, high, scales, seconds, parts[0].layout)
+    first, *others = parts
+    if not others:
+        return first
+    held = [name for name, part in first._asdict().items() if isinstance(part, Tensor)]
+    joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts], dim=1) for name in held}
+    return first._replace(**joined)

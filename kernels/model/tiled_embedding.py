@@ -1,17 +1,14 @@
 """Token embedding from a table in tiles of few bits, which is the output layer's weight, too, or like one."""
 
-from typing import Annotated
-
 import torch
 from torch import Tensor
 
 from ..linear.code_words import CODES
-from ..linear.tiled_linear import KINDS, SECONDS
-from ..linear.weight_tiles import TileLayout, WeightTiles, dequantised
+from ..linear.weight_tiles import WeightTiles, dequantised
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import AnyElement, Int32, Int64, Written
+from ..native.signature import Int32, Int64, Written
 
 _MAX_BLOCK = 1024
 
@@ -109,21 +106,9 @@ def _tiled_embedding_kernel(
     tl.store(out + token.to(tl.int64) * hidden + columns, value.to(out.dtype.element_ty), mask=inside)
 
 
-def tiled_embedding_triton(
-    out: Tensor,
-    tokens: Tensor,
-    words: Tensor,
-    high: Tensor | None,
-    scales: Tensor,
-    seconds: Tensor | None,
-    live: Tensor,
-    code: str,
-    second_kind: str,
-    group: int,
-    step: int,
-    scale: float,
-) -> None:
+def tiled_embedding_triton(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tensor, scale: float = 1.0) -> None:
     """Launch the kernel; see `tiled_embedding` for the arguments."""
+    words, high, scales, seconds, code, second_kind, group, step = tiles
     kind, hidden = CODES[code], out.shape[1]
     block = min(triton.next_power_of_2(hidden), _MAX_BLOCK)
     _tiled_embedding_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
@@ -143,29 +128,7 @@ def tiled_embedding_triton(
 
 
 @operator(triton_version=tiled_embedding_triton)
-def _tiled_embedding(
-    out: Written[Tensor],
-    tokens: Int64,
-    words: AnyElement,
-    high: AnyElement | None,
-    scales: AnyElement,
-    seconds: AnyElement | None,
-    live: Int32,
-    code: Annotated[str, KINDS],
-    second_kind: Annotated[str, SECONDS],
-    group: int,
-    step: int,
-    scale: float,
-) -> None:
-    """Compute with torch's own operators; see `tiled_embedding`."""
-    layout = TileLayout(code, second_kind, group, words.shape[2], step)
-    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
-    known = alive & (tokens >= 0) & (tokens < words.shape[1])
-    table = dequantised(WeightTiles(words, high, scales, seconds, layout))[:, : out.shape[1]]
-    out.copy_(table[torch.where(known, tokens, 0)].to(out.dtype).float() * scale)
-
-
-def tiled_embedding(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tensor, scale: float = 1.0) -> None:
+def tiled_embedding(out: Written[Tensor], tokens: Int64, tiles: WeightTiles, live: Int32, scale: float = 1.0) -> None:
     """Write `scale * weight[tokens[i]]` into `out[i]`; dead tokens, and ids that no row has, read row 0.
 
     Args:
@@ -175,5 +138,7 @@ def tiled_embedding(out: Tensor, tokens: Tensor, tiles: WeightTiles, live: Tenso
         live: int32 [1], how many of the tokens are live.
         scale: multiplies the rows, in fp32.
     """
-    code, second_kind, group, _, step = tiles.layout
-    _tiled_embedding(out, tokens, *tiles[:4], live, code, second_kind, group, step, scale)
+    alive = torch.arange(tokens.shape[0], device=tokens.device) < live
+    known = alive & (tokens >= 0) & (tokens < tiles.words.shape[1])
+    table = dequantised(tiles)[:, : out.shape[1]]
+    out.copy_(table[torch.where(known, tokens, 0)].to(out.dtype).float() * scale)

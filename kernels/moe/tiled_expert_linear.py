@@ -10,16 +10,15 @@ from typing import Annotated, NamedTuple
 
 from torch import Tensor
 
-from ..linear.code_words import CODES
 from ..linear.small_linear_config import SmallLinearConfig
 from ..linear.small_linear_kernels import block_rows
-from ..linear.tiled_linear import KINDS, SECONDS, TileForm, Words
+from ..linear.tiled_linear import TileForm, Words
 from ..linear.tiled_linear_kernels import tiled_sums
-from ..linear.weight_tiles import TileLayout, WeightTiles, dequantised
+from ..linear.weight_tiles import WeightTiles, columns_of, dequantised
 from ..native.early_start import early_start_options, wait_and_trigger
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
-from ..native.signature import AnyElement, Int32, Written
+from ..native.signature import Int32, Written
 from .expert_linear import GATES, expert_of_program, gate_times_up, write_products
 
 
@@ -97,10 +96,7 @@ def tiled_expert_linear_kernel(
 def tiled_expert_linear_triton(
     out: Tensor,
     x: Tensor,
-    words: Tensor,
-    high: Tensor | None,
-    scales: Tensor,
-    seconds: Tensor | None,
+    tiles: WeightTiles,
     bias: Tensor | None,
     order: Tensor,
     offsets: Tensor,
@@ -108,29 +104,21 @@ def tiled_expert_linear_triton(
     gate: str,
     alpha: float,
     limit: float,
-    code: str,
-    second_kind: str,
-    group: int,
-    step: int,
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
+    config: SmallLinearConfig,
 ) -> None:
     """Launch the kernel; see `tiled_expert_linear` for the arguments."""
     (pairs, width), depth = out.shape, x.shape[1]
     experts = offsets.shape[0] - 1
-    tiles, _, span = words.shape
-    columns = tiles * CODES[code].per_word * span
-    weight = Words.of(words, high, scales, seconds)
+    block_m, block_n = config.block_m, config.block_n
+    columns, weight = columns_of(tiles), Words.of(tiles)
     most_tiles = pairs // block_m + min(pairs, experts)
     blocks = triton.cdiv(width, block_n if gate == "none" else block_n // 2)
     tiled_expert_linear_kernel[(most_tiles, blocks)](
         out, x, weight, bias, order, offsets, experts, slots,
         _Sizes(width, depth, columns, x.stride(0), alpha, limit),
-        WEIGHT=TileForm.of(code, second_kind, group, step, scales, weight, x),
-        FORM=_Form(gate, triton.next_power_of_2(experts), block_m, block_n, num_stages, depth == columns),
-        num_warps=num_warps,
+        WEIGHT=TileForm.of(tiles, weight, x),
+        FORM=_Form(gate, triton.next_power_of_2(experts), block_m, block_n, config.num_stages, depth == columns),
+        num_warps=config.num_warps,
         **early_start_options(out.device),
     )  # fmt: skip
 
@@ -139,10 +127,7 @@ def tiled_expert_linear_triton(
 def _tiled_expert_linear(
     out: Written[Tensor],
     x: Tensor,
-    words: AnyElement,
-    high: AnyElement | None,
-    scales: AnyElement,
-    seconds: AnyElement | None,
+    tiles: WeightTiles,
     bias: Tensor | None,
     order: Int32,
     offsets: Int32,
@@ -150,18 +135,10 @@ def _tiled_expert_linear(
     gate: Annotated[str, GATES],
     alpha: float,
     limit: float,
-    code: Annotated[str, KINDS],
-    second_kind: Annotated[str, SECONDS],
-    group: int,
-    step: int,
-    block_m: int,
-    block_n: int,
-    num_warps: int,
-    num_stages: int,
+    config: SmallLinearConfig,
 ) -> None:
     """Compute with torch's own operators, which need none of the configuration; see `tiled_expert_linear`."""
-    layout = TileLayout(code, second_kind, group, words.shape[2], step)
-    weight = dequantised(WeightTiles(words, high, scales, seconds, layout))[:, : x.shape[1]]
+    weight = dequantised(tiles)[:, : x.shape[1]]
     own = weight.unflatten(0, (len(offsets) - 1, -1)).__getitem__
     write_products(out, x, own, bias, order, offsets, slots=slots, gate=gate, alpha=alpha, limit=limit)
 
@@ -198,8 +175,4 @@ def tiled_expert_linear(
     Raises:
         ValueError: the gate is not known.
     """
-    layout = tiles.layout
-    _tiled_expert_linear(
-        out, x, *tiles[:4], bias, order, offsets, slots, gate, alpha, limit, *layout[:3], layout.step, config.block_m,
-        config.block_n, config.num_warps, config.num_stages,
-    )  # fmt: skip
+    _tiled_expert_linear(out, x, tiles, bias, order, offsets, slots, gate, alpha, limit, config)

@@ -96,7 +96,7 @@ INLINE void butterflies(float *x, const int64_t apart, int64_t dim) {
         }
 }
 
-/* A head times an orthonormal Hadamard matrix over its neighbouring channels; see page_scales.py. */
+/* A head times an orthonormal Hadamard matrix over its neighbouring channels; see kv_format.py. */
 static inline void mix_head(float *x, int64_t dim) {
     const int64_t count = dim & -dim;
     if (count > 1) butterflies(x, 1, dim);

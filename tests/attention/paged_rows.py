@@ -9,7 +9,7 @@ import torch
 from attention_oracle import Options, attend
 from torch import Tensor
 
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 
 TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 1e-2}
 

@@ -14,7 +14,7 @@ from graphdecode.cache import CacheScales
 from graphdecode.kernels.attention.append_attention import append_attention_triton
 from graphdecode.kernels.attention.attention_plan import attention_plan_triton, plan_size, work_items
 from graphdecode.kernels.attention.decode_attention import decode_attention_triton
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
@@ -257,7 +257,7 @@ def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
         attention = PagedDecodeAttention(
             max_batch_size=rows, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **sizes
         )
-        monkeypatch.setattr(attention, "_appends_apart", is_apart)
+        monkeypatch.setattr(attention, "appends_apart", is_apart)
         scales = PageScales(*torch.full((2, 16, kv_heads, page), 0.01, dtype=torch.bfloat16))
         keys, values = codes.clone()
         attention.plan(lens, live)

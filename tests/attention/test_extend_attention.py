@@ -12,7 +12,7 @@ from paged_rows import PagedRows, tolerance
 from graphdecode import InferenceParams
 from graphdecode.attention import cached_attention
 from graphdecode.kernels.attention.extend_attention import extend_attention_triton
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
 

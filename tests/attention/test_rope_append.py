@@ -6,7 +6,7 @@ import pytest
 import torch
 from paged_rows import mixing
 
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.cache.rope_append import rope_append_triton
 from graphdecode.kernels.native.registration import versions
 

@@ -12,7 +12,7 @@ from graphdecode import LLM, BucketConfig, SamplingParams
 from graphdecode.cache import PagedKVCache
 from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
 from graphdecode.engine.loading import make_runner
-from graphdecode.kernels.cache.page_scales import decoded, encoded
+from graphdecode.kernels.cache.kv_format import KV_FORMATS, decoded, encoded
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models import load_model, resolve_model_path
@@ -167,4 +167,15 @@ def test_a_checkpoints_scales_divide_what_fp8_holds(tmp_path, dtype):
     assert (of_layer.key, of_layer.value) == pytest.approx((0.0625, 0.03))
     assert scaled.abs().max() > 8 * plain.abs().max()
     with LLM(tmp_path / "scaled", max_batch_size=4, dtype=dtype) as llm:  # a wider cache has no need of them
+        assert answers(llm) == list(PROMPTS.values())
+
+
+def test_another_type_is_a_record(monkeypatch):
+    """Floats with two bits of fraction, by the name of those with three: no other file of Python tells them apart."""
+    others = KV_FORMATS[torch.float8_e5m2]._replace(names=("fp8",), has_layer_scales=True)
+    monkeypatch.setitem(KV_FORMATS, torch.float8_e5m2, others)
+    monkeypatch.setitem(KV_FORMATS, torch.float8_e4m3fn, KV_FORMATS[torch.float8_e4m3fn]._replace(names=()))
+    assert resolve_cache_dtype("fp8", torch.bfloat16) == torch.float8_e5m2
+    with LLM("demo", kv_cache_dtype="fp8", max_batch_size=3, dtype="float32") as llm:
+        assert llm.engine.runner.cache.layers[0].keys.dtype == torch.float8_e5m2
         assert answers(llm) == list(PROMPTS.values())

@@ -100,9 +100,8 @@ def test_a_model_whose_products_the_interpreted_kernel_makes_answers_the_same(
         launched.append((x.shape[0], gain is not None, epilogue))
         columns = -(-weight.shape[0] // config.block_n) * (config.block_n + 1)
         partial = torch.full((config.splits, x.shape[0], columns), torch.nan)
-        sizes = (config.block_m, config.block_n, config.block_k, config.splits)
-        fields = (config.kind, *sizes, config.num_warps, config.num_stages, False)
-        small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, *fields)
+        given = config._replace(pdl=False)
+        small_linear_triton(out, x, weight, bias, gain, partial, counters, eps, epilogue, scale, given)
 
     class Interpreted(Plain):
         @classmethod

@@ -12,7 +12,6 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from graphdecode.kernels.attention import (
     split_decode,
 )
 from graphdecode.kernels.cache import rope_append
-from graphdecode.kernels.cache.page_scales import PageScales
+from graphdecode.kernels.cache.kv_format import PageScales
 from graphdecode.kernels.linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import (
     DOT_TILES,
@@ -326,10 +325,8 @@ def linear_case(
     x, weight = torch.empty(rows, FEED_FORWARD, dtype=dtype), torch.empty(HIDDEN, FEED_FORWARD, dtype=dtype)
     out, partial = torch.empty(rows, HIDDEN // (1 + (epilogue == "silu")), dtype=dtype), torch.empty(1)
     counters, gain = torch.empty(HIDDEN, dtype=torch.int32), torch.empty(FEED_FORWARD) if is_normed else None
-    sizes = (config.block_m, config.block_n, config.block_k, config.splits)
-    fields = (config.kind, *sizes, config.num_warps, config.num_stages, config.pdl)
     return lambda: small_linear.small_linear_triton(
-        out, x, weight, None, gain, partial, counters, 1e-5, epilogue, 1.0, *fields
+        out, x, weight, None, gain, partial, counters, 1e-5, epilogue, 1.0, config
     )
 
 
@@ -339,7 +336,7 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
     for dtype in (torch.bfloat16, torch.float32):
         rows_of_tiles = DOT_TILES[dtype.itemsize]
         found = {
-            replace(config, splits=1, pdl=arch >= 90): None
+            config._replace(splits=1, pdl=arch >= 90): None
             for rows in (1, *rows_of_tiles)
             for config in candidates(HIDDEN, FEED_FORWARD, dtype.itemsize, rows, 132)
         }
@@ -352,7 +349,7 @@ def linear_cases(arch: int) -> dict[str, Callable[[], None]]:
                 count = GEMV_ROWS if config.kind == "gemv" else config.block_m
                 name = f"{config.kind}-{config.block_n}x{config.block_k}-{config.num_warps}w-{str(dtype)[6:]}"
                 name += f"-rows{count}-{epilogue}{'-norm' * is_normed}{'-split' * (splits > 1)}"
-                cases[name] = linear_case(replace(config, splits=splits), dtype, count, epilogue, is_normed)
+                cases[name] = linear_case(config._replace(splits=splits), dtype, count, epilogue, is_normed)
     return cases
 
 

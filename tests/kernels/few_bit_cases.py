@@ -1,7 +1,6 @@
 """Kernels over weights of few bits, for `ahead_of_time.py`: their launches at the sizes of a model."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -33,7 +32,7 @@ def tiled_cases(arch: int) -> dict[str, Callable[[], None]]:
         for rows, epilogue, is_normed in ((8, "add", False), (64, "silu", True)):
             config = tiled_config(rows, HIDDEN, FEED_FORWARD, tiles.layout, 132, arch >= 90, is_normed, arch // 10)
             case = f"tiled-{name}-rows{rows}-{epilogue}{'-norm' * is_normed}"
-            cases[case] = partial(launch_tiled, tiles, replace(config, splits=4), rows, epilogue, is_normed)
+            cases[case] = partial(launch_tiled, tiles, config._replace(splits=4), rows, epilogue, is_normed)
         cases[f"tiled-embedding-{name}"] = partial(launch_tiled_embedding, tiles)
     return cases
 
@@ -57,9 +56,8 @@ def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
         for rows in (8, 64):
             config = tiled_config(rows, EXPERT_WIDTH, HIDDEN, tiles.layout, 1, major=arch // 10)
             cases[f"tiled-experts-{name}-rows{rows}"] = partial(
-                tiled_expert_linear.tiled_expert_linear_triton, out, x, *tiles[:4], None, order, offsets, SLOTS,
-                "swiglu_clamped", 1.702, 7.0, *tiles.layout[:3], tiles.layout.step, config.block_m, config.block_n,
-                config.num_warps, config.num_stages,
+                tiled_expert_linear.tiled_expert_linear_triton, out, x, tiles, None, order, offsets, SLOTS,
+                "swiglu_clamped", 1.702, 7.0, config,
             )  # fmt: skip
     return cases
 
@@ -67,17 +65,13 @@ def tiled_expert_cases(arch: int) -> dict[str, Callable[[], None]]:
 def launch_tiled_embedding(tiles: WeightTiles) -> None:
     """Gather rows of few bits."""
     out, ids = torch.empty(ROWS, FEED_FORWARD, dtype=torch.bfloat16), torch.empty(ROWS, dtype=torch.int64)
-    live, layout = torch.empty(1, dtype=torch.int32), tiles.layout
-    tiled_embedding.tiled_embedding_triton(out, ids, *tiles[:4], live, *layout[:3], layout.step, 1.0)
+    tiled_embedding.tiled_embedding_triton(out, ids, tiles, torch.empty(1, dtype=torch.int32), 1.0)
 
 
 def launch_tiled(tiles: WeightTiles, config: SmallLinearConfig, rows: int, epilogue: str, is_normed: bool) -> None:
     """Launch one product with a weight of few bits."""
-    out_features, layout = tiles.words.shape[1], tiles.layout
+    out_features = tiles.words.shape[1]
     x = torch.empty(rows, FEED_FORWARD, dtype=torch.bfloat16)
     out = torch.empty(rows, out_features // (1 + (epilogue == "silu")), dtype=torch.bfloat16)
     gain, counters = torch.empty(FEED_FORWARD) if is_normed else None, torch.empty(HIDDEN, dtype=torch.int32)
-    tiled_linear.tiled_linear_triton(
-        out, x, *tiles[:4], None, gain, torch.empty(1), counters, 1e-5, epilogue, 1.0, *layout[:3], layout.step,
-        config.block_m, config.block_n, config.splits, config.num_warps, config.num_stages, config.pdl,
-    )  # fmt: skip
+    tiled_linear.tiled_linear_triton(out, x, tiles, None, gain, torch.empty(1), counters, 1e-5, epilogue, 1.0, config)

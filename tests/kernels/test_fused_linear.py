@@ -1,11 +1,10 @@
 """What a product takes into its launch: the norm before it, the gate or the sum behind it, against float64."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from test_small_linear import EPS, TOLERANCE, config, fields, inputs, launch
+from test_small_linear import EPS, TOLERANCE, config, inputs, launch
 
 from graphdecode.kernels.linear.small_linear import small_linear
 from graphdecode.kernels.linear.small_linear_config import GEMV_ROWS
@@ -66,7 +65,7 @@ def test_a_norm_and_an_epilogue_are_those_of_the_formulas(
     x *= 3
     gain = None if epilogue == "add" else gain_of(x)  # as in a layer; the others are tested below
     residual = residual_of(x, out_features)
-    chosen = replace(config(kind, splits, block_n=8 if kind == "gemv" else 32), block_m=block_m(rows))
+    chosen = config(kind, splits, block_n=8 if kind == "gemv" else 32)._replace(block_m=block_m(rows))
     out = launch(chosen, x, weight, bias, None, gain, epilogue, residual if epilogue == "add" else None, 0.5)
     expected = exact(x, weight, bias, gain, epilogue, residual, 0.5)
     tolerance = 2 * TOLERANCE[dtype]
@@ -116,7 +115,7 @@ def test_the_torch_version_is_that_of_the_formulas(epilogue, has_gain):
     x, weight, bias = inputs(3, 50, 130, torch.float32, "cpu")
     gain, residual = gain_of(x) if has_gain else None, residual_of(x, 50)
     out = residual.clone() if epilogue == "add" else torch.empty(3, 50 if epilogue == "store" else 25)
-    small_linear_torch(out, x, weight, bias, gain, None, None, EPS, epilogue, 0.5, *fields(config()))
+    small_linear_torch(out, x, weight, bias, gain, None, None, EPS, epilogue, 0.5, *config())
     expected = exact(x, weight, bias, gain, epilogue, residual, 0.5)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 

@@ -63,9 +63,7 @@ def test_every_product_that_may_be_chosen_has_a_grid_that_can_be(model):
         for rows in (1, 4, 64):
             x, out = (torch.empty(rows, size, dtype=torch.bfloat16, device="meta") for size in weight.shape[::-1])
             for config in {each for units in PROCESSORS for each in candidates(*weight.shape, 2, rows, units)}:
-                sizes = (config.block_m, config.block_n, config.block_k, config.splits)
-                fields = (config.kind, *sizes, config.num_warps, config.num_stages, config.pdl)
-                call = partial(small_linear_triton, out, x, weight, None, None, None, None, 0.0, "store", 1.0, *fields)
+                call = partial(small_linear_triton, out, x, weight, None, None, None, None, 0.0, "store", 1.0, config)
                 launches = launches_of(call)
                 assert launches
                 for launch in launches:

@@ -15,6 +15,7 @@ from interpreted_launches import early_starts
 from triton.runtime.interpreter import InterpreterError
 
 from graphdecode.kernels.linear.small_linear import small_linear_triton
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 
 
 @triton.jit
@@ -125,7 +126,8 @@ def test_small_products_that_begin_early_one_after_another_are_the_products(kind
     with early_starts(strict_launches):
         for given, weight, out, partial in zip([x, *outs], weights, outs, partials, strict=False):
             fused = (None, partial, counters, 1e-5, "store", 1.0)
-            small_linear_triton(out, given, weight, None, *fused, kind, 16, 16, 32, splits, 4, 2, True)
+            config = SmallLinearConfig(kind, 16, 32, splits, 4, 2, True, 16)
+            small_linear_triton(out, given, weight, None, *fused, config)
     expected = x.double()
     for weight, out in zip(weights, outs, strict=True):
         expected = expected @ weight.double().T

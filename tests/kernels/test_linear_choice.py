@@ -10,16 +10,13 @@ import pytest
 import torch
 
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, fixed_config
-from graphdecode.kernels.native import library as native
 from graphdecode.linear import choice_cache, linear_choice
 from graphdecode.linear.choice_cache import ChoiceCache, cache_folder
-from graphdecode.linear.expert_form import ExpertNames
 from graphdecode.linear.fixed import Fixed
-from graphdecode.linear.forms import linear_of, load_experts
+from graphdecode.linear.forms import linear_of
 from graphdecode.linear.linear_choice import LinearChoice, LinearTuner
 from graphdecode.linear.plain import Plain
-from graphdecode.linear.weight_form import FormOptions, Stored
-from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
+from graphdecode.linear.weight_form import FormOptions
 
 TIMINGS = 2 * 2  # each path at both batch sizes
 CONFIG = SmallLinearConfig("dot", 32, 64, 2, 4, 2, pdl=True)
@@ -187,7 +184,7 @@ def test_the_products_of_a_weight_can_be_changed_for_measuring(monkeypatch):
     held = Plain(
         (96, 80), None, weight, torch.zeros(64, dtype=torch.int32), choices={1: small, 4: LinearChoice("plain")}
     )
-    late = dataclasses.replace(CONFIG, pdl=False)
+    late = CONFIG._replace(pdl=False)
     changed = held.rechosen(lambda choice: choice.config and dataclasses.replace(choice, config=late))
     taken = []
     monkeypatch.setattr("graphdecode.linear.plain.small_linear", lambda *given, **_: taken.append(given[-1]))
@@ -256,71 +253,3 @@ def test_a_weight_on_a_gpu_has_a_measured_choice_for_every_small_bucket(tmp_path
         x, out = torch.randn(rows, 1024, device="cuda").bfloat16(), weight.new_full((rows, 2048), torch.nan)
         held.apply(out, x)
         torch.testing.assert_close(out.double(), x.double() @ weight.double().T, rtol=1.6e-2, atol=1.6e-2)
-
-
-def test_what_is_slower_than_a_plain_weight_is_said_and_each_number_of_rows_remembered(tmp_path):
-    key, measured = torch.empty(256, 32), []
-
-    def timing(seconds):
-        return lambda: lambda rows: measured.append(rows) or seconds * rows
-
-    def compare(kind, sizes):
-        tuner = LinearTuner(cache=ChoiceCache(tmp_path))
-        return tuner.compare(kind, key, sizes, (timing(3e-6), timing(2e-6)), lambda rows: 1000)
-
-    first = compare("blocks int16[8, 1]", (2,))
-    report = first[2].as_report()
-    assert (report["path"], report["runner_up"], report["slower_than"]) == ("blocks", "float32", "float32")
-    assert (report["us"], report["runner_up_us"], report["of_runner_up"]) == (6.0, 4.0, 1.5)
-    assert compare("blocks int16[8, 1]", (2, 4)) == first | {4: compare("blocks int16[8, 1]", (4,))[4]}
-    assert measured == [2, 2, 4, 4]  # none twice
-    compare("blocks int16[8, 2]", (2,))
-    assert measured == [2, 2, 4, 4, 2, 2]
-
-
-def test_the_report_compares_a_weight_of_few_bits_with_a_plain_one():
-    options = FormOptions(
-        torch.device("cpu"), torch.float32, LinearTuner(), (1, 8), quantize="int8", report_sizes=(1, 8)
-    )
-    form = linear_of(torch.randn(64, 32), None, options)
-    for rows in (1, 8):
-        report = form.choice(rows).as_report()
-        assert (report["path"], report["runner_up"]) == ("int8", "float32")
-        assert report["us"] > 0 < report["runner_up_us"]
-    assert (
-        linear_of(torch.randn(64, 32), None, dataclasses.replace(options, quantize=None)).choice(1).runner_up
-        != "float32"
-    )
-
-
-class RoundedExperts:
-    """A source of four experts whose gates and inputs are rounded."""
-
-    def __init__(self):
-        draw = torch.Generator().manual_seed(2)
-        weights = {f"{expert}.{part}": torch.randn(48, 64, generator=draw) for expert in range(4) for part in "gu"}
-        self._groups = {
-            name: rounded(weight, GROUP_SCHEMES["int4"].sized(32, [64])) for name, weight in weights.items()
-        }
-        self.tensors = {name: Stored((48, 64), "INT4") for name in weights}
-
-    def read(self, name, out, shard=None):
-        out.copy_(self._groups[name].dequantised())
-
-    def read_groups(self, name, shard=None, expert=None):
-        return self._groups[name]
-
-
-@pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
-def test_the_report_has_the_rows_that_it_is_asked_for_and_experts_by_tokens():
-    """Of experts, 3 tokens of 2 each go to as many as there are."""
-    options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), report_sizes=(1, 3, 40))
-    source = RoundedExperts()
-    form = load_experts(source, ExpertNames(tuple(source.tensors), 4, True, 2), None, options)
-    assert (form.path, form.shape) == ("groups", (4, 96, 64))
-    for tokens in (1, 3, 40):
-        report = form.choice(tokens).as_report()
-        assert report["us"] > 0 < report["runner_up_us"]
-        read = form.nbytes * min(2 * tokens, 4) // 4
-        assert report["gb_per_s"] == pytest.approx(read / report["us"] / 1e3, abs=0.06)
-    assert form.choice(2).us is None

@@ -7,7 +7,7 @@ from few_bits_weights import stored_weight
 from graphdecode.kernels.model.embedding import embedding
 from graphdecode.kernels.model.quantised_embedding import quantised_embedding
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
 TOKENS = torch.tensor([0, 69, 31, 32, -1, 70, 2**40, 5, 33, 33, 68])
 LIVE = torch.tensor([9], dtype=torch.int32)
@@ -20,7 +20,7 @@ def test_rows_are_those_of_the_undone_table(block_type, dtype, is_compiled):
     if is_compiled and native.library() is None:
         pytest.skip("needs compiled kernels")
     stored, weight = stored_weight(block_type, (70, 512))
-    held = gguf_panels(stored, block_type)
+    held = GgufBlocks(stored, block_type).panels()
     for scale in (1.0, 22.5):
         found, expected = torch.full((2, len(TOKENS), 512), torch.nan, dtype=dtype)
         embedding(expected, TOKENS, weight.to(dtype), LIVE, scale)

@@ -12,7 +12,7 @@ from graphdecode.kernels.moe.quantised_expert_linear import (
     stacked_panels,
 )
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,7 +28,7 @@ def experts_of(kind, is_gated, width=WIDTH, depth=DEPTH):
         for half in range(1 + is_gated):
             if kind in GGUF_BLOCKS:
                 stored, weight = stored_weight(kind, (width, depth), seed=2 * expert + half)
-                halves.append((gguf_panels(stored, kind), weight))
+                halves.append((GgufBlocks(stored, kind).panels(), weight))
             elif kind == "e4m3":
                 codes = random(width, depth, seed=2 * expert + half).to(torch.float8_e4m3fn)
                 scales = random(width, depth // 128, seed=90 + expert)
@@ -153,7 +153,7 @@ def test_a_rows_product_does_not_depend_on_other_rows_or_threads(kind, dtype):
 
 
 def test_experts_that_differ_in_kind_have_no_panels():
-    one, other = (gguf_panels(stored_weight(kind, (40, 512))[0], kind) for kind in ("Q4_0", "IQ4_NL"))
+    one, other = (GgufBlocks(stored_weight(kind, (40, 512))[0], kind).panels() for kind in ("Q4_0", "IQ4_NL"))
     assert stacked_panels([one, one], 2) is not None
     assert stacked_panels([one, other], 2) is None
     assert stacked_panels([one, None], 2) is None

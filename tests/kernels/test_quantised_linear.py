@@ -6,7 +6,7 @@ from few_bits_weights import check, float8_weight, integer_weight, product, stor
 
 from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_linear, quantised_panels, undone
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, gguf_panels
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 
 compiled = pytest.mark.skipif(native.library() is None, reason="needs compiled kernels")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,7 +19,7 @@ SHAPES = [(70, 512), (1, 256), (257, 1280)]  # no whole panels, and in_features 
 @pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
 def test_no_weight_is_rounded_for_any_number_of_rows(block_type, shape, dtype):
     stored, weight = stored_weight(block_type, shape)
-    held = gguf_panels(stored, block_type)
+    held = GgufBlocks(stored, block_type).panels()
     generator = torch.Generator().manual_seed(1)
     bias = torch.randn(shape[0], generator=generator).to(dtype)
     for rows in [*range(1, 34), 70]:
@@ -33,7 +33,7 @@ def test_torch_computes_the_same_without_a_compiler(block_type):
     stored, weight = stored_weight(block_type, (70, 512))
     x = torch.randn(5, 512, generator=torch.Generator().manual_seed(2))
     with native.switched_off():
-        out = product(x, gguf_panels(stored, block_type), 70)
+        out = product(x, GgufBlocks(stored, block_type).panels(), 70)
     check(out, x, weight)
 
 
@@ -42,7 +42,7 @@ def test_torch_computes_the_same_without_a_compiler(block_type):
 @pytest.mark.parametrize("block_type", ["Q8_0", "Q4_1", "Q6_K", "Q4_K"])
 def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtype):
     stored, _ = stored_weight(block_type, (1030, 768))
-    held = gguf_panels(stored, block_type)
+    held = GgufBlocks(stored, block_type).panels()
     wide = torch.randn(700, 1024, generator=torch.Generator().manual_seed(3)).to(dtype)
     x = wide[:, 128:896]  # rows that are apart
     threads = torch.get_num_threads()
@@ -70,7 +70,7 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
 @pytest.mark.parametrize("spread", [4, 14])  # as powers of 2
 def test_a_row_may_have_values_of_any_size(dtype, spread):
     stored, weight = stored_weight("Q4_K", (70, 768))
-    held = gguf_panels(stored, "Q4_K")
+    held = GgufBlocks(stored, "Q4_K").panels()
     powers = torch.randint(-spread, spread, (2, 768), generator=torch.Generator().manual_seed(8)) - 10
     x = torch.randn(2, 768, generator=torch.Generator().manual_seed(9)) * 2.0**powers
     x[1, :256] = 0
@@ -131,7 +131,7 @@ def test_parts_of_a_row_that_are_written_leave_the_rest_alone():
     stored, weight = stored_weight("Q4_K", (70, 256))
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5))
     wide = torch.full((40, 100), 7.0)
-    quantised_linear(wide[:, 20:90], x, gguf_panels(stored, "Q4_K"))
+    quantised_linear(wide[:, 20:90], x, GgufBlocks(stored, "Q4_K").panels())
     check(wide[:, 20:90], x, weight)
     assert (wide[:, :20] == 7).all()
     assert (wide[:, 90:] == 7).all()
@@ -145,6 +145,6 @@ LARGER["IQ4_XS"] = (138, 136)
 @pytest.mark.parametrize("block_type", sorted(GGUF_BLOCKS))
 def test_a_panel_holds_hardly_more_bytes_than_the_file(block_type):
     stored, _ = stored_weight(block_type, (64, 1024))
-    held = gguf_panels(stored, block_type)._replace(table=None)
+    held = GgufBlocks(stored, block_type).panels()._replace(table=None)
     nbytes, of_file = LARGER.get(block_type, (1, 1))
     assert sum(part.nbytes for part in held if isinstance(part, torch.Tensor)) * of_file == stored.nbytes * nbytes

@@ -33,12 +33,6 @@ def inputs(rows, out_features, in_features, dtype, where, with_bias=True):
     return x, weight, bias
 
 
-def fields(chosen):
-    """What the operator is given of a configuration."""
-    sizes = (chosen.block_m, chosen.block_n, chosen.block_k, chosen.splits)
-    return (chosen.kind, *sizes, chosen.num_warps, chosen.num_stages, chosen.pdl)
-
-
 def launch(chosen, x, weight, bias, counters=None, gain=None, epilogue="store", residual=None, scale=1.0):
     """The Triton version, over workspaces that hold garbage where they may."""
     rows, out_features = x.shape[0], weight.shape[0]
@@ -50,7 +44,7 @@ def launch(chosen, x, weight, bias, counters=None, gain=None, epilogue="store", 
         counters = torch.zeros(max(chosen.counters(rows, out_features), 1), dtype=torch.int32, device=x.device)
     columns = -(-out_features // chosen.block_n) * (chosen.block_n + 1)
     partial = torch.full((chosen.splits, rows, columns), torch.nan, device=x.device)
-    small_linear_triton(out, x, weight, bias, gain, partial, counters, EPS, epilogue, scale, *fields(chosen))
+    small_linear_triton(out, x, weight, bias, gain, partial, counters, EPS, epilogue, scale, chosen)
     assert not counters.any(), "the counters are not ready for the next product"
     return out
 
@@ -125,9 +119,7 @@ def test_a_grid_holds_any_vocabulary(rows, vocab, monkeypatch):
     x, weight = (torch.empty(count, 2048, dtype=torch.bfloat16, device="meta") for count in (rows, vocab))
     chosen = candidates(vocab, 2048, 2, rows, 132)
     for one in chosen:
-        small_linear_triton(
-            x.new_empty(rows, vocab), x, weight, None, None, None, None, 0.0, "store", 1.0, *fields(one)
-        )
+        small_linear_triton(x.new_empty(rows, vocab), x, weight, None, None, None, None, 0.0, "store", 1.0, one)
     assert len(grids) == len(chosen) >= 1
     assert all(first < 2**31 and max(others, default=1) <= 65_535 for first, *others in grids), grids
 
@@ -175,7 +167,7 @@ def test_an_early_start_waits_before_it_reads_activations(kind, splits, monkeypa
 def test_the_torch_version_is_the_product(rows, with_bias):
     x, weight, bias = inputs(rows, 50, 130, torch.float32, "cpu", with_bias)
     out = torch.full((rows, 50), torch.nan)
-    small_linear_torch(out, x, weight, bias, None, None, None, 0.0, "store", 1.0, *fields(config()))
+    small_linear_torch(out, x, weight, bias, None, None, None, 0.0, "store", 1.0, *config())
     torch.testing.assert_close(out.double(), exact(x, weight, bias), rtol=1e-5, atol=1e-5)
 
 
@@ -217,7 +209,7 @@ def test_the_operator_passes_opcheck(splits, device):
     out = torch.zeros(2, 50, device=device)
     partial = torch.zeros(splits, 2, 2 * 33, device=device) if splits > 1 else None
     counters = torch.zeros(2, dtype=torch.int32, device=device) if splits > 1 else None
-    arguments = (out, x, weight, bias, None, partial, counters, 0.0, "store", 1.0, *fields(config(splits=splits)))
+    arguments = (out, x, weight, bias, None, partial, counters, 0.0, "store", 1.0, *config(splits=splits))
     torch.library.opcheck(torch.ops.graphdecode.small_linear.default, arguments)
 
 

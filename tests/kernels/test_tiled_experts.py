@@ -3,7 +3,7 @@
 import pytest
 import torch
 from test_experts import ALPHA, LIMIT, product, random, routed
-from test_tiled_linear import arguments, on, weight_of
+from test_tiled_linear import on, weight_of
 
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.kernels.linear.weight_tiles import joined_tiles
@@ -43,12 +43,9 @@ def test_an_experts_product_is_that_of_its_values(name, gate, block_m, device):
     logits[:, NOBODYS] = -9.0
     ids, _, order, offsets = routed("torch", logits, SLOTS, rows - 1)
     outs = [torch.full((rows * SLOTS, width), torch.nan, device=device) for _ in range(2)]
-    layout, moved = tiles.layout, on(device, tiles)
+    moved = on(device, tiles)
     given = [tensor.to(device) for tensor in (bias, order, offsets)]
-    tiled_expert_linear_triton(
-        outs[0], x.to(device), *arguments(moved), *given, SLOTS, gate, ALPHA, LIMIT, layout.code, layout.second_kind,
-        layout.group, layout.step, config.block_m, config.block_n, config.num_warps, config.num_stages,
-    )  # fmt: skip
+    tiled_expert_linear_triton(outs[0], x.to(device), moved, *given, SLOTS, gate, ALPHA, LIMIT, config)
     tiled_expert_linear(outs[1], x.to(device), moved, *given, config, slots=SLOTS, gate=gate, alpha=ALPHA, limit=LIMIT)
     chosen = ids.view(-1).tolist()
     assert NOBODYS not in chosen

@@ -15,7 +15,7 @@ from graphdecode.kernels.linear.code_words import CODES, from_words, to_words, v
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig, tiled_config
 from graphdecode.kernels.linear.tiled_linear import tiled_linear, tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import layout_of, tiled
-from graphdecode.linear.tile_sources import TILED_BLOCKS, tiles_of_blocks
+from graphdecode.linear.gguf_blocks import TILED_BLOCKS, GgufBlocks
 
 pytest.importorskip("triton")
 from interpreted_launches import early_starts
@@ -62,7 +62,7 @@ def weight_of(name, rows, columns):
     if name in TILED_BLOCKS:
         stored = stored_blocks(name, rows, columns)
         weight = gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[name])
-        return tiles_of_blocks(torch.from_numpy(stored), name), torch.from_numpy(weight).double()
+        return GgufBlocks(torch.from_numpy(stored), name).tiles(), torch.from_numpy(weight).double()
     code, group, second_kind, dtype = GROUPED[name]
     draw = torch.Generator().manual_seed(rows * columns)
     codes = torch.randint(0, 1 << CODES[code].bits, (rows, columns), generator=draw, dtype=torch.uint8)
@@ -96,21 +96,9 @@ def launch(chosen, x, tiles, bias=None, gain=None, epilogue="store", residual=No
     counters = torch.zeros(max(chosen.counters(rows, out_features), 1), dtype=torch.int32, device=x.device)
     columns = -(-out_features // chosen.block_n) * (chosen.block_n + 1)
     partial = torch.full((chosen.splits, rows, columns), torch.nan, device=x.device)
-    tiled_linear_triton(
-        out, x, *arguments(tiles), bias, gain, partial, counters, EPS, epilogue, scale, *fields(tiles, chosen)
-    )
+    tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, EPS, epilogue, scale, chosen)
     assert not counters.any(), "the counters are not ready for the next product"
     return out
-
-
-def arguments(tiles):
-    return (tiles.words, tiles.high, tiles.scales, tiles.seconds)
-
-
-def fields(tiles, chosen):
-    """What the operator is given of a layout and a configuration."""
-    layout = (tiles.layout.code, tiles.layout.second_kind, tiles.layout.group, tiles.layout.step)
-    return (*layout, chosen.block_m, chosen.block_n, chosen.splits, chosen.num_warps, chosen.num_stages, chosen.pdl)
 
 
 def on(device, tiles):
@@ -210,7 +198,7 @@ def test_the_operator_passes_opcheck(device):
     tiles = on(device, tiles)
     x, out = activations(2, 256, torch.float32, device), torch.zeros(2, 50, device=device)
     partial, counters = torch.zeros(2, 2, 2 * 33, device=device), torch.zeros(2, dtype=torch.int32, device=device)
-    given = (out, x, *arguments(tiles), None, None, partial, counters, 0.0, "store", 1.0, *fields(tiles, config(2)))
+    given = (out, x, *tiles, None, None, partial, counters, 0.0, "store", 1.0, *config(2))
     torch.library.opcheck(torch.ops.graphdecode.tiled_linear.default, given)
 
 
@@ -223,7 +211,7 @@ def test_too_few_counters_are_refused():
 @pytest.mark.parametrize("name", ["int4 by 32", "Q5_K", "Q6_K", "Q8_0"])
 def test_tiles_hold_no_more_bytes_than_what_they_are_made_of(name):
     tiles, weight = weight_of(name, 64, 512)
-    held = sum(part.nbytes for part in arguments(tiles) if part is not None)
+    held = sum(part.nbytes for part in tiles[:4] if part is not None)
     bits = {"int4 by 32": 4.5, "Q5_K": 5.5, "Q6_K": 6.5625, "Q8_0": 8.5}[name]
     assert held * 8 == bits * weight.numel()
 
@@ -242,7 +230,7 @@ def test_products_that_begin_early_one_after_another_are_the_products(name, stri
             tiled_linear_triton(
                 out,
                 given,
-                *arguments(weight),
+                weight,
                 None,
                 None,
                 partial,
@@ -250,7 +238,7 @@ def test_products_that_begin_early_one_after_another_are_the_products(name, stri
                 EPS,
                 "store",
                 1.0,
-                *fields(weight, chosen),
+                chosen,
             )
     expected = x.double() @ tiles[0][1].T @ tiles[1][1].T
     torch.testing.assert_close(outs[1].double(), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))

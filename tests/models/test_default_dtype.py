@@ -15,7 +15,7 @@ from graphdecode import LLM, SamplingParams
 from graphdecode.engine.loading import load_runner
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.instructions import instructions
-from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.panels import Panels
 from graphdecode.models import describe_model, load_model
 
@@ -48,7 +48,7 @@ def beyond(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @compiled
 def test_a_gguf_files_blocks_stay_and_none_expands_them(blocks: Path) -> None:
     kept, expanded = (load_model(blocks, device="cpu", quantize=quantize) for quantize in (None, "none"))
-    assert {type(form) for form in kept.layers[0].linears.values()} == {Blocks}
+    assert {type(form) for form in kept.layers[0].linears.values()} == {KeptPanels}
     assert {type(form) for form in expanded.layers[0].linears.values()} == {Panels}
     assert kept.dtype == expanded.dtype == (torch.float32 if instructions().name == "portable" else torch.float16)
 
@@ -65,7 +65,7 @@ def test_without_compiled_kernels_few_bits_are_expanded_in_float32(blocks: Path)
     with native.switched_off():
         model = load_model(blocks, device="cpu")
     assert model.dtype == torch.float32
-    assert Blocks not in {type(form) for form in model.layers[0].linears.values()}
+    assert KeptPanels not in {type(form) for form in model.layers[0].linears.values()}
 
 
 @compiled

@@ -7,7 +7,7 @@ import torch
 from gguf_checkpoints import quantised_file
 
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import FormOptions, LinearNames, Shard
@@ -29,10 +29,10 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
     model, source = load_model(path, device="cpu", dtype="float32", quantize="gguf"), Gguf(path)
     found = model.layers[1].linears
     assert {place: type(form) for place, form in found.items()} == {
-        "qkv": Blocks,
-        "o": Blocks,
+        "qkv": KeptPanels,
+        "o": KeptPanels,
         "gate_up": Panels,
-        "down": Blocks,
+        "down": KeptPanels,
     }
     at = "model.layers.1."
     names = {"qkv": [f"self_attn.{part}_proj" for part in "qkv"], "o": ["self_attn.o_proj"]}
@@ -49,7 +49,7 @@ def test_layers_keep_the_values_of_each_type_and_those_with_none_are_undone(tmp_
 def test_the_rotary_pairs_of_blocks_are_put_as_transformers_has_them(tmp_path: Path) -> None:
     path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="float32", quantize="gguf").layers[0].linears["qkv"]
-    assert isinstance(form, Blocks)
+    assert isinstance(form, KeptPanels)
     weight = torch.cat([values(Gguf(path), f"model.layers.0.self_attn.{part}_proj.weight") for part in "qkv"])
     out = torch.empty(64, form.out_features)
     form.apply(out, torch.eye(64))
@@ -66,7 +66,7 @@ def values(source: Gguf, name: str) -> torch.Tensor:
 def test_the_output_layer_has_blocks_too_where_it_is_the_embedding(tmp_path: Path, name: str) -> None:
     path = quantised_file(tmp_path / "small.gguf", name, {"embd.weight": "Q8_0", "output.weight": "Q8_0"})
     form = load_model(path, device="cpu", dtype="bfloat16", quantize="gguf").head.lm_head
-    assert isinstance(form, Blocks)
+    assert isinstance(form, KeptPanels)
     assert form.nbytes <= 34 / 32 * 64 * (form.out_features + 31)
 
 
@@ -76,7 +76,7 @@ def test_the_embedding_stays_in_blocks_and_a_tied_output_layer_shares_them(tmp_p
     model = load_model(path, device="cpu", dtype="float32", quantize="gguf")
     stem, lm_head = model.stem, model.head.lm_head
     assert isinstance(stem, BlocksStem)
-    assert isinstance(lm_head, Blocks)
+    assert isinstance(lm_head, KeptPanels)
     assert (lm_head.parts[0] is stem.table.weight) == (name == "llama-tied-biases")
     assert any(held is stem.table.weight.panels for held in model.constants)
     table = values(Gguf(path), "model.embed_tokens.weight")
@@ -91,11 +91,11 @@ def test_a_part_is_read_in_blocks_where_the_cut_falls_between_them(tmp_path: Pat
     path = quantised_file(tmp_path / "small.gguf", "llama", {"weight": "Q4_0"})
     source, names = Gguf(path), LinearNames(("model.layers.0.self_attn.o_proj.weight",))
     options = FormOptions(torch.device("cpu"), torch.float32, LinearTuner(), quantize="gguf")
-    form = Blocks.load(source, names, Shard(1, 2, axis), options)
+    form = KeptPanels.load(source, names, Shard(1, 2, axis), options)
     weight = values(source, *names.weights)
     assert weight.shape == (64, 64)
-    assert isinstance(form, Blocks)
+    assert isinstance(form, KeptPanels)
     out = torch.empty(form.in_features, form.out_features)
     form.apply(out, torch.eye(form.in_features))
     torch.testing.assert_close(out, weight[kept].T)
-    assert not isinstance(Blocks.load(source, names, Shard(1, 4, 1), options), Blocks)  # a cut within blocks
+    assert not isinstance(KeptPanels.load(source, names, Shard(1, 4, 1), options), KeptPanels)  # a cut within blocks

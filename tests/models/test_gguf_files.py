@@ -17,8 +17,8 @@ from huggingface_hub.utils import filter_repo_objects
 
 from graphdecode import GraphdecodeError
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.gguf_blocks import BLOCK_TYPES
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
-from graphdecode.models.gguf.block_types import BLOCK_TYPES
 from graphdecode.models.gguf.container import GgufFile
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.text import load_tokenizer

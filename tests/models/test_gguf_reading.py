@@ -9,8 +9,8 @@ import torch
 from gguf_checkpoints import ARCHITECTURES, random_model, write
 
 from graphdecode import LLM, BucketConfig, SamplingParams
+from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
 from graphdecode.linear.weight_form import Shard
-from graphdecode.models.gguf.block_types import BLOCK_TYPES, BlockType
 from graphdecode.models.gguf.container import GgufFile, GgufTensor
 from graphdecode.models.gguf.source import Gguf
 from graphdecode.models.gguf.tensor_view import TensorView

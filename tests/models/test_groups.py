@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from graphdecode.linear.groups import TABLES, Groups, fused, packed, unpacked
+from graphdecode.linear.groups import TABLES, Groups, packed, unpacked
 from graphdecode.linear.weight_form import Shard
 
 ROWS, COLUMNS, GROUP = 12, 80, 32  # the last group has 16 columns
@@ -113,19 +113,19 @@ def test_columns_in_another_order_are_not_shared_out():
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_layers_one_below_another_are_one_weight(kind):
     parts = [made(**kind), made(**kind)]
-    whole = fused(parts)
+    whole = Groups.joined(parts)
     assert whole is not None
     assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
 
 
 def test_zeros_of_one_layer_are_written_out_for_the_others():
     parts = [made("int4"), made("int4", zeros=True)]
-    whole = fused(parts)
+    whole = Groups.joined(parts)
     assert whole is not None
     assert torch.equal(whole.dequantised(), torch.cat([part.dequantised() for part in parts]))
 
 
 def test_layers_that_differ_are_not_fused():
-    assert fused([made("int4"), made("int8")]) is None
-    assert fused([made("int4", order=True), made("int4", order=True, seed=1)]) is None
-    assert fused([made("int4", order=True), made("int4")]) is None
+    assert Groups.joined([made("int4"), made("int8")]) is None
+    assert Groups.joined([made("int4", order=True), made("int4", order=True, seed=1)]) is None
+    assert Groups.joined([made("int4", order=True), made("int4")]) is None

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
-from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import GROUP_TYPES
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.panels import Panels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import CheckpointError, UnsupportedModelError, check_model, load_model
@@ -50,7 +50,7 @@ def test_a_part_is_that_of_the_whole(pair: tuple[Path, Path], shard: Shard) -> N
     packed, plain = map(Checkpoint, pair)
     expected = read(plain, MLP, shard)
     torch.testing.assert_close(read(packed, MLP, shard), expected, rtol=2e-6, atol=1e-7)
-    groups = packed.read_groups(MLP, shard)
+    groups = packed.read_few_bits(MLP, shard)
     if groups is not None:
         torch.testing.assert_close(groups.dequantised(), expected, rtol=2e-6, atol=1e-7)
 
@@ -62,7 +62,7 @@ def test_a_layer_keeps_its_codes(pair: tuple[Path, Path]) -> None:
     for index, layer in enumerate(packed.layers):
         for place, form in layer.linears.items():
             is_plain = not is_kept or (index == 1 and place in ("gate_up", "down"))
-            assert type(form) is (Panels if is_plain else GroupPanels), (index, place)
+            assert type(form) is (Panels if is_plain else KeptPanels), (index, place)
             x = torch.randn(3, form.in_features, generator=torch.Generator().manual_seed(index))
             found, expected = torch.empty(2, 3, form.out_features)
             form.apply(found, x)
@@ -133,7 +133,7 @@ def test_one_module_that_is_ignored_is_plain_and_so_is_what_it_is_fused_with(
         load_model(each, device="cpu", dtype="float32") for each in write_pair(form, tmp_path, left_plain=module)
     )
     for name, linear in packed.layers[0].linears.items():
-        assert type(linear) is (Panels if name == place else GroupPanels), name
+        assert type(linear) is (Panels if name == place else KeptPanels), name
         x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0))
         found, expected = torch.empty(2, 3, linear.out_features)
         linear.apply(found, x)

@@ -13,8 +13,8 @@ from test_mxfp4 import folders  # noqa: F401 (a fixture)
 
 from graphdecode import LLM, SamplingParams
 from graphdecode.kernels.native import library as native
+from graphdecode.linear.kept_experts import ExpertPanels
 from graphdecode.linear.plain_experts import PlainExperts
-from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.experts import Experts, SparseMlp
 
@@ -55,7 +55,7 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
     for experts in experts_in(kept):
         values = experts.count * experts.width * hidden
         for form, block_type, count in ((experts.gate_up, gate_up, 2 * values), (experts.down, down, values)):
-            assert isinstance(form, BlockExperts)
+            assert isinstance(form, ExpertPanels)
             assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= (
                 BITS[block_type] / 8 * count + 32
             )
@@ -73,7 +73,7 @@ def test_a_gate_in_another_type_is_undone_with_what_it_is_for(tmp_path: Path) ->
         kept, plain = (load_model(file, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
         torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
         assert all(isinstance(experts.gate_up, PlainExperts) for experts in experts_in(kept))
-        assert all(isinstance(experts.down, BlockExperts) for experts in experts_in(kept))
+        assert all(isinstance(experts.down, ExpertPanels) for experts in experts_in(kept))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -84,7 +84,7 @@ def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str)
     for experts in experts_in(kept):
         values = experts.count * experts.width * kept.config.hidden_size
         for form, count in ((experts.gate_up, 2 * values), (experts.down, values)):
-            assert isinstance(form, GroupExperts)
+            assert isinstance(form, ExpertPanels)
             assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= 4.5 / 8 * count + 32
 
 
@@ -104,8 +104,8 @@ def test_those_of_hugging_faces_forms_keep_their_groups(tmp_path: Path, family: 
     has_plain_layer = family == "qwen3-moe"  # and 40 columns, which are no whole blocks
     for index, experts in enumerate(experts_in(kept)):
         is_plain = has_plain_layer and index == 1
-        assert type(experts.gate_up) is (PlainExperts if is_plain else GroupExperts)
-        assert type(experts.down) is (PlainExperts if has_plain_layer else GroupExperts)
+        assert type(experts.gate_up) is (PlainExperts if is_plain else ExpertPanels)
+        assert type(experts.down) is (PlainExperts if has_plain_layer else ExpertPanels)
 
 
 def test_they_answer_through_captured_graphs(tmp_path: Path) -> None:

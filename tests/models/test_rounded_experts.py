@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from graphdecode.kernels.native import library as native
+from graphdecode.linear.kept_experts import ExpertPanels
 from graphdecode.linear.plain_experts import PlainExperts
-from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.quantised.rounding import GROUP_SCHEMES, rounded
 
@@ -77,9 +77,10 @@ def test_a_model_is_the_one_whose_matrices_were_rounded_before(
     )
     kept = load_model(tmp_path / "plain", device="cpu", dtype="float32", quantize=quantize)
     expected = load_model(tmp_path / "rounded", device="cpu", dtype="float32")
-    form = BlockExperts if quantize == "q8_0" else GroupExperts
     assert all(
-        type(each) is form for layer in kept.layers for each in (layer.mlp.experts.gate_up, layer.mlp.experts.down)
+        type(each) is ExpertPanels
+        for layer in kept.layers
+        for each in (layer.mlp.experts.gate_up, layer.mlp.experts.down)
     )
     torch.testing.assert_close(logits(kept), logits(expected), rtol=3e-4, atol=3e-4)
     plain = load_model(tmp_path / "plain", device="cpu", dtype="float32")

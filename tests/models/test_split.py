@@ -22,7 +22,7 @@ from graphdecode.distributed.board_file import new_board
 from graphdecode.errors import ArgumentError
 from graphdecode.kernels.native import library as native
 from graphdecode.linear.across_ranks import Summed
-from graphdecode.linear.blocks import Blocks
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models import Model, load_model
 from graphdecode.models.checkpoint import Checkpoint
@@ -198,7 +198,7 @@ def test_a_rank_keeps_blocks_of_products_and_embedding_in_half_the_memory(
         assert isinstance(model.stem.part, BlocksStem)
         o = model.layers[0].linears["o"]
         assert isinstance(o, Summed)
-        assert isinstance(o.form, Blocks)
+        assert isinstance(o.form, KeptPanels)
     whole, *own = (sum(held.nbytes for held in model.constants) for model in (load(None), *ranks))
     assert own == pytest.approx([whole / 2] * 2, rel=0.1)
     found = on_all_ranks(2, lambda shared: logits_of(path, shared, quantize="gguf"))
@@ -235,4 +235,4 @@ def test_ranks_share_experts_that_are_rounded_while_they_are_read(
 def test_columns_in_gptq_s_own_order_are_refused_by_name(tmp_path: Path) -> None:
     packed, _ = write_pair(FORMS["gptq desc_act"], tmp_path)
     with pytest.raises(ArgumentError, match=r"o_proj.weight, \[64, 64\], has columns of all groups.*desc_act"):
-        split(Checkpoint(packed), 0, 2).read_groups("model.layers.0.self_attn.o_proj.weight")
+        split(Checkpoint(packed), 0, 2).read_few_bits("model.layers.0.self_attn.o_proj.weight")

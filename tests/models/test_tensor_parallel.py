@@ -14,7 +14,7 @@ from gguf_checkpoints import ARCHITECTURES, quantised_file
 from graphdecode import LLM, Engine, EngineConfig, Request, SamplingParams, StructuredOutputsParams
 from graphdecode.distributed import Leader, RankError
 from graphdecode.engine.loading import load_engine, start_ranks_of
-from graphdecode.linear.quantised_experts import BlockExperts
+from graphdecode.linear.kept_experts import ExpertPanels
 from graphdecode.models import load_model
 
 LIMIT_SECONDS = 5.0
@@ -99,7 +99,7 @@ def test_experts_in_blocks_are_dealt_out_and_give_the_tokens_of_one(
     for own, layer in zip(engine.runner.model.layers, whole.layers, strict=True):
         for place in ("gate_up", "down"):
             half, all_of_it = getattr(own.mlp.part.experts, place), getattr(layer.mlp.experts, place)
-            assert isinstance(half, BlockExperts)
+            assert isinstance(half, ExpertPanels)
             sizes = [
                 sum(part.nbytes for part in form.weight._replace(table=None) if isinstance(part, torch.Tensor))
                 for form in (half, all_of_it)

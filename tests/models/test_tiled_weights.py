@@ -22,16 +22,13 @@ from graphdecode.kernels.linear.small_linear import partial_sums
 from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.kernels.linear.tiled_linear import tiled_linear_triton
 from graphdecode.kernels.linear.weight_tiles import WeightTiles, dequantised
-from graphdecode.linear.blocks import Blocks
-from graphdecode.linear.group_panels import GroupPanels
 from graphdecode.linear.groups import Groups, packed
 from graphdecode.linear.int8 import Int8, Int8Panels
+from graphdecode.linear.kept import KeptPanels
+from graphdecode.linear.kept_experts import ExpertPanels, ExpertTiles
 from graphdecode.linear.plain import Plain
 from graphdecode.linear.plain_experts import PlainExperts
-from graphdecode.linear.quantised_experts import BlockExperts, GroupExperts
-from graphdecode.linear.tile_sources import tiles_of_groups
-from graphdecode.linear.tiled_experts import BlockTileExperts, GroupTileExperts
-from graphdecode.linear.tiles import BlockTiles, GroupTiles, Int8Tiles, Tiles
+from graphdecode.linear.tiles import Int8Tiles, KeptTiles, Tiles
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models import Decoder, load_model
 from graphdecode.models.blocks import Tokens
@@ -47,10 +44,9 @@ SMALL = {"attn_v.weight": "Q5_0", "ffn_down.weight": "Q8_0", "embd.weight": "Q4_
 @pytest.fixture
 def forms_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU take the forms of a GPU, and none of its own."""
-    for form in (Blocks, GroupPanels, Int8, Int8Panels):
+    for form in (KeptPanels, Int8, Int8Panels):
         monkeypatch.setattr(form, "why_not", classmethod(lambda _form, _options: "is not asked for"))
-    for experts in (BlockExperts, GroupExperts):
-        monkeypatch.setattr(experts, "load", classmethod(lambda *_arguments: None))
+    monkeypatch.setattr(ExpertPanels, "load", classmethod(lambda *_arguments: None))
     monkeypatch.setattr(Tiles, "why_not", classmethod(lambda _form, _options: ""))
     properties = SimpleNamespace(multi_processor_count=132, major=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: properties)
@@ -100,7 +96,7 @@ def test_a_files_blocks_are_kept_part_by_part_and_all_products_are_those_of_thei
         expected = [norm @ weight.T, torch.nn.functional.silu(gate) * up, 1 + 0.5 * (x @ weight.T)]
         for one, other in zip(fused_products(form, x, gain), expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    assert isinstance(model.head.lm_head, BlockTiles | Plain)
+    assert isinstance(model.head.lm_head, KeptTiles | Plain)
     assert isinstance(model.stem, BlocksStem)
     table, nothing = values(source, "model.embed_tokens.weight"), torch.zeros(0, dtype=torch.int32)
     tokens = Tokens(torch.tensor([3, 1, 4]), nothing, nothing, torch.tensor([3], dtype=torch.int32), nothing)
@@ -125,7 +121,7 @@ def test_groups_in_tiles_have_the_same_values(kind: str, size: int) -> None:
         scales = torch.exp2((scales.float() * 8).round()).to(torch.float8_e8m0fnu)
     meaning = code if code.startswith("e") else "integer"
     given = Groups(meaning, bits, held, scales, zeros, size, rows_of_scale)  # type: ignore[arg-type]
-    tiles = tiles_of_groups(given)
+    tiles = given.tiles()
     assert tiles is not None
     torch.testing.assert_close(dequantised(tiles)[:, :columns], given.dequantised(), rtol=1e-6, atol=1e-6)
 
@@ -139,7 +135,7 @@ def test_weights_that_are_rounded_while_they_are_read_are_tiles(
     assert isinstance(model, Decoder)
     assert isinstance(plain, Decoder)
     for place, form in model.layers[0].linears.items():
-        assert isinstance(form, GroupTiles | BlockTiles), (place, form)
+        assert isinstance(form, KeptTiles), (place, form)
         weight = product(plain.layers[0].linears[place])
         step = weight.abs().max() / {"int4": 7, "fp8": 14, "q8_0": 127}[quantize]
         assert (product(form) - weight).abs().max() <= step
@@ -150,10 +146,10 @@ def test_columns_in_another_order_are_put_right(forms_of_a_gpu: None) -> None:
     codes = torch.randint(0, 16, (6, 64), generator=draw, dtype=torch.uint8)
     order = torch.randperm(64, generator=draw).int()
     groups = Groups("integer", 4, packed(codes), torch.rand(6, 2, generator=draw), None, 32, order=order)
-    tiles = tiles_of_groups(groups)
+    tiles = groups.tiles()
     assert tiles is not None
     counters = torch.zeros(8, dtype=torch.int32)
-    form = GroupTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
+    form = KeptTiles((6, 64), None, (tiles,), (6,), counters, 132, False, 9, False, order)
     torch.testing.assert_close(product(form), groups.dequantised().T, rtol=1e-6, atol=1e-6)
     assert form.fused(1) is None
 
@@ -221,12 +217,9 @@ def test_four_bits_have_the_tokens_of_their_undone_weights_by_the_interpreted_ke
     ) -> None:
         nonlocal launches
         launches += 1
-        partial, layout = partial_sums(config, x, tiles.words.shape[1], counters), tiles.layout
-        tiled_linear_triton(
-            out, x, tiles.words, tiles.high, tiles.scales, tiles.seconds, bias, gain, partial, counters, eps, epilogue,
-            scale, layout.code, layout.second_kind, layout.group, layout.step, config.block_m, config.block_n,
-            config.splits, config.num_warps, config.num_stages, False,
-        )  # fmt: skip
+        partial = partial_sums(config, x, tiles.words.shape[1], counters)
+        given = config._replace(pdl=False)
+        tiled_linear_triton(out, x, tiles, bias, gain, partial, counters, eps, epilogue, scale, given)
 
     monkeypatch.setattr("graphdecode.linear.tiles.tiled_linear", by_the_kernel)
     for driven in (plain, kept):
@@ -263,8 +256,8 @@ def test_experts_of_a_file_are_tiles_too(
     kept, plain = (load_model(path, device="cpu", dtype="float32", quantize=how) for how in ("gguf", None))
     torch.testing.assert_close(logits(kept), logits(plain), rtol=1e-4, atol=1e-4)
     for experts in experts_in(kept):
-        assert type(experts.down) is BlockTileExperts
-        assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else BlockTileExperts)
+        assert type(experts.down) is ExpertTiles
+        assert type(experts.gate_up) is (PlainExperts if gate_up == "F16" else ExpertTiles)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4", "fp8", "q8_0"])
@@ -272,19 +265,18 @@ def test_experts_that_are_rounded_while_they_are_read_are_tiles(
     tmp_path: Path, forms_of_a_gpu: None, monkeypatch: pytest.MonkeyPatch, quantize: str
 ) -> None:
     random_model("gpt-oss").save_pretrained(tmp_path)
-    tiles = BlockTileExperts if quantize == "q8_0" else GroupTileExperts
     kept = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
-    monkeypatch.setattr(tiles, "load", classmethod(lambda *_arguments: None))
+    monkeypatch.setattr(ExpertTiles, "load", classmethod(lambda *_arguments: None))
     undone = load_model(tmp_path, device="cpu", dtype="float32", quantize=quantize)
     torch.testing.assert_close(logits(kept), logits(undone), rtol=3e-4, atol=3e-4)
-    for model, form in ((kept, tiles), (undone, PlainExperts)):
+    for model, form in ((kept, ExpertTiles), (undone, PlainExperts)):
         assert all(type(each) is form for experts in experts_in(model) for each in (experts.gate_up, experts.down))
 
 
 def test_experts_in_groups_are_tiles_and_those_with_an_order_of_columns_are_undone(
     tmp_path: Path, forms_of_a_gpu: None
 ) -> None:
-    for form, kind in (("int4 group with zeros", GroupTileExperts), ("gptq desc_act", PlainExperts)):
+    for form, kind in (("int4 group with zeros", ExpertTiles), ("gptq desc_act", PlainExperts)):
         folders = write_pair(FORMS[form], tmp_path / form, "mixtral")
         kept, plain = (load_model(folder, device="cpu", dtype="float32") for folder in folders)
         torch.testing.assert_close(logits(kept), logits(plain), rtol=3e-4, atol=3e-4)

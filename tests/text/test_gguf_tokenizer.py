@@ -13,7 +13,7 @@ import gguf
 import pytest
 
 from graphdecode.models import ModelSourceError, check_model, resolve_model_path
-from graphdecode.models.gguf.vocabulary import stop_token_ids
+from graphdecode.models.gguf.metadata import stop_token_ids
 from graphdecode.text import load_tokenizer
 from graphdecode.text.pre_tokenizers import PRE_TOKENIZERS
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,10 +18,13 @@ import torch
 import typer
 from torch import Tensor
 
-from graphdecode.linear.comparison import seconds_of
+from graphdecode.graphs.inspect.observer import TorchDispatchMode, named_arguments
+from graphdecode.kernels.native.calls import joined
+from graphdecode.kernels.native.registration import bind
 from graphdecode.linear.expert_form import ExpertForm, ExpertNames, Gate
+from graphdecode.linear.few_bits import FewBits
 from graphdecode.linear.forms import load_experts
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.gguf_blocks import GgufBlocks
 from graphdecode.linear.linear_choice import LinearTuner
 from graphdecode.linear.weight_form import FormOptions, Shard, Stored
 from graphdecode.models.gguf.quantize import quantised_blocks
@@ -35,6 +39,7 @@ MODELS = {  # slots, channels outside and inside
 Call = Callable[[], None]
 FORMATS = {"bf16": "BF16", "int8": "INT8", "int4": "INT4", "fp8": "FP8", "q8_0": "Q8_0", "q4_k": "Q4_K"}
 _ROUNDS = 5
+_REPETITIONS = 2  # of a round
 _STEPS = 16  # of one row, one behind another; of more rows fewer
 _DEVIATION = 0.02
 
@@ -55,16 +60,14 @@ class RandomExperts:
         """Write a plain tensor."""
         out.copy_(self._drawn(name))
 
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
-        """Return a tensor in groups."""
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+        """Return a tensor in groups or blocks."""
+        if self._kind.startswith("Q"):
+            return GgufBlocks(quantised_blocks(self._drawn(name), self._kind), self._kind)
         scheme = next((each for each in GROUP_SCHEMES.values() if each.type_name == self._kind), None)
         if scheme is None:
             return None
         return rounded(self._drawn(name), scheme.sized(None, [self.tensors[name].shape[1]]))
-
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a tensor in blocks."""
-        return quantised_blocks(self._drawn(name), self._kind) if self._kind.startswith("Q") else None
 
     def _drawn(self, name: str) -> Tensor:
         generator = torch.Generator().manual_seed(hash_of(name))
@@ -82,7 +85,6 @@ def products(kind: str, model: str, experts: int) -> tuple[ExpertForm, ExpertFor
     shapes = {f"{expert}.{part}": (width, hidden) for expert in range(experts) for part in ("gate", "up")}
     downs = {f"{expert}.down": (hidden, width) for expert in range(experts)}
     quantize = "gguf" if kind.startswith("Q") else None
-    # one size of steps, so that the report has little to time
     options = FormOptions(torch.device("cpu"), torch.bfloat16, LinearTuner(), (1,), quantize=quantize)
     source = RandomExperts(kind, shapes | downs)
     return (
@@ -108,6 +110,35 @@ def step_of(gate_up: ExpertForm, down: ExpertForm, rows: int, slots: int, seed: 
     return calls, len(ids.unique())
 
 
+def seconds_of(calls: Sequence[Call]) -> float:
+    """Return the shortest time of a call in seconds, over all of them one after another, bound to their tensors."""
+    with torch.no_grad(), _Binding() as binding:
+        for call in calls:
+            call()
+    bound = joined(binding.calls)
+    times = []
+    for _ in range(_REPETITIONS):
+        start = time.perf_counter()
+        for each in bound:
+            each()
+        times.append(time.perf_counter() - start)
+    return min(times) / len(calls)
+
+
+class _Binding(TorchDispatchMode):
+    """Keeps the operators that are run, bound to the tensors that they were given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Callable[[], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        own = bind(func, *(value for _, value in named_arguments(func, args, kwargs)))
+        self.calls.append(partial(func, *args, **kwargs) if own is None else own)
+        return func(*args, **kwargs)
+
+
 def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, Any]]:
     """Yield a row of the result for each format and number of rows; formats are taken in turn."""
     slots = MODELS[model][0]
@@ -123,9 +154,9 @@ def measured(model: str, experts: int, sizes: list[int]) -> Iterator[dict[str, A
         plain = of_step["bf16"]
         for name, (gate_up, down) in forms.items():
             us = of_step[name]
-            nbytes = (gate_up.nbytes + down.nbytes) * taken / experts
+            path, nbytes = gate_up.choice(rows).path, (gate_up.nbytes + down.nbytes) * taken / experts
             yield {
-                "format": name, "path": gate_up.path, "rows": rows, "experts_read": taken, "read_bytes": round(nbytes),
+                "format": name, "path": path, "rows": rows, "experts_read": taken, "read_bytes": round(nbytes),
                 "us": round(us, 1), "times_bf16": round(us / plain, 3), "gb_per_second": round(nbytes / us / 1e3, 1),
                 "rounds_us": [round(each, 1) for each in rounds[name]],
             }  # fmt: skip

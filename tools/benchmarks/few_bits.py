@@ -124,11 +124,9 @@ def _launch(layout: TileLayout, dtype: torch.dtype, rows: int, is_normed: bool, 
     tiles = empty_tiles(layout, _ROWS, _COLUMNS, dtype, "meta")
     x, out = (on_meta(rows, size, dtype=torch.bfloat16) for size in (_COLUMNS, _ROWS))
     partial_sums, counters = on_meta(1), on_meta(_ROWS, dtype=torch.int32)
-    tiled_linear_triton(
-        out, x, *tiles[:4], None, on_meta(_COLUMNS) if is_normed else None, partial_sums, counters, 1e-5,
-        "store" if is_normed else "add", 1.0, *layout[:3], layout.step, config.block_m, config.block_n, 4,
-        config.num_warps, config.num_stages, config.pdl,
-    )  # fmt: skip
+    given = None, on_meta(_COLUMNS) if is_normed else None, partial_sums, counters
+    epilogue = "store" if is_normed else "add"
+    tiled_linear_triton(out, x, tiles, *given, 1e-5, epilogue, 1.0, config._replace(splits=4))
 
 
 def _launch_experts(layout: TileLayout, dtype: torch.dtype, rows: int, config: SmallLinearConfig) -> None:
@@ -136,10 +134,7 @@ def _launch_experts(layout: TileLayout, dtype: torch.dtype, rows: int, config: S
     tiles = empty_tiles(layout, count * _ROWS, _COLUMNS, dtype, "meta")
     x, out = (on_meta(pairs, size, dtype=torch.bfloat16) for size in (_COLUMNS, _ROWS // 2))
     order, offsets = (on_meta(size, dtype=torch.int32) for size in (pairs, count + 1))
-    tiled_expert_linear_triton(
-        out, x, *tiles[:4], None, order, offsets, 1, "silu", 1.0, 0.0, *layout[:3], layout.step, config.block_m,
-        config.block_n, config.num_warps, config.num_stages,
-    )  # fmt: skip
+    tiled_expert_linear_triton(out, x, tiles, None, order, offsets, 1, "silu", 1.0, 0.0, config)
 
 
 def product_sizes(model: str) -> dict[str, list[tuple[int, int]]]:

@@ -223,7 +223,7 @@ def _variants(
 
 
 def _without_early_start(choice: LinearChoice) -> LinearChoice:
-    return choice if choice.config is None else replace(choice, config=replace(choice.config, pdl=False))
+    return choice if choice.config is None else replace(choice, config=choice.config._replace(pdl=False))
 
 
 @contextmanager

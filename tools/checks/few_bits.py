@@ -43,8 +43,8 @@ from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.compiler import Compiler
 from graphdecode.kernels.native.instructions import VARIABLE
 from graphdecode.kernels.native.registration import versions
-from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, block_values, gguf_panels
-from graphdecode.linear.group_panels import GroupPanels
+from graphdecode.linear.gguf_blocks import BLOCK_OF, GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.kept import KeptPanels
 from graphdecode.models import load_model
 from harness import Out, command_of, read, record, replaced, told_by, write
 
@@ -80,9 +80,11 @@ def of_rows(name: str, rows: tuple[int, ...], held: QuantisedPanels, weight: tor
 def blocks(is_whole: bool) -> Iterator[Share]:
     """Yield the shares of GGUF's types."""
     for name in sorted(GGUF_BLOCKS):
-        for shape in SHAPES + NARROW * (block_values(name) == 32) if is_whole else SHAPES[:1]:
+        for shape in SHAPES + NARROW * (BLOCK_OF[name].values == 32) if is_whole else SHAPES[:1]:
             stored, weight = stored_weight(name, shape)
-            yield from of_rows(name, ALL_ROWS if is_whole else SOME_ROWS, gguf_panels(stored, name), weight)
+            yield from of_rows(
+                name, ALL_ROWS if is_whole else SOME_ROWS, GgufBlocks(stored, name).some_panels(), weight
+            )
 
 
 def integers(is_whole: bool) -> Iterator[Share]:
@@ -108,7 +110,7 @@ def checkpoints(is_whole: bool) -> Iterator[Share]:
             for dtype in DTYPES:
                 model: Any = load_model(packed, device="cpu", dtype=dtype)
                 for place, layer in model.layers[0].linears.items():
-                    if not isinstance(layer, GroupPanels):
+                    if not isinstance(layer, KeptPanels):
                         raise TypeError(f"{name}: {place} is {type(layer).__name__}")
                     weight = torch.empty(layer.in_features, layer.out_features)
                     meant[place].apply(weight, torch.eye(layer.in_features))
@@ -123,7 +125,7 @@ def embeddings(is_whole: bool) -> Iterator[Share]:
     """Yield the shares of rows that are gathered from GGUF's types."""
     for name, shape in combinations(sorted(GGUF_BLOCKS), SHAPES if is_whole else SHAPES[:1]):
         stored, weight = stored_weight(name, shape)
-        held, tokens = gguf_panels(stored, name), torch.arange(shape[0]).flip(0)
+        held, tokens = GgufBlocks(stored, name).some_panels(), torch.arange(shape[0]).flip(0)
         for dtype in DTYPES:
             out = torch.full((len(tokens), shape[1]), torch.nan, dtype=dtype)
             quantised_embedding(out, tokens, held, torch.tensor([len(tokens)], dtype=torch.int32), shape[0])

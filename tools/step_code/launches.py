@@ -10,7 +10,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,7 +236,7 @@ def product_of(weight: Tensor, bias: Tensor | None, rows: int, config: SmallLine
         counters = made(config.counters(rows, out_features), dtype=torch.int32)
     out, x = made(rows, out_features), made(rows, in_features)
     given = (out, x, weight, bias, None, partial, counters, 0.0, "store", 1.0)
-    (launch,) = launches_of(lambda: small_linear_triton(*given, **vars(config)))
+    (launch,) = launches_of(lambda: small_linear_triton(*given, config))
     return launch
 
 
@@ -264,7 +264,7 @@ def _pretended(gpu: Gpu, product_us: Callable[[Launch], float]) -> Iterator[None
         found = candidates(out_features, in_features, weight.element_size(), rows, gpu.processors)
         if not found:
             return None, {"plain": 1.0}
-        early = [replace(config, pdl=gpu.arch >= 90) for config in found]
+        early = [config._replace(pdl=gpu.arch >= 90) for config in found]
         times = {str(config): product_us(product_of(weight, bias, rows, config)) for config in early}
         return min(early, key=lambda config: times[str(config)]), {"plain": math.inf, **times}
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphdecode.models.gguf.block_types import BLOCK_TYPES, BlockType
+from graphdecode.linear.gguf_blocks import BLOCK_TYPES, BlockType
 from graphdecode.models.source import refuse_pointer
 from graphdecode.models.weight_map import CheckpointError
 

@@ -1,5 +1,5 @@
-"""From plain weights to blocks of GGUF: Q8_0 by the library, Q4_K and Q6_K, which it does not write, here, and Q5_0,
-whose scale the library takes from the largest value alone.
+"""Blocks of GGUF and plain weights: the library undoes all types but one, and makes Q8_0; made here are Q4_K and Q6_K,
+which it does not write, and Q5_0, whose scale it takes from the largest value alone.
 
 The layouts are those of ggml's `ggml-common.h`. A block's scales are found as ggml does: several are tried, those of
 the least error are taken, and the codes are rounded with what is stored of them.
@@ -9,13 +9,44 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from graphdecode.linear.gguf_blocks import BlockType
+
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _VALUES_AT_ONCE = 1 << 21  # are rounded together; what that needs beside the result is some tens of MB
 _SUPER_BLOCK = 256
 _MOVES = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # of the largest code, for scales that are tried
 _LEAST = 1e-15
+
+
+def dequantize(stored: np.ndarray, block: BlockType) -> Tensor:
+    """Return the values that bytes stand for.
+
+    Args:
+        stored: uint8 [rows, bytes of a row], whole blocks.
+        block: their type.
+
+    Returns:
+        [rows, values of a row], float32 for what is stored in blocks, else of the stored type.
+    """
+    if block.name in _FLOATS:
+        return torch.from_numpy(stored).view(_FLOATS[block.name])
+    if block.name == "Q1_0":
+        return torch.from_numpy(_q1_0(stored, block))
+    import gguf.quants  # here, for models of other formats need none of it
+
+    return torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType[block.name]))
+
+
+def _q1_0(stored: np.ndarray, block: BlockType) -> np.ndarray:
+    """Return scale or -scale by each bit; the library knows the type, and cannot undo it."""
+    blocks = stored.reshape(-1, block.nbytes)
+    scales = blocks[:, :2].copy().view(np.float16).astype(np.float32)
+    signs = np.unpackbits(blocks[:, 2:], axis=1, bitorder="little") * np.float32(2) - np.float32(1)
+    return (scales * signs).reshape(len(stored), -1)
 
 
 def quantised_blocks(weight: Tensor, block_type: str) -> Tensor:

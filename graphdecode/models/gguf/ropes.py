@@ -10,8 +10,8 @@ import torch
 
 from graphdecode.models.config import UnsupportedModelError
 from graphdecode.models.gguf.container import GgufTensor
-from graphdecode.models.gguf.dequantize import dequantize
 from graphdecode.models.gguf.metadata import Metadata
+from graphdecode.models.gguf.quantize import dequantize
 from graphdecode.models.rope import RopeConfig, inverse_frequencies
 
 _FACTORS, _LONG, _SHORT = (f"rope_{name}.weight" for name in ("freqs", "factors_long", "factors_short"))

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from graphdecode.linear.few_bits import FewBits, part_of
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
@@ -77,10 +79,12 @@ class Gguf:
         """Write one tensor, or a part of it and no more, into `out`; blocks are undone a few rows at a time."""
         self._views[name].read(out, shard)
 
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a matrix as it is stored, uint8 [rows, bytes of a row]; None where it is none."""
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+        """Return a matrix, or a part of it, as it is stored; None where it is in no blocks, or that cuts one."""
         view = self._views[name]
-        return None if len(view.shape) != 2 or view.shift else view.blocks
+        if len(view.shape) != 2 or view.shift or view.block_type not in GGUF_BLOCKS:
+            return None
+        return part_of(GgufBlocks(view.blocks, view.block_type), shard)
 
     @cached_property
     def _architecture(self) -> Architecture:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphdecode.linear.weight_form import Shard
 from graphdecode.models.gguf.container import GgufTensor
-from graphdecode.models.gguf.dequantize import dequantize
+from graphdecode.models.gguf.quantize import dequantize
 
 _VALUES_AT_ONCE = 1 << 19  # are undone together: what that needs beside the result is a few MB
 

@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.models.config import ModelConfig, UnsupportedModelError
 from graphdecode.models.family import config_of
 from graphdecode.models.gguf.architectures import ARCHITECTURES, EDGES, ONE_ROW, ROTATED, Architecture, architecture_of
-from graphdecode.models.gguf.block_types import BLOCK_TYPES
 from graphdecode.models.gguf.container import GgufTensor
 from graphdecode.models.gguf.ropes import llama3_factors
 from graphdecode.models.quantised.on_load import QuantisedBlocks, plain_weight
 from graphdecode.models.weight_map import parts
 
-_TYPES = {block.name: block for block in BLOCK_TYPES.values()}
 _FACTORS = "rope_freqs.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -113,15 +112,17 @@ class GgufModel:
     def _layout(self, name: str) -> tuple[tuple[int, ...], np.dtype[Any], str | None]:
         """Return shape and dtype of a tensor as the file's bytes have it, and the type of its blocks or None."""
         shape, kind = self._stored(name)
-        block = _TYPES[kind] if kind in _TYPES and len(shape) > 1 else _TYPES["F32"]
+        block = BLOCK_OF[kind] if kind in BLOCK_OF and len(shape) > 1 else BLOCK_OF["F32"]
         if block.values == 1:
             return shape, np.dtype(np.float32), None
         return (*shape[:-1], block.size(shape[-1])), np.dtype(np.uint8), block.name
 
     def _rows(self, name: str) -> Tensor:
         """Return a tensor as the file has it."""
-        blocks = self._source.read_blocks(name)
-        if blocks is None:
+        held = self._source.read_few_bits(name)
+        if isinstance(held, GgufBlocks):
+            blocks = held.stored
+        else:
             blocks = plain_weight(self._source, name).float()
             if "norm" in name.rpartition(".")[0].rpartition(".")[2]:
                 blocks = blocks - self._architecture.norm_shift
@@ -155,7 +156,7 @@ class GgufModel:
             UnsupportedModelError: it does not say all that the configuration does.
         """
         found = {name: self._stored(name) for name in self._held}
-        stored = {name: GgufTensor(Path(), shape, _TYPES[kind], 0) for name, (shape, kind) in found.items()}
+        stored = {name: GgufTensor(Path(), shape, BLOCK_OF[kind], 0) for name, (shape, kind) in found.items()}
         config = config_of(architecture_of(self.fields).settings(self.fields, stored))
         config = replace(config, dtype=self._config.dtype, eos_token_ids=self._config.eos_token_ids)
         if self._factors is not None:  # which are a tensor, and no field

@@ -87,8 +87,8 @@ def _name_files(folder: Path, count: int, written: dict[str, int], total: int) -
 
 def _stored(source: TensorSource, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a file that stand for one tensor of the model."""
-    groups = source.read_groups(name) if isinstance(source, QuantisedGroups) else None
-    if groups is None:
+    groups = source.read_few_bits(name) if isinstance(source, QuantisedGroups) else None
+    if not isinstance(groups, Groups):
         yield name, plain_weight(source, name)
         return
     module = name.removesuffix(".weight")

@@ -19,8 +19,7 @@ from graphdecode.errors import shown
 from graphdecode.linear.groups import Code, Groups, unpacked
 from graphdecode.linear.weight_form import Stored
 from graphdecode.models.fields import UnsupportedModelError
-from graphdecode.models.quantised.order import reordered
-from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, require
+from graphdecode.models.quantised.packed_tensor import PackedTensor, Read, is_one_of, reordered, require
 from graphdecode.models.weight_map import CheckpointError
 
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mxfp4-pack-quantized", "dense")

@@ -5,6 +5,7 @@ The forms that keep a checkpoint's codes keep these, and a file of them is writt
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -12,18 +13,17 @@ import torch
 from torch import Tensor
 
 from graphdecode.errors import ArgumentError
+from graphdecode.linear.few_bits import FewBits, part_of
+from graphdecode.linear.gguf_blocks import BLOCK_OF, GgufBlocks
 from graphdecode.linear.groups import GROUP_TYPES, Groups
 from graphdecode.linear.weight_form import Shard, Stored, TensorSource
 from graphdecode.models.config import ModelConfig
 from graphdecode.models.family import family_of
-from graphdecode.models.gguf.block_types import BLOCK_TYPE_NAMES, BLOCK_TYPES
-from graphdecode.models.gguf.dequantize import dequantize
-from graphdecode.models.gguf.quantize import quantised_blocks
+from graphdecode.models.gguf.quantize import dequantize, quantised_blocks
 from graphdecode.models.quantised.experts_apart import ExpertsApart
 from graphdecode.models.quantised.rounding import GROUP_SCHEMES, GroupScheme, rounded
 from graphdecode.models.weight_map import Part, WeightMap, parts
 
-_BLOCK_OF = {block.name: block for block in BLOCK_TYPES.values()}
 _BLOCK_SCHEMES = {  # by name: of a product's weights and of the output layer's; where 256 does not divide the columns
     "q8_0": (("Q8_0", "Q8_0"), ("Q8_0", "Q8_0")),
     "q4_k": (("Q4_K", "Q5_0"), ("Q6_K", "Q8_0")),
@@ -38,7 +38,50 @@ PLAIN = {  # dtypes of weights that are not in few bits, in safetensors' words
 }
 
 
-class QuantisedGroups:
+class RoundedSource(ABC):
+    """A source of plain weights that gives some of them in few bits.
+
+    Args:
+        source: of plain weights.
+        weight_map: of the model.
+        kinds: what is rounded, by name -> what `Stored.dtype` says of it then.
+
+    Attributes:
+        weight_map: of the model.
+    """
+
+    def __init__(self, source: TensorSource, weight_map: WeightMap, kinds: Mapping[str, str]) -> None:
+        self._source = source
+        self._kinds = kinds
+        self.weight_map = weight_map
+
+    @cached_property
+    def tensors(self) -> Mapping[str, Stored]:
+        """All that there are, by name."""
+        there = self._source.tensors
+        return {name: stored._replace(dtype=self._kinds.get(name, stored.dtype)) for name, stored in there.items()}
+
+    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
+        """Write the values of a tensor, or a part of it, into `out`."""
+        if name not in self._kinds:
+            self._source.read(name, out, shard)
+        else:
+            whole = self._values(name)
+            out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
+
+    def read_few_bits(self, name: str, shard: Shard | None = None, expert: int | None = None) -> FewBits | None:
+        """Return a rounded weight, or a part of it; None for other tensors, and parts within a group."""
+        return part_of(self._rounded(name), shard) if name in self._kinds else None
+
+    @abstractmethod
+    def _rounded(self, name: str) -> FewBits: ...
+
+    @abstractmethod
+    def _values(self, name: str) -> Tensor:
+        """Return what a rounded weight stands for."""
+
+
+class QuantisedGroups(RoundedSource):
     """A source whose products' weights are in groups; the output layer and embeddings stay as they are.
 
     Args:
@@ -48,51 +91,25 @@ class QuantisedGroups:
         group_size: columns that share a scale; None: see `GroupScheme.sized`.
 
     Attributes:
-        weight_map: of the model.
-        parts: what is rounded, by name.
-        scheme: into what.
+        scheme: into what weights are rounded.
 
     Raises:
         ValueError: groups of such a size do not fit.
     """
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, name: str, group_size: int | None) -> None:
-        self._source = source
-        self.weight_map = weight_map
-        self.parts = {part.name: part for part in _products(weight_map)}
-        self.scheme: GroupScheme = GROUP_SCHEMES[name].sized(group_size, (p.shape[1] for p in self.parts.values()))
-
-    @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        """All that there are, by name."""
-        kind = self.scheme.type_name
-        return {
-            name: Stored(stored.shape, kind) if name in self.parts else stored
-            for name, stored in self._source.tensors.items()
-        }
-
-    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write the values of a tensor, or a part of it, into `out`."""
-        if name not in self.parts:
-            self._source.read(name, out, shard)
-        else:
-            whole = self._rounded(name).dequantised()
-            out.copy_(whole if shard is None else whole[shard.slices(tuple(whole.shape))])
-
-    def read_groups(self, name: str, shard: Shard | None = None, expert: int | None = None) -> Groups | None:
-        """Return a product's weight, or a part of it, in groups; None for other tensors, and parts within a group."""
-        if name not in self.parts:
-            return None
-        try:
-            return self._rounded(name).part(shard)
-        except ValueError:
-            return None
+        products = _products(weight_map)
+        self.scheme: GroupScheme = GROUP_SCHEMES[name].sized(group_size, (part.shape[1] for part in products))
+        super().__init__(source, weight_map, dict.fromkeys((part.name for part in products), self.scheme.type_name))
 
     def _rounded(self, name: str) -> Groups:
         return rounded(plain_weight(self._source, name), self.scheme)
 
+    def _values(self, name: str) -> Tensor:
+        return self._rounded(name).dequantised()
 
-class QuantisedBlocks:
+
+class QuantisedBlocks(RoundedSource):
     """A source whose products' weights, the output layer's and the embedding are in blocks of GGUF.
 
     Args:
@@ -100,43 +117,22 @@ class QuantisedBlocks:
         weight_map: of the model.
         name: "q8_0" or "q4_k".
 
-    Attributes:
-        weight_map: of the model.
-
     Raises:
         ValueError: a weight's columns are no whole blocks.
     """
 
     def __init__(self, source: TensorSource, weight_map: WeightMap, name: str) -> None:
-        self._source = source
-        self.weight_map = weight_map
         products, edges = _BLOCK_SCHEMES[name]
         of_edges = [part for place in ("embedding", "lm_head") for part in weight_map.get(place, ())]
-        self._types = {part.name: _fitting(name, part, products) for part in _products(weight_map)}
-        self._types |= {part.name: _fitting(name, part, edges) for part in of_edges}
+        types = {part.name: _fitting(name, part, products) for part in _products(weight_map)}
+        super().__init__(source, weight_map, types | {part.name: _fitting(name, part, edges) for part in of_edges})
 
-    @cached_property
-    def tensors(self) -> Mapping[str, Stored]:
-        """All that there are, by name."""
-        return {
-            name: Stored(stored.shape, self._types.get(name, stored.dtype))
-            for name, stored in self._source.tensors.items()
-        }
+    def _rounded(self, name: str) -> GgufBlocks:
+        kind = self._kinds[name]
+        return GgufBlocks(quantised_blocks(plain_weight(self._source, name), kind), kind)
 
-    def read(self, name: str, out: Tensor, shard: Shard | None = None) -> None:
-        """Write the values of a tensor, or a part of it, into `out`."""
-        blocks = self.read_blocks(name)
-        if blocks is None:
-            self._source.read(name, out, shard)
-            return
-        shape, block = self.tensors[name].shape, _BLOCK_OF[self._types[name]]
-        rows, *columns = (slice(None),) if shard is None else shard.slices(shape)
-        out.copy_(dequantize(blocks[rows].numpy(), block)[(slice(None), *columns)])
-
-    def read_blocks(self, name: str) -> Tensor | None:
-        """Return a matrix in blocks, uint8 [rows, bytes of a row]; None for other tensors."""
-        kind = self._types.get(name)
-        return None if kind is None else quantised_blocks(plain_weight(self._source, name), kind)
+    def _values(self, name: str) -> Tensor:
+        return dequantize(self._rounded(name).stored.numpy(), BLOCK_OF[self._kinds[name]])
 
 
 def quantised_on_load(
@@ -157,7 +153,7 @@ def quantised_on_load(
     stored, weight_map = family.weights_in(config, source.tensors), family.weights(config)
     names = {part.name for part in parts(stored)}
     kinds = {source.tensors[name].dtype for name in names if name in source.tensors} - PLAIN.keys()
-    if kinds & (GROUP_TYPES | BLOCK_TYPE_NAMES):
+    if kinds & (GROUP_TYPES | BLOCK_OF.keys()):
         raise ArgumentError(f"quantize={name!r} is for plain weights, and these are {', '.join(sorted(kinds))} already")
     if stored != weight_map:
         source = ExpertsApart(source, stored, weight_map, has_turns=family.experts_have_turns)
@@ -193,9 +189,9 @@ def _fitting(name: str, part: Part, kinds: tuple[str, str]) -> str:
         ArgumentError: there is none.
     """
     for kind in kinds:
-        if part.shape[1] % _BLOCK_OF[kind].values == 0:
+        if part.shape[1] % BLOCK_OF[kind].values == 0:
             return kind
     raise ArgumentError(
         f"quantize={name!r}: {part.name} has {part.shape[1]} columns, into which blocks of "
-        f"{_BLOCK_OF[kinds[-1]].values} do not go"
+        f"{BLOCK_OF[kinds[-1]].values} do not go"
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from graphdecode.errors import shown
-from graphdecode.linear.groups import Groups
+from graphdecode.linear.groups import Groups, packed, unpacked
 from graphdecode.linear.weight_form import Shard, Stored
 from graphdecode.models.fields import UnsupportedModelError
 from graphdecode.models.weight_map import CheckpointError
@@ -138,3 +139,25 @@ def group_size_of(name: str, in_features: int, groups: int, sizes: tuple[int, ..
     if not found:
         raise CheckpointError(f"{name} has {groups} groups of {in_features} columns, and should have groups of {sizes}")
     return found[0]
+
+
+def reordered(groups: Groups, group_of: Tensor, name: str) -> Groups:
+    """Return a weight whose columns stand by their groups, which GPTQ's `desc_act` dealt out by importance.
+
+    Args:
+        groups: with columns in the order of the input features, whatever group they are in.
+        group_of: integers [in_features], the group of each column.
+        name: for the message.
+
+    Raises:
+        CheckpointError: a group has more or fewer columns than the others.
+    """
+    expected = torch.arange(groups.shape[1]) // groups.group_size
+    if torch.equal(group_of.long(), expected):
+        return groups
+    order = torch.argsort(group_of, stable=True)
+    if not torch.equal(group_of[order].long(), expected):
+        raise CheckpointError(f"{name}: g_idx has groups that have not {groups.group_size} columns each")
+    codes = unpacked(groups.codes) if groups.bits == 4 else groups.codes
+    codes = codes.index_select(1, order)
+    return replace(groups, codes=packed(codes) if groups.bits == 4 else codes, order=order.int())

@@ -1,0 +1,145 @@
+"""A weight of few bits as its source has it: what forms have in common that keep it, and the one of a CPU's kernels."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from graphdecode.kernels.linear.quantised_linear import QuantisedPanels, quantised_linear
+from graphdecode.kernels.model.quantised_embedding import quantised_embedding
+from graphdecode.linear.few_bits import FewBits, FewBitsSource, read_parts
+from graphdecode.linear.gguf_blocks import GGUF_BLOCKS, GgufBlocks
+from graphdecode.linear.groups import KEPT_GROUPS
+from graphdecode.linear.linear_choice import LinearChoice
+from graphdecode.linear.panels import Panels
+from graphdecode.linear.weight_form import (
+    FormOptions,
+    LinearNames,
+    RowTable,
+    Shard,
+    TensorSource,
+    WeightForm,
+    fused_shape,
+    read_bias,
+)
+
+
+@dataclass(frozen=True)
+class Kept(WeightForm):
+    """A weight whose values are the source's own, not rounded; others, and what cannot be put so, are plain.
+
+    Attributes:
+        kinds: what `Stored.dtype` says of weights that can be kept; filled while files are imported, and then read.
+    """
+
+    quantize = "gguf"
+    is_of_source = True
+    kinds: ClassVar[set[str]]
+
+    @classmethod
+    @abstractmethod
+    def plain(cls, options: FormOptions) -> type[WeightForm]:
+        """Return the form of other weights."""
+
+    @classmethod
+    @abstractmethod
+    def of_parts(
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+    ) -> Self | None:
+        """Return the form of parts of a weight, one below another; None where one cannot be put so."""
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, options: FormOptions) -> WeightForm:
+        """Return a weight that is in no few bits as a plain one."""
+        return cls.plain(options).of(weight, bias, options)
+
+    @classmethod
+    def keeps(cls, source: TensorSource, names: LinearNames) -> bool:
+        """Whether all of a layer's tensors are in few bits of kinds that can be multiplied as they are."""
+        return isinstance(source, FewBitsSource) and {source.tensors[name].dtype for name in names.weights} <= cls.kinds
+
+    @classmethod
+    def load(cls, source: TensorSource, names: LinearNames, shard: Shard | None, options: FormOptions) -> WeightForm:
+        """Read a layer's tensors, or a part of them; what cannot be fused, cut or put so is plain."""
+        parts = read_parts(source, names, shard) if cls.keeps(source, names) else None
+        form = None
+        if parts is not None:
+            shape, bias = fused_shape(source, names.weights, shard), read_bias(source, names, shard, options)
+            form = cls.of_parts(shape, bias, parts, options)
+        return cls.plain(options).load(source, names, shard, options) if form is None else form
+
+
+class PanelRows(NamedTuple):
+    """An embedding in panels."""
+
+    weight: QuantisedPanels
+    vocab_size: int
+
+    def gather(self, out: Tensor, tokens: Tensor, live: Tensor, scale: float) -> None:
+        """Write the tokens' rows; see `RowTable`."""
+        quantised_embedding(out, tokens, self.weight, live, self.vocab_size, scale)
+
+
+@dataclass(frozen=True)
+class KeptPanels(Kept):
+    """A weight in panels; tensors that are fused and differ in type are parts, each with a product of its own."""
+
+    path = "panels"
+    kinds: ClassVar[set[str]] = {*GGUF_BLOCKS, *KEPT_GROUPS}
+    parts: tuple[QuantisedPanels, ...]
+    sizes: tuple[int, ...]  # output features of the parts
+    order: Tensor | None  # int32 [in_features], the input feature of each column; None: as they stand
+    layout: str  # the path of its `FewBits`
+    batch_invariant: bool
+
+    @classmethod
+    def why_not(cls, options: FormOptions) -> str:
+        """Return why not: as for plain panels."""
+        return Panels.why_not(options)
+
+    @classmethod
+    def plain(cls, options: FormOptions) -> type[WeightForm]:
+        """Return plain panels."""
+        return Panels
+
+    @classmethod
+    def of_parts(
+        cls, shape: tuple[int, ...], bias: Tensor | None, parts: list[FewBits], options: FormOptions
+    ) -> Self | None:
+        """Return parts in panels; see `Kept`."""
+        made = [held for part in parts if (held := part.panels()) is not None]
+        if len(made) < len(parts):
+            return None
+        first, sizes = parts[0], tuple(part.shape[0] for part in parts)
+        order = None if first.order is None else first.order.clone()
+        return cls(shape, bias, tuple(made), sizes, order, first.path, options.batch_invariant)
+
+    @property
+    def row_table(self) -> RowTable | None:
+        """The weight where it is blocks in one part."""
+        is_one = len(self.parts) == 1 and self.layout == GgufBlocks.path
+        return PanelRows(self.parts[0], self.out_features) if is_one else None
+
+    @property
+    def gives_floats(self) -> bool:
+        """Sums are written as they are."""
+        return True
+
+    def choice(self, rows: int) -> LinearChoice:
+        """Return the layout, which says more than that it is in panels."""
+        return LinearChoice(self.layout)
+
+    def apply(self, out: Tensor, x: Tensor) -> None:
+        """Write the product for `x` [rows, in_features] into `out` [rows, out_features]."""
+        if self.order is not None:
+            x = torch.index_select(x, 1, self.order)
+        if len(self.parts) == 1:
+            quantised_linear(out, x, self.parts[0], self.bias, batch_invariant=self.batch_invariant)
+            return
+        biases = [None] * len(self.sizes) if self.bias is None else self.bias.split(self.sizes)
+        for part, bias, columns in zip(self.parts, biases, out.split(self.sizes, dim=1), strict=True):
+            quantised_linear(columns, x, part, bias, batch_invariant=self.batch_invariant)

@@ -1,0 +1,177 @@
+"""How a cache holds keys and values: one record a type, which says all that Python has to know of it.
+
+The cache and the plan of memory ask it for sizes and scales, the operators' torch versions store and load by it, and
+Triton's kernels decode bytes by its code. A new type is a record here, a name that settings take, and what kernels do.
+
+Keys that become int8 are mixed before, and so are the queries that they meet: a Hadamard rotation leaves their products
+as they are, and spreads a channel that is always large over all, so that the scale of a head is not made by one channel
+(Ashkboos et al., QuaRot, 2024, section 4.2).
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..native.signature import Bfloat16
+
+MOST_INT8 = 127  # codes are as many on both sides of 0
+_MOST_E4M3 = 448.0
+
+
+class PageScales(NamedTuple):
+    """Scales of int8 entries, which stand by page as the entries do; a head's are neighbours.
+
+    Attributes:
+        k_scales: bf16 [pages, num_kv_heads, page_size], contiguous, of keys.
+        v_scales: the same of values.
+    """
+
+    k_scales: Bfloat16
+    v_scales: Bfloat16
+
+
+def _plain(x: Tensor) -> Tensor:
+    return x
+
+
+def _widened(x: Tensor) -> Tensor:
+    return x.float()
+
+
+class KVFormat(NamedTuple):
+    """One type of cached keys and values.
+
+    Attributes:
+        dtype: of the entries.
+        names: what `kv_cache_dtype` calls it; a model's own type has none.
+        code: how kernels decode what comes to them as bytes; "": they convert the type.
+        is_converted: newer GPUs convert the type, and take no bytes.
+        own_scale: of the scale that each token and head has, in `PageScales`; None: there are none.
+        has_layer_scales: entries are divided by a number of the layer.
+        is_mixed: keys, and queries over them, are `mixed`.
+        store: returns values as they are before torch converts them to the type, fp32.
+        load: returns entries in fp32.
+    """
+
+    dtype: torch.dtype
+    names: tuple[str, ...] = ()
+    code: str = ""
+    is_converted: bool = False
+    own_scale: torch.dtype | None = None
+    has_layer_scales: bool = False
+    is_mixed: bool = False
+    store: Callable[[Tensor], Tensor] = _plain
+    load: Callable[[Tensor], Tensor] = _widened
+
+    def entry_bytes(self, head_dim: int) -> int:
+        """Return the bytes of one head's key, or value, of one token, its scale included."""
+        return head_dim * self.dtype.itemsize + (0 if self.own_scale is None else self.own_scale.itemsize)
+
+    def page_scales(self, shape: tuple[int, int, int, int], new: Callable[..., Tensor]) -> PageScales | None:
+        """Return scales for pages of a shape [pages, page_size, heads, dim], which `new(shape, dtype)` makes."""
+        if self.own_scale is None:
+            return None
+        pages, page_size, heads, _ = shape
+        k_scales, v_scales = (new((pages, heads, page_size), self.own_scale) for _ in range(2))
+        return PageScales(k_scales, v_scales)
+
+    def write(self, cache: Tensor, at: tuple[Tensor, Tensor], new: Tensor, unit: float, scales: Tensor | None) -> None:
+        """Write heads into a cache.
+
+        Args:
+            cache: [pages, page_size, heads, dim].
+            at: pages and places of the tokens, integers [tokens].
+            new: [tokens, heads, dim], fp32.
+            unit: of the layer, which divides them.
+            scales: of the pages, where the type has its own.
+        """
+        if scales is not None:
+            cache[at], scales[at[0], :, at[1]] = encoded(new)
+            return
+        entries = cache.view(torch.uint8) if cache.itemsize == 1 else cache  # torch has no index_put of fp8
+        entries[at] = self.store(new / unit if unit != 1.0 else new).to(self.dtype).view(entries.dtype)
+
+    def fill(self, tensor: Tensor, pages: Tensor) -> None:
+        """Write random entries to some pages of a cache [pages, ...] of this type."""
+        shape = (len(pages), *tensor.shape[1:])
+        if not self.dtype.is_floating_point:
+            tensor[pages] = torch.randint(-MOST_INT8, MOST_INT8 + 1, shape, dtype=self.dtype, device=tensor.device)
+            return
+        entries = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        entries[pages] = torch.rand(shape, device=tensor.device).to(self.dtype).view(entries.dtype)
+
+
+def format_of(dtype: torch.dtype) -> KVFormat:
+    """Return how a cache of a type holds its entries."""
+    return KV_FORMATS.get(dtype) or KVFormat(dtype)
+
+
+def format_named(name: str, dtype: torch.dtype) -> KVFormat:
+    """Return the format of a name; for another one, such as "auto", that of a model's type."""
+    return next((each for each in KV_FORMATS.values() if name in each.names), format_of(dtype))
+
+
+def mixed(x: Tensor) -> Tensor:
+    """Return heads [..., dim] in fp32, times an orthonormal Hadamard matrix over neighbouring channels.
+
+    It has as many rows as the largest power of two that divides `dim`.
+    """
+    count = x.shape[-1] & -x.shape[-1]
+    wide = x.float().unflatten(-1, (-1, count))
+    for _ in range(count.bit_length() - 1):
+        even, odd = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        wide = torch.cat((even + odd, even - odd), dim=-1)
+    return wide.flatten(-2) * (1 / math.sqrt(count))
+
+
+def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return heads [..., dim] as int8, and their scales, bf16 [...]: the largest value over 127, rounded.
+
+    The scale of a head in which something is not finite is NaN.
+    """
+    wide = x.float()
+    most = wide.abs().amax(-1)
+    most = torch.where(torch.isfinite(wide).all(-1), most, torch.nan)
+    scales = (most / MOST_INT8).to(torch.bfloat16)
+    unit = scales.float().unsqueeze(-1)
+    steps = torch.where(unit > 0, wide / unit, 0.0).round().clamp(-MOST_INT8, MOST_INT8)
+    return steps.to(torch.int8), scales
+
+
+def decoded(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return codes [pages, page_size, heads, dim] in fp32, given their scales [pages, heads, page_size]."""
+    return codes.float() * scales.float().transpose(1, 2).unsqueeze(-1)
+
+
+def _within_e4m3(x: Tensor) -> Tensor:
+    """Return values that e4m3 can have: it knows no infinity, and torch makes NaN of it."""
+    return x.float().clamp(-_MOST_E4M3, _MOST_E4M3)
+
+
+def _e4m3(x: Tensor) -> Tensor:
+    """Decode by the bits, through fp16, in a fraction of the time of a cast."""
+    bits = x.view(torch.uint8).to(torch.int16)
+    magnitude = bits & 0x7F
+    half = (magnitude << 7) | ((bits & 0x80) << 8)  # fp16 has the same layout, but for a factor of 2^8
+    half |= ((magnitude + 1) & 0x80) * 0xF8  # all ones is NaN: then fill fp16's exponent, 0x7C00, too
+    return half.view(torch.float16).float().mul_(256.0)
+
+
+def _e5m2(x: Tensor) -> Tensor:
+    return (x.view(torch.uint8).to(torch.int16) << 8).view(torch.float16).float()
+
+
+KV_FORMATS = {  # filled while files are imported, and then read
+    each.dtype: each
+    for each in (
+        KVFormat(
+            torch.float8_e4m3fn, ("fp8", "fp8_e4m3"), "e4m3", True,
+            has_layer_scales=True, store=_within_e4m3, load=_e4m3,
+        ),
+        KVFormat(torch.float8_e5m2, (), "e5m2", True, load=_e5m2),
+        KVFormat(torch.int8, ("int8",), "int8", own_scale=torch.bfloat16, is_mixed=True),
+    )
+}  # fmt: skip
