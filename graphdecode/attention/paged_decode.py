@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -88,6 +89,8 @@ class PagedDecodeAttention:
         ValueError: a size is less than 1, or the heads do not divide.
     """
 
+    DEVICES_APART: ClassVar = {"cuda"}  # where keys that are mixed are appended by themselves
+
     def __init__(
         self,
         *,
@@ -133,8 +136,10 @@ class PagedDecodeAttention:
             dtype=dtype,
             kv_dtype=dtype if kv_dtype is None else kv_dtype,
         )
-        self.appends_apart = kv_dtype == torch.int8 and self.device.type == "cuda"
-        self._rows = torch.arange(max_batch_size, dtype=torch.int32, device=self.device)
+        self.appends_apart = kv_dtype == torch.int8 and self.device.type in self.DEVICES_APART
+        self._rows: list[Tensor] = []  # the number of each row, where they are asked for
+        if self.appends_apart:
+            self._rows = [torch.arange(max_batch_size, dtype=torch.int32, device=self.device)]
         self._planned: tuple[Tensor, Tensor] | None = None  # lengths and live rows of the step
         self.is_invariant = batch_invariant
         self._fixed_split = FIXED_SPLIT if batch_invariant else 0
@@ -152,7 +157,7 @@ class PagedDecodeAttention:
     @property
     def workspace(self) -> list[Tensor]:
         """The tensors that a captured step reads and writes here."""
-        return [self._rows, self._kv_lens, *self._plans.values(), *self._workspace]
+        return [*self._rows, self._kv_lens, *self._plans.values(), *self._workspace]
 
     def plan(self, pre_step_seqlens: Tensor, live_rows: Tensor) -> None:
         """Plan one step on the device: row i attends to `pre_step_seqlens[i] + 1` tokens, padding to none.
@@ -234,8 +239,8 @@ class PagedDecodeAttention:
 
         That is one launch, or two; see `appends_apart`.
 
-        The bits of a row are not those of `rope_append` and `run`, which a batch-invariant model takes for its prompts:
-        the newest key is taken from registers.
+        In one launch the newest key is taken from registers, so that a row has not the bits of `rope_append` and `run`,
+        which a batch-invariant model takes.
 
         Args:
             out: [rows, num_qo_heads, head_dim], contiguous; padding rows get 0.
@@ -251,8 +256,9 @@ class PagedDecodeAttention:
         if self.appends_apart and self._planned is not None:
             q, count = torch.empty_like(out), out.shape[0]
             lens, live = self._planned
+            (rows,) = self._rows
             rope_append(
-                q, k_cache, v_cache, qkv, self._rows[:count], lens, live, page_table, *turn,
+                q, k_cache, v_cache, qkv, rows[:count], lens, live, page_table, *turn,
                 k_scale=scales.key, v_scale=scales.value, scales=scales.pages,
             )  # fmt: skip
             self.run(out, q, k_cache, v_cache, page_table, options, scales)

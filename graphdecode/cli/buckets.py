@@ -83,13 +83,14 @@ def _bucket_table(config: BucketConfig) -> Table:
 def _memory_table(
     engine: EngineConfig, model: str, settings: ModelConfig | AdoptedConfig, dtype: torch.dtype, device: torch.device
 ) -> Table:
-    from graphdecode.engine.capacity import plan_capacity, resolve_cache_dtype
+    from graphdecode.engine.capacity import captured_widths, plan_capacity, resolve_cache_dtype
     from graphdecode.memory import free_bytes
     from graphdecode.models import weight_bytes
 
     config, cache_dtype = engine.buckets, resolve_cache_dtype(engine.kv_cache_dtype, dtype)
     free, weights = free_bytes(device), weight_bytes(settings, dtype)
-    capacity = plan_capacity(config, settings, cache_dtype, device, available_bytes=max(free - weights, 0))
+    widths = captured_widths(engine)
+    capacity = plan_capacity(config, settings, cache_dtype, device, max(free - weights, 0), widths)
     pages, per_row = capacity.total_num_pages, capacity.pages_per_row
     cache = capacity.page_bytes * (pages + 1)
     left = free - weights - cache

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
+from graphdecode.buckets import query_widths
 from graphdecode.config import BucketConfig, EngineConfig
 from graphdecode.engine.shapes import MIXED_TOKENS, mixed_shapes, prompt_shapes
 from graphdecode.engine.steps.automaton_places import state_bytes
@@ -53,6 +55,7 @@ def plan_capacity(
     dtype: torch.dtype,
     device: torch.device,
     available_bytes: int | None = None,
+    widths: Collection[int] = (1,),
 ) -> Capacity:
     """Work out the capacity, with `total_num_pages = "auto"` from the memory that is free, less what graphs will take.
 
@@ -64,6 +67,7 @@ def plan_capacity(
         dtype: of the cache.
         device: where the cache goes.
         available_bytes: memory that is free there; None: what is free now.
+        widths: queries of a row, for each of which a step is captured.
 
     Raises:
         ValueError: not even one page fits.
@@ -76,7 +80,7 @@ def plan_capacity(
     if isinstance(total, str):
         free = free_bytes(device) if available_bytes is None else available_bytes
         if device.type == "cuda" and config.backend != "eager":
-            free = max(free - graph_bytes(config, model), 0)
+            free = max(free - graph_bytes(config, model, widths), 0)
         affordable = int(free * config.memory_fraction) // page_bytes - 1
         if affordable < 1:
             raise ArgumentError(
@@ -87,14 +91,20 @@ def plan_capacity(
     return Capacity(max_sequence_length, pages_per_row, total, token_bytes, page_bytes, token_limit)
 
 
-def graph_bytes(config: BucketConfig, model: ModelShape) -> int:
+def graph_bytes(config: BucketConfig, model: ModelShape, widths: Collection[int] = (1,)) -> int:
     """Return what the graphs of a GPU are reckoned to take, which are captured once the cache has its memory."""
-    most = max(*MIXED_TOKENS["cuda"], config.max_batch_size)
-    shapes = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder), *config.ladder]
-    nodes = len(shapes) * _LAYER_NODES * model.num_hidden_layers
+    queries = config.max_batch_size * max(widths)
+    most = max(*MIXED_TOKENS["cuda"], queries)
+    beside = [*prompt_shapes("cuda", most), *mixed_shapes("cuda", most, config.ladder)]
+    nodes = (len(beside) + len(config.ladder.sizes) * len(widths)) * _LAYER_NODES * model.num_hidden_layers
     width = model.num_attention_heads * model.head_dim
-    pool = 4 * (most * width * _TOKEN_WIDTHS + config.max_batch_size * model.vocab_size)
+    pool = 4 * (most * width * _TOKEN_WIDTHS + queries * model.vocab_size)
     return nodes * _NODE_BYTES + pool
+
+
+def captured_widths(settings: EngineConfig) -> tuple[int, ...]:
+    """Return the queries of a row that steps are captured for."""
+    return (1,) if settings.speculation == "off" else (1, *query_widths(settings.num_tokens))
 
 
 def resolve_cache_dtype(kv_cache_dtype: str, dtype: torch.dtype) -> torch.dtype:
@@ -110,7 +120,8 @@ def plan_room(settings: EngineConfig, model: ModelShape, dtype: torch.dtype, dev
             key that takes most, its value and the bytes.
     """
     config, memory = settings.buckets, total_bytes(device)
-    capacity = plan_capacity(config, model, resolve_cache_dtype(settings.kv_cache_dtype, dtype), device)
+    cache_dtype = resolve_cache_dtype(settings.kv_cache_dtype, dtype)
+    capacity = plan_capacity(config, model, cache_dtype, device, widths=captured_widths(settings))
     needs = _needs(config, model, capacity, settings.prefill_tokens(device.type))
     total = sum(nbytes for _, _, _, nbytes in needs)
     if total > memory:

@@ -122,7 +122,7 @@ class DraftPace:
     def saw_step(self, bucket: int, width: int, seconds: float) -> None:
         """Take the time of a step."""
         self._launches += 1
-        if (bucket, width) not in self._times:  # the first time does not count: graphs are captured then
+        if (bucket, width) not in self._times:  # the first time does not count: it may hold a capture
             self._times[bucket, width] = deque(maxlen=_TIMES_KEPT)
         else:
             if width > 1 and self._is_forgotten(bucket, width):

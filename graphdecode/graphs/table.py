@@ -434,13 +434,24 @@ class GraphManager(GraphTable):
         step: given the buffers narrowed to a bucket's rows; writes its results into them.
         buffers: everything that the step reads and writes.
         ladder: the buckets; a `BucketLadder`, or batch sizes.
-        options: those of `GraphTable`.
+        constants: see `GraphTable`, as of all that follow.
     """
 
-    def __init__(self, step: Step, buffers: StepBuffers, ladder: BucketLadder | Iterable[int], **options: Any) -> None:
+    def __init__(
+        self,
+        step: Step,
+        buffers: StepBuffers,
+        ladder: BucketLadder | Iterable[int],
+        *,
+        constants: Iterable[Any] = (),
+        backend: str = "auto",
+        warmup_steps: int = 2,
+        **options: Any,
+    ) -> None:
         if not isinstance(ladder, BucketLadder):
             ladder = BucketLadder(ladder, buffers.max_batch_size)
         shapes = ShapeLadder(map(StepShape, ladder), ladder.max_batch_size)
+        options |= {"constants": constants, "backend": backend, "warmup_steps": warmup_steps}
         super().__init__(lambda _, batch: step(batch), buffers, shapes, **options)
 
 

@@ -386,7 +386,12 @@ class _Expanded:
     """A source whose weights in few bits are read as plain ones."""
 
     def __init__(self, source: TensorSource) -> None:
-        self.tensors, self.read = source.tensors, source.read
+        kinds = KeptPanels.kinds | KeptTiles.kinds
+        self.read = source.read
+        self.tensors = {
+            name: stored._replace(dtype="F32") if stored.dtype in kinds else stored
+            for name, stored in source.tensors.items()
+        }
 
 
 def _has_blocks(source: TensorSource, device: torch.device) -> bool:

@@ -220,7 +220,7 @@ class LatencyProfiler:
                         self._stage(rows)
                         began = time.perf_counter()
                         self.runner.read(self.runner.launch(LaunchPlan(StepShape(bucket, queries))))
-                        if turn > 1:  # the first use captures
+                        if turn > 1:  # the first use may capture
                             times.setdefault((bucket, queries), []).append(1e3 * (time.perf_counter() - began))
         return [
             {"bucket": bucket, "queries": queries, "context": context, "step_ms": statistics.median(found)}

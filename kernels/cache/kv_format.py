@@ -127,6 +127,12 @@ def mixed(x: Tensor) -> Tensor:
     return wide.flatten(-2) * (1 / math.sqrt(count))
 
 
+def within(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return mixed queries in a model's type; of a channel that fp16 cannot hold, its largest number."""
+    most = torch.finfo(torch.float16).max
+    return x.clamp(-most, most).to(dtype) if dtype == torch.float16 else x.to(dtype)
+
+
 def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return heads [..., dim] as int8, and their scales, bf16 [...]: the largest value over 127, rounded.
 

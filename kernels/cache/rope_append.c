@@ -2,6 +2,12 @@
 #include "native.h"
 #include "native_codes.h"
 
+#if defined(ELEMENT_F16)
+static const float NAME(most) = MOST_F16;
+#else
+static const float NAME(most) = INFINITY;
+#endif
+
 /* One over the root of the mean square of some channels. */
 INLINE float NAME(inverse_root)(const int is_wide, const void *x, int64_t count, float eps) {
     float squares = 0.0f;
@@ -54,7 +60,7 @@ INLINE void NAME(rotate_heads)(const int is_wide, const struct NAME(kept) *to, c
         const char *from = x + at * width_of(is_wide);
         if (weight && at % normed == 0) scale = NAME(inverse_root)(is_wide, from, normed, eps);
         NAME(rotate_head)(is_wide, wide, from, weight ? weight + at % normed : weight, scale, cos, half, dim);
-        if (is_mixed) mix_head(wide, dim);
+        if (is_mixed) mix_head(wide, dim, to->code ? INFINITY : NAME(most)); /* queries stay what an element can hold */
         NAME(keep_head)(to, head, wide, dim);
     }
 }

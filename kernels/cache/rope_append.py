@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..attention.attention_records import Pages, Turn, TurnForm, kv_bits
-from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantise
+from ..attention.attention_tile import int8_codes, int8_scale, mixed_tile, quantise, to_compute
 from ..native.optional_triton import tl, triton
 from ..native.registration import operator
 from ..native.signature import CODES, AnyElement, Float32, Int32, Wide, Written
 from ..norm.rms_norm import normed
-from .kv_format import PageScales, format_of, mixed
+from .kv_format import PageScales, format_of, mixed, within
 
 
 @triton.jit
@@ -117,9 +117,10 @@ def _rope_append_kernel(
     rotated = x * cos[None, :] + y * tl.where(dims < HALF, -sin, sin)[None, :]
     if KV_BITS == "int8":
         rotated = mixed_tile(rotated, HEADS, BLOCK_D, HEAD_DIM)
+    element: tl.constexpr = q_out.dtype.element_ty
     tl.store(
         q_out + (token.to(tl.int64) * qo_heads + head)[:, None] * HEAD_DIM + dims[None, :],
-        rotated.to(q_out.dtype.element_ty),
+        to_compute(rotated, element) if KV_BITS == "int8" else rotated.to(element),
         mask=is_query[:, None] & turned,
     )
     scales_at = page * cache.scales_page_stride + place
@@ -260,7 +261,9 @@ def rope_append(
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin, wide[..., 2 * half :]), dim=-1)
     if format_of(k_cache.dtype).is_mixed:
         rotated = mixed(rotated)
-    q_out[:count] = rotated[:, :qo_heads]
+        q_out[:count] = within(rotated[:, :qo_heads], q_out.dtype)
+    else:
+        q_out[:count] = rotated[:, :qo_heads]
     pages, places = page_table[row, position // page_size].long(), position % page_size
     units, of_pages = (k_scale, v_scale), scales or (None, None)
     for cache, new, unit, own in zip((k_cache, v_cache), (rotated[:, qo_heads:], values), units, of_pages, strict=True):

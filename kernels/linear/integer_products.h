@@ -149,7 +149,8 @@ INLINE int write_span(const int is_checked, const struct integer_rows *to, int64
     int32_t upper = sum_of(uppers), lower = (int32_t)((uint32_t)sum_of(sums) - ((uint32_t)upper << 16));
     to->units[place] = unit;
     to->totals[place] = ((float)upper * 0x1p16f + (float)lower) * unit;
-    to->zeros[2 * place] = -zero * lower, to->zeros[2 * place + 1] = -zero * upper;
+    to->zeros[2 * place] = (int32_t)(-(uint32_t)zero * (uint32_t)lower); /* of what is not finite, anything */
+    to->zeros[2 * place + 1] = (int32_t)(-(uint32_t)zero * (uint32_t)upper);
     return bits < 0x7f800000 && (!is_checked || sum_of(poorly) * MOST_POORLY <= count);
 }
 

@@ -224,16 +224,26 @@ static void NAME(integer_panels)(const void *given, int64_t begin, int64_t end) 
         }
 }
 
-/* Multiply rows as integers, if these keep them well. */
+static void NAME(quantised_linear_of)(const quantised_linear_args *a, int64_t threads);
+
+/* Multiply rows as integers, if these keep them well. Where they keep one of a few and not another, each is multiplied by
+ * itself, so that no row decides how its neighbour is. */
 static int NAME(multiplied_as_integers)(struct NAME(quantised_job) *job, float *at, int64_t threads, int64_t least) {
-    int64_t rows = job->of.rows, in = job->a->x.size[1], stride = job->a->x.stride[0];
+    int64_t rows = job->of.rows, in = job->a->x.size[1], kept = rows;
     job->integers = integer_rows_at(at, rows, in, job->of.spans);
     if (rows > CHECKED_ROWS) parallel(threads, NAME(rows_in_integers), job, rows, items_of(SHARED_WORK, in));
-    for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++)
-        if (!NAME(row_in_integers)(&job->integers, row, (const element *)job->a->x.data + row * stride, job->of.weight, rows))
-            return 0;
-    parallel(threads, NAME(integer_panels), job, job->a->panels.size[0], least);
-    return 1;
+    for (int64_t row = 0; row < rows && rows <= CHECKED_ROWS; row++) {
+        const element *x = (const element *)job->a->x.data + row * job->a->x.stride[0];
+        kept -= !NAME(row_in_integers)(&job->integers, row, x, job->of.weight, rows);
+    }
+    if (kept == rows) parallel(threads, NAME(integer_panels), job, job->a->panels.size[0], least);
+    for (int64_t row = 0; row < rows && kept < rows && rows > 1; row++) {
+        quantised_linear_args one = *job->a;
+        one.x.data = (void *)((element *)job->a->x.data + row * one.x.stride[0]), one.x.size[0] = 1;
+        one.out.data = (char *)job->a->out.data + row * one.out.stride[0] * width_of(IS_WIDE(one.out)), one.out.size[0] = 1;
+        NAME(quantised_linear_of)(&one, threads);
+    }
+    return kept == rows || rows > 1;
 }
 #endif
 

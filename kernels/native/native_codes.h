@@ -12,6 +12,7 @@
 
 #define MOST_INT8 127
 #define MOST_E4M3 448.0f
+#define MOST_F16 65504.0f
 
 INLINE vec load_e4m3(const uint8_t *at) {
     uvec wide = load_bytes(at), size = wide & 0x7f;
@@ -96,8 +97,9 @@ INLINE void butterflies(float *x, const int64_t apart, int64_t dim) {
         }
 }
 
-/* A head times an orthonormal Hadamard matrix over its neighbouring channels; see kv_format.py. */
-static inline void mix_head(float *x, int64_t dim) {
+/* A head times an orthonormal Hadamard matrix over its neighbouring channels, of which none is larger than `most` then; see
+ * kv_format.py. */
+static inline void mix_head(float *x, int64_t dim, float most) {
     const int64_t count = dim & -dim;
     if (count > 1) butterflies(x, 1, dim);
     if (count > 2) butterflies(x, 2, dim);
@@ -105,7 +107,10 @@ static inline void mix_head(float *x, int64_t dim) {
     if (count > 8) butterflies(x, 8, dim);
     for (int64_t apart = 16; apart < count; apart *= 2) butterflies(x, apart, dim);
     const float scale = 1.0f / sqrtf((float)count);
-    for (int64_t i = 0; i < dim; i++) x[i] *= scale;
+    for (int64_t i = 0; i < dim; i++) {
+        float mixed = x[i] * scale;
+        x[i] = mixed > most ? most : mixed < -most ? -most : mixed;
+    }
 }
 
 /* Store a head, and return its scale in bf16; where something is not finite that is NaN. */

@@ -103,14 +103,6 @@ class PagedRows:
         return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def mixing(dim: int) -> Tensor:
-    """Return what int8 keys and their queries are multiplied with, float64 [dim, dim], in blocks of a power of two."""
-    block, count = torch.ones(1, 1, dtype=torch.float64), 1
-    while dim % (2 * count) == 0:
-        block, count = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), block), 2 * count
-    return torch.block_diag(*[block / math.sqrt(count)] * (dim // count))
-
-
 def tolerance(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> float:
     """The largest difference from the oracle; fp8 caches get no more, for the oracle reads the same rounded values."""
     return max(TOLERANCE[q_dtype], TOLERANCE.get(kv_dtype, 0.0))

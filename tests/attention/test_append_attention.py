@@ -6,7 +6,8 @@ import pytest
 import torch
 from attention_oracle import Options, attend
 from covering import pairwise
-from paged_rows import int8_codes, mixing, tolerance
+from key_mixing import mixing
+from paged_rows import int8_codes, tolerance
 
 from graphdecode.attention import PagedDecodeAttention
 from graphdecode.attention.options import HeadTurn
@@ -254,10 +255,10 @@ def test_two_launches_over_an_int8_cache_are_what_one_is(dtype, monkeypatch):
     codes = torch.randint(-127, 128, (2, 16, page, kv_heads, dim), generator=draw).to(torch.int8)
     found = []
     for is_apart in (False, True):
+        monkeypatch.setattr(PagedDecodeAttention, "DEVICES_APART", {"cpu"} if is_apart else set())
         attention = PagedDecodeAttention(
             max_batch_size=rows, num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim, **sizes
         )
-        monkeypatch.setattr(attention, "appends_apart", is_apart)
         scales = PageScales(*torch.full((2, 16, kv_heads, page), 0.01, dtype=torch.bfloat16))
         keys, values = codes.clone()
         attention.plan(lens, live)

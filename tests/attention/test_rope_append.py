@@ -4,10 +4,10 @@ import math
 
 import pytest
 import torch
-from paged_rows import mixing
+from key_mixing import mixing
 
 from graphdecode.kernels.cache.kv_format import PageScales
-from graphdecode.kernels.cache.rope_append import rope_append_triton
+from graphdecode.kernels.cache.rope_append import rope_append, rope_append_triton
 from graphdecode.kernels.native.registration import versions
 
 
@@ -110,6 +110,18 @@ def test_entries_of_8_bits_are_those_of_float64_over_their_scales(version, kind,
     torch.testing.assert_close(given["q_out"][:live].double().cpu(), queries[:live], atol=1e-5, rtol=1e-5)
     for name, unit, entries, error in zip(("k_cache", "v_cache"), units, wanted, close, strict=True):
         assert bool(((given[name].cpu().double() * unit - entries).abs() <= error).all())
+
+
+@pytest.mark.parametrize("version", [*VERSIONS, "as it is called"])
+def test_mixed_queries_stay_what_fp16_can_hold(version, device):
+    given = inputs(64, 0, torch.float16, "", device if version == "triton" else "cpu")
+    given["qkv"].fill_(60000.0)
+    given |= {name: torch.zeros_like(given[name], dtype=torch.int8) for name in ("k_cache", "v_cache")}
+    scales = torch.zeros(2, PAGES, KV_HEADS, PAGE, dtype=torch.bfloat16, device=given["live"].device)
+    VERSIONS.get(version, rope_append)(*given.values(), scales=PageScales(*scales))
+    first, others = given["q_out"][: given["live"].item()].cpu().split((1, 63), dim=-1)
+    assert (first == 65504).all()
+    assert (others == 0).all()
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,6 +12,7 @@ from torch import Tensor
 from graphdecode.kernels.linear.int8_linear import quantise_int8
 from graphdecode.kernels.linear.native_linear import to_panels
 from graphdecode.kernels.linear.quantised_linear import Numbers, quantised_panels
+from graphdecode.kernels.linear.small_linear_config import SmallLinearConfig
 from graphdecode.kernels.moe.expert_linear import expert_panels
 from graphdecode.kernels.native import library as native
 from graphdecode.kernels.native.registration import versions
@@ -93,8 +94,8 @@ def small(kind: str, epilogue: str) -> Case:
     rows = 2 if kind == "gemv" else ROWS
     out = random(rows, 70) if epilogue == "add" else unwritten(rows, 35 if epilogue == "silu" else 70)
     given = [out, random(rows, 64), random(70, 64, scale=0.1), random(70), None, None, None]
-    sizes = [kind, 16, 8 if kind == "gemv" else 32, 64, 1, 4, 2, False]
-    return Case([*given, EPS, epilogue, 0.7, *sizes], (1, 2, 3), versions=("torch", "triton"))
+    config = SmallLinearConfig(kind, 8 if kind == "gemv" else 32, 64, 1, 4, 2)
+    return Case([*given, EPS, epilogue, 0.7, *config], (1, 2, 3), versions=("torch", "triton"))
 
 
 TOKENS = torch.tensor([3, 0, 10, 3, 99])

@@ -57,6 +57,11 @@ def test_a_row_depends_neither_on_the_others_nor_on_the_threads(block_type, dtyp
     assert torch.equal(product(x[:2], held, 1030)[:1], alone)
     for rows in (3, 4, 7, 8, 16, 17, 33, 70):
         assert torch.equal(product(x[:rows], held, 1030), expected[:rows]), f"{rows} rows"
+    for value in (torch.nan, 30000.0):  # which integers keep poorly, with what stands beside it
+        beside = x[:2].clone()
+        beside[1, ::32] = value
+        assert torch.equal(product(beside, held, 1030)[:1], alone)
+        assert torch.equal(product(beside.flip(0), held, 1030)[1:], alone)
     beside = x.clone()
     beside[5] = torch.nan
     assert torch.equal(product(beside, held, 1030)[:5], expected[:5])
@@ -82,6 +87,7 @@ def test_a_row_may_have_values_of_any_size(dtype, spread):
         out = product(rows, held, 70)
         assert not out[0].isfinite().any()
         check(out[1:], rows[1:], weight)
+        assert not product(rows[[0, 1, 1]], held, 70)[0].isfinite().any()
 
 
 @compiled

@@ -56,6 +56,7 @@ def test_those_of_a_gguf_file_keep_their_blocks(tmp_path: Path, name: str, gate_
         values = experts.count * experts.width * hidden
         for form, block_type, count in ((experts.gate_up, gate_up, 2 * values), (experts.down, down, values)):
             assert isinstance(form, ExpertPanels)
+            assert form.layout == "blocks"
             assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= (
                 BITS[block_type] / 8 * count + 32
             )
@@ -85,6 +86,7 @@ def test_those_of_gpt_oss_keep_four_bits(folders: tuple[Path, Path], dtype: str)
         values = experts.count * experts.width * kept.config.hidden_size
         for form, count in ((experts.gate_up, 2 * values), (experts.down, values)):
             assert isinstance(form, ExpertPanels)
+            assert form.layout == "groups"
             assert sum(part.nbytes for part in form.weight if isinstance(part, torch.Tensor)) <= 4.5 / 8 * count + 32
 
 

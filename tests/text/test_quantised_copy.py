@@ -292,6 +292,6 @@ def test_ctrl_c_at_the_shell_takes_the_bar_away_and_leaves_nothing(tmp_path: Pat
         out, _ = process.communicate(timeout=60)
         seen += os.read(terminal, 65536).decode(errors="replace")
         os.close(terminal)
-    assert (process.returncode, out) == (130, b"")
+    assert (process.returncode, out) == (130, b""), seen
     assert "Traceback" not in seen
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

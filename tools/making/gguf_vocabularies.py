@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import gguf
-import sentencepiece
 import typer
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
@@ -47,6 +46,8 @@ def byte_level(corpus: list[str]) -> dict[str, Any]:
 def sentence_pieces(corpus: list[str]) -> dict[str, Any]:
     """Return a vocabulary of SentencePiece's BPE."""
     trained = io.BytesIO()
+    import sentencepiece
+
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(corpus), model_writer=trained, vocab_size=900, model_type="bpe", byte_fallback=True,
         split_digits=True, normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.99,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from graphdecode.attention import AttentionOptions, PagedDecodeAttention, TokenByTokenAttention, extend_over
 from graphdecode.buffers import Batch
 from graphdecode.cache import LayerCache
-from graphdecode.kernels.cache.kv_format import format_of, mixed
+from graphdecode.kernels.cache.kv_format import format_of, mixed, within
 from graphdecode.kernels.cache.rope_append import rope_append
 from graphdecode.linear.weight_form import WeightForm
 from graphdecode.models.blocks import Attend, Tokens
@@ -152,7 +152,7 @@ class ModuleDecoder:
         v = torch.nn.functional.pad(v, (0, q.shape[2] - v_dim))  # a cache has one size for keys and values
         queries = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if self._pass.is_known:
-            queries.copy_(mixed(q) if format_of(cache.keys.dtype).is_mixed else q)
+            queries.copy_(within(mixed(q), q.dtype) if format_of(cache.keys.dtype).is_mixed else q)
         else:
             joined = torch.cat((q, k, v), dim=1).flatten(1)
             where = (tokens.rows, tokens.positions, tokens.live, tokens.page_table)
